@@ -47,7 +47,7 @@ nightly: $(STAMP) ## what a commit has no time for: every test with all examples
 
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
 	$(PY) -m deploy.life_table
-	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/dataplane/test_life.py
+	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life.py
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -n 2 --dist loadfile -m netns

@@ -38,10 +38,10 @@ from xds.aio.grpc_server import Context, GrpcServer, Route, read
 from xds.dialects.calico.authorization import decode_response, encode_request
 from xds.dialects.calico.policysync import encode
 from xds.model import calico as c
-from ztunnel.authz.server import CHECK_METHODS
-from ztunnel.calico.evaluator import Evaluator
-from ztunnel.calico.follower import METHOD
-from ztunnel.calico.store import Store
+from ztunnel.policy.authz.server import CHECK_METHODS
+from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.follower import METHOD
+from ztunnel.policy.calico.store import Store
 
 IN_FLIGHT = 64
 ONE = c.PolicyId("GlobalNetworkPolicy", "", "get-only")

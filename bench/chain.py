@@ -232,7 +232,7 @@ def _envoy_bootstrap(folder: Path, name: str) -> Path:
     document = {
         "node": {
             "id": f"sidecar~0.0.0.0~ztunnel-{name}.istio-system~istio-system.svc.cluster.local",
-            "cluster": "ztunnel.istio-system",
+            "cluster": "ztunnel.proxy.istio-system",
             "metadata": {"GENERATOR": "ztunnel-envoy", "AMBIENT_TYPE": "ztunnel", "NODE_NAME": name},
         },
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 15000}}},

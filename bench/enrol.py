@@ -26,11 +26,17 @@ from tproxy.aio.netns import Netns
 from tproxy.aio.table import BlockingTable
 from tproxy.inpod import PROBE_TABLE
 from tproxy.resources import Address
-from ztunnel.agent.enroller import Enroller
-from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
-from ztunnel.istio.zds.manager import PodManager
-from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.node.agent.enroller import Enroller
+from ztunnel.node.agent.enrolment import (
+    MODE,
+    REDIRECTION,
+    Pod,
+    Settings,
+    read_pod,
+)
+from ztunnel.proxy.istio.zds.manager import PodManager
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 _SPACE = "shop"
 _WARM_UP = 100

@@ -25,7 +25,7 @@ STEPS = (
     ("uvloop", "uvloop"),
     ("OpenSSL and certificates", "OpenSSL.SSL, cryptography.x509, cryptography.hazmat.primitives.serialization"),
     ("protobuf", "google.protobuf.message, google.protobuf.any_pb2, google.protobuf.json_format"),
-    ("this proxy, with Envoy's messages", "ztunnel.envoy.app, ztunnel.cli"),
+    ("this proxy, with Envoy's messages", "ztunnel.proxy.envoy.app, ztunnel.cli"),
 )
 _ROUNDS = 7
 _MEASURE = """

@@ -10,13 +10,13 @@ import statistics
 import time
 
 from hbone.aio.relay import ByteCounts
-from ztunnel.istio.admin import live_page
-from ztunnel.istio.app import IstioProxy
-from ztunnel.istio.environment import config_from
-from ztunnel.istio.metrics import PeerLabels, traffic_labels
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
+from ztunnel.proxy.istio.admin import live_page
+from ztunnel.proxy.istio.app import IstioProxy
+from ztunnel.proxy.istio.environment import config_from
+from ztunnel.proxy.ui.pages import INTERVAL_S
+from ztunnel.proxy.ui.view import Rates, event
 from ztunnel.runtime import heap
-from ztunnel.ui.pages import INTERVAL_S
-from ztunnel.ui.view import Rates, event
 
 _ENV = {"XDS_ADDRESS": "", "FAKE_CA": "true", "INPOD_UDS": "/nowhere/ztunnel.sock"}
 _EVENTS = 20

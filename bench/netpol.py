@@ -22,13 +22,13 @@ from deploy.lab import Lab, Place, may_make_namespaces
 from tproxy.aio.table import BlockingTable
 from tproxy.expressions import Family
 from tproxy.resources import Table
-from ztunnel.calico.compile import Compiled
-from ztunnel.calico.incremental import Compiler
-from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.netpol.table import TABLE, TableBuilder, local_endpoints
-from ztunnel.policysync.view import View, excerpt, view_of
-from ztunnel.policysync.view import changes as changes_of
+from ztunnel.policy.calico.compile import Compiled
+from ztunnel.policy.calico.incremental import Compiler
+from ztunnel.policy.calico.objects import PolicyObjects
+from ztunnel.policy.netpol.table import TABLE, TableBuilder, local_endpoints
+from ztunnel.policy.policysync.view import View, excerpt, view_of
+from ztunnel.policy.policysync.view import changes as changes_of
 
 PODS, POLICIES, LOCAL = 10_000, 5_000, 250
 ROUNDS, DATAGRAMS, CONNECTIONS = 3, 5_000, 1_500

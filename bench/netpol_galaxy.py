@@ -14,9 +14,9 @@ from tproxy import expressions as e
 from tproxy.expressions import Family, Phrase
 from tproxy.resources import Chain, Element, Hook, HookPoint, Rule, Set, SetKey, Table
 from xds.model import calico as c
-from ztunnel.calico.compile import Compiled
-from ztunnel.netpol.intervals import ranges_of, without
-from ztunnel.netpol.table import hashed
+from ztunnel.policy.calico.compile import Compiled
+from ztunnel.policy.netpol.intervals import ranges_of, without
+from ztunnel.policy.netpol.table import hashed
 
 NAME: Final = "bench-galaxy"
 #: The test of the family that rules of an inet table begin with; one of IPv4 has none.

@@ -41,9 +41,9 @@ from xds.proto.istio.workload import workload_pb2 as wds
 from xds.protocol.client import ISTIO, ClientOptions, Received
 from xds.protocol.delta import DeltaClient
 from xds.protocol.types import ADDRESS
-from ztunnel.istio.route import Client, Route, route_for
-from ztunnel.istio.xds.mesh_feed import MeshFeed
 from ztunnel.policy.engine import judge
+from ztunnel.proxy.istio.path.route import Client, Route, route_for
+from ztunnel.proxy.istio.xds.mesh_feed import MeshFeed
 from ztunnel.runtime import heap
 
 _SIZES = (10, 1000, 20_000)

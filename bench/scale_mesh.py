@@ -28,7 +28,7 @@ from xds.protocol.snapshot import Snapshot
 from xds.protocol.types import CDS, EDS, LDS
 from ztunnel.control_plane.generate import NodeConfig
 from ztunnel.control_plane.mesh import parse_mesh
-from ztunnel.identity import authority as ca
+from ztunnel.proxy.identity import authority as ca
 
 NODE = "here"
 CLIENT = "10.255.0.2"

@@ -26,8 +26,8 @@ from typing import Any
 from bench.chain import version
 from deploy.lab import Lab, Place, become_root_of_own_namespaces
 from tproxy.aio.netns import Netns
-from ztunnel.istio.zds.channel import Channel, Listener
-from ztunnel.istio.zds.messages import (
+from ztunnel.proxy.istio.zds.channel import Channel, Listener
+from ztunnel.proxy.istio.zds.messages import (
     AddPod,
     DeletePod,
     Request,
@@ -36,7 +36,7 @@ from ztunnel.istio.zds.messages import (
     read_hello,
     request_bytes,
 )
-from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 _CYCLES, _PODS = 10_000, 250
 #: Cycles after which caches and the allocator have grown to their steady size.

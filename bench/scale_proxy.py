@@ -22,11 +22,11 @@ from bench.scale_mesh import CLIENT, NODE, PORT, service_address
 from tproxy.aio.netns import CLONE_NEWNET, unshare
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.envoy.app import Proxy
-from ztunnel.envoy.bootstrap import bootstrap_for, read_bootstrap
-from ztunnel.envoy.settings import Settings
-from ztunnel.envoy.state import State
-from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.proxy.envoy.app import Proxy
+from ztunnel.proxy.envoy.config.bootstrap import bootstrap_for, read_bootstrap
+from ztunnel.proxy.envoy.config.settings import Settings
+from ztunnel.proxy.envoy.config.state import State
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 _TICK_S = 0.005
 _CONNECTIONS = 5000

@@ -69,9 +69,9 @@ class Format:
 
 FORMATS = (
     Format("Mesh", "ztunnel control-plane MESH.YAML", "ztunnel/control_plane/mesh.py"),
-    Format("Pods of a node", "ztunnel agent --state FILE", "ztunnel/agent/description.py"),
-    Format("Node", "ztunnel intercept apply -f FILE", "ztunnel/intercept/description.py"),
-    Format("Injector", "ztunnel inject --config FILE", "ztunnel/inject/config.py"),
+    Format("Pods of a node", "ztunnel agent --state FILE", "ztunnel/node/agent/description.py"),
+    Format("Node", "ztunnel intercept apply -f FILE", "ztunnel/node/intercept/description.py"),
+    Format("Injector", "ztunnel inject --config FILE", "ztunnel/sidecar/inject/config.py"),
 )
 
 

@@ -36,79 +36,79 @@ IMPURE = {
 #: Modules of the application that decide and do nothing else.
 PURE_APPLICATION = (
     "ztunnel/policy/engine.py",
-    "ztunnel/simulate/changes.py",
-    "ztunnel/simulate/policies.py",
-    "ztunnel/simulate/seen.py",
-    "ztunnel/simulate/suggest.py",
-    "ztunnel/authz/calls.py",
-    "ztunnel/calico/http_path.py",
-    "ztunnel/calico/ip_sets.py",
-    "ztunnel/calico/store.py",
-    "ztunnel/calico/verdict.py",
-    "ztunnel/calico/clauses.py",
-    "ztunnel/calico/evaluator.py",
-    "ztunnel/calico/guard.py",
-    "ztunnel/calico/explain.py",
-    "ztunnel/calico/report.py",
-    "ztunnel/calico/walk.py",
-    "ztunnel/calico/resources.py",
-    "ztunnel/calico/kubernetes.py",
-    "ztunnel/calico/cluster_policy.py",
-    "ztunnel/calico/read.py",
-    "ztunnel/calico/compile.py",
-    "ztunnel/calico/incremental.py",
+    "ztunnel/ask/simulate/changes.py",
+    "ztunnel/ask/simulate/policies.py",
+    "ztunnel/ask/simulate/seen.py",
+    "ztunnel/ask/simulate/suggest.py",
+    "ztunnel/policy/authz/calls.py",
+    "ztunnel/policy/calico/http_path.py",
+    "ztunnel/policy/calico/ip_sets.py",
+    "ztunnel/policy/calico/store.py",
+    "ztunnel/policy/calico/verdict.py",
+    "ztunnel/policy/calico/clauses.py",
+    "ztunnel/policy/calico/evaluator.py",
+    "ztunnel/policy/calico/guard.py",
+    "ztunnel/policy/calico/explain.py",
+    "ztunnel/policy/calico/report.py",
+    "ztunnel/policy/calico/walk.py",
+    "ztunnel/policy/calico/resources.py",
+    "ztunnel/policy/calico/kubernetes.py",
+    "ztunnel/policy/calico/cluster_policy.py",
+    "ztunnel/policy/calico/read.py",
+    "ztunnel/policy/calico/compile.py",
+    "ztunnel/policy/calico/incremental.py",
     "ztunnel/kube/objects.py",
-    "ztunnel/netpol/explain.py",
-    "ztunnel/netpol/intervals.py",
-    "ztunnel/policysync/kinds.py",
-    "ztunnel/netpol/members.py",
-    "ztunnel/calico/objects.py",
-    "ztunnel/netpol/table.py",
+    "ztunnel/policy/netpol/explain.py",
+    "ztunnel/policy/netpol/intervals.py",
+    "ztunnel/policy/policysync/kinds.py",
+    "ztunnel/policy/netpol/members.py",
+    "ztunnel/policy/calico/objects.py",
+    "ztunnel/policy/netpol/table.py",
     "ztunnel/kube/kinds.py",
     "ztunnel/kube/errors.py",
-    "ztunnel/policysync/view.py",
-    "ztunnel/policysync/flows.py",
-    "ztunnel/policysync/explain.py",
-    "ztunnel/istio/app_probes.py",
-    "ztunnel/istio/route.py",
-    "ztunnel/istio/explain.py",
+    "ztunnel/policy/policysync/view.py",
+    "ztunnel/policy/policysync/flows.py",
+    "ztunnel/policy/policysync/explain.py",
+    "ztunnel/proxy/istio/settings/app_probes.py",
+    "ztunnel/proxy/istio/path/route.py",
+    "ztunnel/proxy/istio/path/explain.py",
     "ztunnel/policy/reasons.py",
-    "ztunnel/inspect/envoy_tables.py",
-    "ztunnel/inspect/tables.py",
-    "ztunnel/inspect/outline.py",
-    "ztunnel/inspect/parts.py",
-    "ztunnel/inspect/saved.py",
-    "ztunnel/inspect/seen.py",
-    "ztunnel/istio/balance.py",
-    "ztunnel/istio/inbound_target.py",
-    "ztunnel/istio/failed_endpoints.py",
-    "ztunnel/istio/workload_labels.py",
-    "ztunnel/istio/baggage_labels.py",
-    "ztunnel/istio/admin/mesh_dump.py",
-    "ztunnel/istio/workers/messages.py",
-    "ztunnel/istio/workers/mesh_replica.py",
-    "ztunnel/envoy/listeners/client_hello.py",
-    "ztunnel/runtime/capture_lists.py",
-    "ztunnel/runtime/config_reader.py",
-    "ztunnel/runtime/go_flags.py",
-    "ztunnel/runtime/go_values.py",
-    "ztunnel/runtime/go_yaml.py",
-    "ztunnel/dataplane/proxy_protocol.py",
-    "ztunnel/dataplane/agreement.py",
-    "ztunnel/dataplane/attempts.py",
-    "ztunnel/envoy/stream_info.py",
-    "ztunnel/envoy/outcome.py",
-    "ztunnel/envoy/secrets/verify.py",
-    "ztunnel/identity/csr.py",
-    "ztunnel/dataplane/life.py",
-    "ztunnel/identity/peer.py",
-    "ztunnel/identity/roots.py",
-    "ztunnel/istio/certificates/schedule.py",
-    "ztunnel/envoy/upstream/host.py",
-    "ztunnel/envoy/upstream/priorities.py",
-    "ztunnel/envoy/upstream/outlier.py",
-    "ztunnel/envoy/telemetry/stats.py",
-    "ztunnel/envoy/telemetry/access_log_filter.py",
+    "ztunnel/ask/inspect/envoy_tables.py",
+    "ztunnel/ask/inspect/tables.py",
+    "ztunnel/ask/inspect/outline.py",
+    "ztunnel/ask/inspect/parts.py",
+    "ztunnel/ask/inspect/saved.py",
+    "ztunnel/ask/inspect/seen.py",
+    "ztunnel/proxy/istio/path/balance.py",
+    "ztunnel/proxy/istio/path/inbound_target.py",
+    "ztunnel/proxy/istio/path/failed_endpoints.py",
+    "ztunnel/proxy/istio/accounting/workload_labels.py",
+    "ztunnel/proxy/istio/accounting/baggage_labels.py",
+    "ztunnel/proxy/istio/xds/mesh_dump.py",
+    "ztunnel/proxy/istio/workers/messages.py",
+    "ztunnel/proxy/istio/workers/mesh_replica.py",
+    "ztunnel/proxy/envoy/listeners/client_hello.py",
+    "ztunnel/sidecar/capture_lists.py",
+    "ztunnel/runtime/formats/config_reader.py",
+    "ztunnel/runtime/formats/go_flags.py",
+    "ztunnel/runtime/formats/go_values.py",
+    "ztunnel/runtime/formats/go_yaml.py",
+    "ztunnel/proxy/dataplane/proxy_protocol.py",
+    "ztunnel/proxy/dataplane/agreement.py",
+    "ztunnel/proxy/dataplane/attempts.py",
+    "ztunnel/proxy/envoy/stream/stream_info.py",
+    "ztunnel/proxy/envoy/stream/outcome.py",
+    "ztunnel/proxy/envoy/secrets/verify.py",
+    "ztunnel/proxy/identity/csr.py",
+    "ztunnel/proxy/dataplane/life.py",
+    "ztunnel/proxy/identity/peer.py",
+    "ztunnel/proxy/identity/roots.py",
+    "ztunnel/proxy/istio/certificates/schedule.py",
+    "ztunnel/proxy/envoy/upstream/host.py",
+    "ztunnel/proxy/envoy/upstream/priorities.py",
+    "ztunnel/proxy/envoy/upstream/outlier.py",
+    "ztunnel/proxy/envoy/stats/stats.py",
+    "ztunnel/proxy/envoy/telemetry/access_log_filter.py",
     "ztunnel/control_plane/mesh.py",
     "ztunnel/control_plane/policies.py",
     "ztunnel/control_plane/generate.py",
@@ -116,42 +116,42 @@ PURE_APPLICATION = (
     "ztunnel/control_plane/workloads.py",
     "ztunnel/control_plane/tokens.py",
     "ztunnel/control_plane/accounts.py",
-    "ztunnel/init/flags.py",
-    "ztunnel/inject/decision.py",
-    "ztunnel/inject/selector.py",
-    "ztunnel/inject/patch.py",
-    "ztunnel/inject/config.py",
-    "ztunnel/inject/annotations.py",
-    "ztunnel/inject/inject.py",
-    "ztunnel/inject/probes.py",
-    "ztunnel/inject/sidecar.py",
-    "ztunnel/inject/webhooks.py",
-    "ztunnel/inject/review.py",
-    "ztunnel/inject/manual.py",
-    "ztunnel/inject/bundle.py",
-    "ztunnel/intercept/description.py",
-    "ztunnel/istio/dns/answer.py",
-    "ztunnel/istio/dns/message.py",
-    "ztunnel/istio/zds/messages.py",
-    "ztunnel/agent/audit.py",
-    "ztunnel/agent/cgroup.py",
-    "ztunnel/agent/comparison.py",
-    "ztunnel/agent/description.py",
-    "ztunnel/agent/enrolment.py",
-    "ztunnel/agent/phase.py",
-    "ztunnel/agent/errors.py",
+    "ztunnel/sidecar/init/flags.py",
+    "ztunnel/sidecar/inject/decision.py",
+    "ztunnel/sidecar/inject/selector.py",
+    "ztunnel/sidecar/inject/patch.py",
+    "ztunnel/sidecar/inject/config.py",
+    "ztunnel/sidecar/inject/annotations.py",
+    "ztunnel/sidecar/inject/inject.py",
+    "ztunnel/sidecar/inject/probes.py",
+    "ztunnel/sidecar/inject/sidecar.py",
+    "ztunnel/sidecar/inject/webhooks.py",
+    "ztunnel/sidecar/inject/review.py",
+    "ztunnel/sidecar/inject/manual.py",
+    "ztunnel/sidecar/inject/bundle.py",
+    "ztunnel/node/intercept/description.py",
+    "ztunnel/proxy/istio/dns/answer.py",
+    "ztunnel/proxy/istio/dns/message.py",
+    "ztunnel/proxy/istio/zds/messages.py",
+    "ztunnel/node/agent/audit.py",
+    "ztunnel/node/agent/cgroup.py",
+    "ztunnel/node/agent/comparison.py",
+    "ztunnel/node/agent/description.py",
+    "ztunnel/node/agent/enrolment.py",
+    "ztunnel/node/agent/phase.py",
+    "ztunnel/node/agent/errors.py",
     "ztunnel/runtime/backoff.py",
     "ztunnel/runtime/log_pressure.py",
-    "ztunnel/runtime/client_hello.py",
-    "ztunnel/limits/table.py",
-    "ztunnel/tap/capture.py",
-    "ztunnel/tap/pcapng.py",
-    "ztunnel/tap/request.py",
-    "ztunnel/tap/stream.py",
-    "ztunnel/ui/seen.py",
-    "ztunnel/ui/setting.py",
-    "ztunnel/ui/view.py",
-    "ztunnel/istio/zds/reconcile.py",
+    "ztunnel/proxy/dataplane/client_hello.py",
+    "ztunnel/ask/limits/table.py",
+    "ztunnel/proxy/tap/capture.py",
+    "ztunnel/proxy/tap/pcapng.py",
+    "ztunnel/proxy/tap/request.py",
+    "ztunnel/proxy/tap/stream.py",
+    "ztunnel/proxy/ui/seen.py",
+    "ztunnel/proxy/ui/setting.py",
+    "ztunnel/proxy/ui/view.py",
+    "ztunnel/proxy/istio/zds/reconcile.py",
 )
 
 #: Pure but for one import, each with its reason.
@@ -229,49 +229,67 @@ TOP_LEVEL = {
 
 #: What each part of the application may import of the others. Commands stand above the front ends, these above
 #: what they share; the two front ends never meet.
-SHARED = {"runtime", "http", "identity", "policy", "calico", "dataplane", "otlp", "tap", "ui"}
+SHARED = {
+    "runtime",
+    "policy",
+    "policy/calico",
+    "proxy/dataplane",
+    "proxy/identity",
+    "proxy/otlp",
+    "proxy/tap",
+    "proxy/ui",
+}
 LAYERS = {
     "runtime": set(),
-    "http": {"runtime"},
-    "identity": {"runtime"},
-    "policy": {"runtime"},
-    "calico": {"runtime", "policy", "kube"},
     "kube": {"runtime"},
-    "dataplane": {"runtime", "identity", "policy"},
-    "istio": SHARED,
-    "envoy": SHARED,
-    "agent": {"runtime", "http", "istio", "kube"},
-    "control_plane": {"runtime", "identity", "kube", "calico", "policysync"},
-    "init": {"runtime"},
-    "inject": {"runtime", "kube"},
-    "inspect": {"runtime", "istio", "envoy", "tap"},
-    "intercept": {"runtime"},
-    "authz": {"runtime", "http", "calico"},
-    "policysync": {"runtime", "http", "calico", "kube"},
-    "limits": {"runtime", "http", "istio", "calico", "otlp", "policy"},
-    "netpol": {"runtime", "http", "calico", "kube", "policysync"},
-    "otlp": {"runtime", "http"},
-    "simulate": {"runtime", "istio", "policy", "inspect"},
-    "tap": {"runtime", "http"},
-    "ui": {"runtime", "http"},
+    "policy": {"runtime"},
+    "policy/calico": {"runtime", "policy", "kube"},
+    "policy/authz": {"runtime", "policy", "policy/calico"},
+    "policy/policysync": {"runtime", "policy/calico", "kube"},
+    "policy/netpol": {"runtime", "policy/calico", "policy/policysync", "kube"},
+    "proxy": set(),
+    "proxy/identity": {"runtime"},
+    "proxy/dataplane": {"runtime", "proxy/identity", "policy"},
+    "proxy/otlp": {"runtime"},
+    "proxy/tap": {"runtime"},
+    "proxy/ui": {"runtime"},
+    "proxy/istio": SHARED,
+    "proxy/envoy": SHARED,
+    "node": set(),
+    "node/agent": {"runtime", "kube", "proxy/istio"},
+    "node/intercept": {"runtime"},
+    "sidecar": {"runtime"},
+    "sidecar/init": {"runtime", "sidecar"},
+    "sidecar/inject": {"runtime", "kube", "sidecar"},
+    "control_plane": {"runtime", "kube", "policy/calico", "policy/policysync", "proxy/identity"},
+    "ask": set(),
+    "ask/inspect": {"runtime", "proxy/istio", "proxy/envoy", "proxy/dataplane", "proxy/tap"},
+    "ask/limits": {"runtime", "policy", "policy/calico", "proxy/dataplane", "proxy/istio", "proxy/otlp"},
+    "ask/simulate": {"runtime", "policy", "proxy/istio", "ask/inspect"},
     "cli": {
         "runtime",
-        "istio",
-        "envoy",
-        "agent",
-        "authz",
-        "policysync",
+        "ask/inspect",
+        "ask/limits",
+        "ask/simulate",
         "control_plane",
-        "init",
-        "inject",
-        "inspect",
-        "intercept",
-        "limits",
-        "netpol",
-        "simulate",
+        "node/agent",
+        "node/intercept",
+        "policy/authz",
+        "policy/netpol",
+        "policy/policysync",
+        "proxy/envoy",
+        "proxy/istio",
+        "sidecar/init",
+        "sidecar/inject",
     },
     "__main__": {"cli"},
 }
+
+
+def part_of(module: str) -> str:
+    """Return the part of the application that a dotted module below it belongs to; empty for its version."""
+    names = module.split(".")[1:]
+    return next((part for n in (2, 1) if (part := "/".join(names[:n])) in LAYERS), "")
 
 
 def test_the_folders_are_known() -> None:
@@ -281,22 +299,34 @@ def test_the_folders_are_known() -> None:
 
 @pytest.mark.parametrize("part", LAYERS)
 def test_arrows_point_down_inside_the_application(part: str) -> None:
-    files = (
-        [ROOT / APPLICATION / f"{part}.py"] if part in ("cli", "__main__") else modules(f"{APPLICATION}/{part}")
-    )
+    files = [path for path in modules(APPLICATION) if part_of(_module_name(path)) == part]
     assert files
     wrong = [
         f"{relative(path)} imports {name}"
         for path in files
         for name in imports(path, typing_only=True)
-        if name.startswith(f"{APPLICATION}.") and name.split(".")[1] not in {part, *LAYERS[part]}
+        if name.startswith(f"{APPLICATION}.") and part_of(name) not in {part, *LAYERS[part]}
     ]
     assert wrong == []
 
 
-def test_every_part_of_the_application_has_a_layer() -> None:
-    parts = {path.relative_to(ROOT / APPLICATION).parts[0] for path in modules(APPLICATION)}
-    assert {part.removesuffix(".py") for part in parts} - {"__init__"} == set(LAYERS)
+def test_every_module_of_the_application_has_a_layer() -> None:
+    without = [name for path in modules(APPLICATION) if not part_of(name := _module_name(path))]
+    assert without == [APPLICATION]
+
+
+def test_no_folder_imports_itself_by_a_detour() -> None:
+    """A folder stands for the modules right in it: its reader needs those below it, and no others."""
+    files = {
+        _module_name(path): path for path in modules(*LIBRARIES, APPLICATION) if not path.stem.endswith("_pb2")
+    }
+    del files[APPLICATION]  # holds the version, and imports nothing
+    arrows: dict[Path, set[Path]] = {}
+    for path in files.values():
+        named = {files[name].parent for name in imports(path, typing_only=True) if name in files}
+        arrows.setdefault(path.parent, set()).update(named - {path.parent})
+    assert len(arrows) > 50
+    TopologicalSorter(arrows).prepare()  # raises CycleError, which names the circle
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
@@ -354,7 +384,7 @@ def test_the_client_of_api_servers_is_seen_by_one_module() -> None:
         if name.partition(".")[0] in ("lightkube", "httpx2")
     }
     assert users == {"ztunnel/kube/client.py"}
-    readers = ("runtime", "istio", "envoy", "dataplane", "identity", "policy", "http", "calico")
+    readers = ("runtime", "proxy", "policy/calico")
     wrong = [
         f"{relative(path)} imports {name}"
         for part in readers
@@ -445,19 +475,19 @@ def test_the_log_has_words_for_errors_of_the_system() -> None:
 def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     """The data path and everything it calls per connection reads the model, never a message."""
     readers = (
-        "datapath",
-        "terminate",
-        "internal",
+        "path/datapath",
+        "path/terminate",
+        "path/internal",
         "listeners/chains",
-        "connections",
-        "outcome",
+        "listeners/connections",
+        "stream/outcome",
         "listeners/filters",
-        "stream_info",
+        "stream/stream_info",
     )
     wrong = [
-        f"ztunnel/envoy/{reader}.py imports {name}"
+        f"ztunnel/proxy/envoy/{reader}.py imports {name}"
         for reader in readers
-        for name in imports(ROOT / f"ztunnel/envoy/{reader}.py")
+        for name in imports(ROOT / f"ztunnel/proxy/envoy/{reader}.py")
         if name.startswith(("google", "xds.proto"))
     ]
     assert wrong == []
@@ -466,9 +496,18 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("ztunnel.istio.workers.worker", {"h2", "grpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
-        ("ztunnel.istio.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn", "rich"}),
-        ("ztunnel.envoy.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn", "rich"}),
+        (
+            "ztunnel.proxy.istio.workers.worker",
+            {"h2", "grpc", "google.protobuf", "yaml", "prometheus_client", "h11"},
+        ),
+        (
+            "ztunnel.proxy.istio.app",
+            {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn", "rich"},
+        ),
+        (
+            "ztunnel.proxy.envoy.app",
+            {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn", "rich"},
+        ),
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:
@@ -502,9 +541,9 @@ def test_a_command_imports_no_other(line: str, heavy: set[str]) -> None:
     ("module", "others"),
     [
         # Of Envoy's messages an Istio mesh uses those of discovery, and what they are made of.
-        ("ztunnel.istio.app", ("ztunnel.envoy", "xds.dialects.envoy", "xds.proto.envoy.extensions")),
-        ("ztunnel.istio.workers.worker", ("ztunnel.envoy", "xds.dialects.envoy", "xds.proto")),
-        ("ztunnel.envoy.app", ("ztunnel.istio", "xds.dialects.istio")),
+        ("ztunnel.proxy.istio.app", ("ztunnel.proxy.envoy", "xds.dialects.envoy", "xds.proto.envoy.extensions")),
+        ("ztunnel.proxy.istio.workers.worker", ("ztunnel.proxy.envoy", "xds.dialects.envoy", "xds.proto")),
+        ("ztunnel.proxy.envoy.app", ("ztunnel.proxy.istio", "xds.dialects.istio")),
     ],
 )
 def test_a_proxy_imports_nothing_of_the_other_dialect(module: str, others: tuple[str, ...]) -> None:
@@ -516,11 +555,11 @@ def test_a_proxy_imports_nothing_of_the_other_dialect(module: str, others: tuple
 
 
 def test_the_names_of_pods_need_no_library_that_takes_long_to_import() -> None:
-    program = "import sys, ztunnel.istio.app, ztunnel.istio.dns.pod_dns; print(*sys.modules)"
+    program = "import sys, ztunnel.proxy.istio.app, ztunnel.proxy.istio.dns.pod_dns; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     assert [name for name in printed.stdout.split() if name.split(".")[0] in ("dns", "idna", "zipfile")] == []
 
 
 def test_there_is_something_to_check() -> None:
     assert len(pure_modules()) > 60
-    assert "asyncio" in set(imports(ROOT / "ztunnel/envoy/datapath.py"))
+    assert "asyncio" in set(imports(ROOT / "ztunnel/proxy/envoy/path/datapath.py"))

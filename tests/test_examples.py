@@ -14,9 +14,9 @@ import yaml
 from tests.interop.loopback import application, echoes, listening, serving, until
 from tests.ports import free_port
 from xds.dialects.istio.local_file import parse_local_file
-from ztunnel.agent import description as pods
 from ztunnel.control_plane import mesh
-from ztunnel.intercept import description as node
+from ztunnel.node.agent import description as pods
+from ztunnel.node.intercept import description as node
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -13,9 +13,9 @@ TESTS = Path(__file__).parent
     ("file", "core"),
     [
         ("hbone/test_engine.py", True),
-        ("ztunnel/istio/test_balance.py", True),
+        ("ztunnel/proxy/istio/path/test_balance.py", True),
         ("hbone/aio/test_relay.py", False),
-        ("ztunnel/envoy/test_proxy.py", False),
+        ("ztunnel/proxy/envoy/test_proxy.py", False),
         ("netns/test_lab.py", False),
     ],
 )

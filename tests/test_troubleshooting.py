@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ztunnel.envoy.stream_info import Flag
-from ztunnel.istio import outcome
+from ztunnel.proxy.envoy.stream.stream_info import Flag
+from ztunnel.proxy.istio.accounting import outcome
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
@@ -18,7 +18,7 @@ _ENDS = {"EarlyDeny", "Failed", "RouteRefused", "RequestRefused", "IdentityError
 
 def reasons() -> Iterator[str]:
     """Yield the fixed beginning of each text, up to its first value."""
-    for path in (ROOT / "ztunnel/istio").rglob("*.py"):
+    for path in (ROOT / "ztunnel/proxy/istio").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ENDS:
                 for value in (*node.args, *(keyword.value for keyword in node.keywords)):

@@ -12,12 +12,17 @@ import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ztunnel.runtime.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS, names_a_source
+from ztunnel.runtime.console.proxy_flags import (
+    FLAGS,
+    POLICY_FLAGS,
+    SWITCH_FLAGS,
+    names_a_source,
+)
+from ztunnel.runtime.console.subcommands import subcommands
 from ztunnel.runtime.settings import SettingsError
-from ztunnel.runtime.subcommands import subcommands
 
 if TYPE_CHECKING:
-    from ztunnel.envoy.settings import Settings
+    from ztunnel.proxy.envoy.config.settings import Settings
 
 log = logging.getLogger("ztunnel")
 
@@ -29,20 +34,20 @@ _NEAR: Final = 0.78
 
 #: The commands that the packages add, beside ``proxy`` and ``version``.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "agent": ("agent",),
-    "authz": ("authz",),
+    "node.agent": ("agent",),
+    "policy.authz": ("authz",),
     "control_plane": ("control-plane",),
-    "init": ("init",),
-    "inject": ("inject", "gate", "drain"),
-    "inspect": (
+    "sidecar.init": ("init",),
+    "sidecar.inject": ("inject", "gate", "drain"),
+    "ask.inspect": (
         *("status", "connections", "workloads", "services", "policies", "certificates"),
         *("explain", "config", "log", "completion", "tap", "audit"),
     ),
-    "intercept": ("intercept",),
-    "limits": ("limits",),
-    "netpol": ("netpol",),
-    "policysync": ("policy",),
-    "simulate": ("simulate",),
+    "node.intercept": ("intercept",),
+    "ask.limits": ("limits",),
+    "policy.netpol": ("netpol",),
+    "policy.policysync": ("policy",),
+    "ask.simulate": ("simulate",),
 }
 
 
@@ -118,7 +123,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if given[0] == "--version":
         given[0] = "version"
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
-        from ztunnel.istio.workers.worker import run
+        from ztunnel.proxy.istio.workers.worker import run
 
         return run(int(given[1]))
     if given[:2] == ["completion", "--words"]:
@@ -150,8 +155,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _complete(words: Sequence[str]) -> int:
-    """Print the candidates for the last of the words, a line each; see :mod:`ztunnel.inspect.completion`."""
-    from ztunnel import inspect
+    """Print the candidates for the last of the words, a line each; see :mod:`ztunnel.ask.inspect.completion`."""
+    from ztunnel.ask import inspect
 
     for word in inspect.candidates(_parser(words), words, inspect.names_for(words, inspect.ADDRESS)):
         print(word)
@@ -180,7 +185,7 @@ def _proxy(args: argparse.Namespace) -> int:
     if not (names_a_source(flags, os.environ) or any(others)):
         given = {FLAGS[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
         return _istio(args, {**os.environ, **given})
-    from ztunnel.envoy.settings import settings_from
+    from ztunnel.proxy.envoy.config.settings import settings_from
 
     try:
         settings = settings_from(flags, os.environ)
@@ -199,7 +204,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Run the proxy of an Istio mesh, configured by the environment, and return the exit status."""
-    from ztunnel.istio.command import check, run, validate
+    from ztunnel.proxy.istio.command import check, run, validate
 
     try:
         config = check(env, " ".join(["proxy", *args.arguments]))
@@ -211,7 +216,7 @@ def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _version(*, as_json: bool) -> int:
-    from ztunnel.istio.admin.config_dump import build_info, version_entry
+    from ztunnel.proxy.istio.admin.config_dump import build_info, version_entry
 
     istio = os.environ.get("ISTIO_META_ISTIO_VERSION", "unknown")
     print(json.dumps(version_entry(istio), indent=2) if as_json else build_info(istio))
@@ -238,9 +243,9 @@ def run_proxy(settings: "Settings", *, validate: bool) -> int:
 
     from tproxy.errors import TproxyError
     from xds.errors import ConfigError
-    from ztunnel.envoy.app import Proxy
-    from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
-    from ztunnel.envoy.validate import Findings, findings_of, findings_of_file
+    from ztunnel.proxy.envoy.app import Proxy
+    from ztunnel.proxy.envoy.config.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
+    from ztunnel.proxy.envoy.validate import Findings, findings_of, findings_of_file
     from ztunnel.runtime.tasks import errors_of
 
     status = 0

@@ -27,7 +27,7 @@ from deploy.demo import policy_tunnels
 from deploy.demo.folder import demo_folder
 from deploy.demo.stage import Demo, Unexpected, print_logs
 from xds.model.identity import SpiffeId
-from ztunnel.identity import authority
+from ztunnel.proxy.identity import authority
 
 ENVOY: Final = Path(sys.executable).parent / "envoy"
 EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples" / "policy"

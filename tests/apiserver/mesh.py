@@ -13,9 +13,9 @@ from typing import Any
 from deploy.lab import Place
 from deploy.processes import Proc
 from tests.netns.istio import AmbientMesh
-from ztunnel.agent.enrolment import REDIRECTION
 from ztunnel.kube.client import Client
 from ztunnel.kube.kinds import NAMESPACE, POD
+from ztunnel.node.agent.enrolment import REDIRECTION
 
 
 async def create_namespace(client: Client, name: str, **labels: str) -> None:

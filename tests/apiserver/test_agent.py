@@ -24,15 +24,15 @@ from tests.netns.istio import ROOT, WAIT_S, AmbientMesh, ask, eventually, mesh_o
 from tests.netns.test_agent import Toys, has_rules
 from tests.netns.toys import app
 from tests.ports import free_port
-from tests.ztunnel.agent.test_cni_server import asked
+from tests.ztunnel.node.agent.test_cni_server import asked
 from tproxy.aio.sockets import connect
-from ztunnel.agent.enrolment import MODE
-from ztunnel.istio.zds.manager import PodManager
 from ztunnel.kube.client import Client
 from ztunnel.kube.client import connect as connect_api
 from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import DAEMON_SET as DAEMON_SETS
 from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SERVICE_ACCOUNT, Kind
+from ztunnel.node.agent.enrolment import MODE
+from ztunnel.proxy.istio.zds.manager import PodManager
 
 pytestmark = [
     pytest.mark.netns,

@@ -19,12 +19,17 @@ from tests.ztunnel.control_plane.meshes import document
 from tests.ztunnel.control_plane.test_istio import ADDRESS, Stream
 from xds.model.identity import SpiffeId
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
-from ztunnel.identity.csr import IdentityError
-from ztunnel.istio.certificates.ca_client import IstioCertificateAuthority
-from ztunnel.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SERVICE_ACCOUNT, Kind
+from ztunnel.proxy.identity.csr import IdentityError
+from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
+from ztunnel.proxy.istio.certificates.credentials import (
+    Credentials,
+    Endpoint,
+    Roots,
+    Token,
+)
 
 WAIT_S = 60
 REVIEWS = SpiffeId("cluster.local", "identity", "reviews")
@@ -149,9 +154,9 @@ def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: Ap
             # The token names the node: an API server of 1.30 or later says so by itself.
             node_proxy = await token(admin, "istio-system", "ztunnel")
             await issued(node_proxy, REVIEWS, impersonate=True)
-            assert await followed(node_proxy, "ztunnel.istio-system", "worker") == 2
+            assert await followed(node_proxy, "ztunnel.proxy.istio-system", "worker") == 2
             with pytest.raises(grpc.aio.AioRpcError, match="the token is for node worker, the caller says"):
-                await followed(node_proxy, "ztunnel.istio-system", "worker2")
+                await followed(node_proxy, "ztunnel.proxy.istio-system", "worker2")
             with pytest.raises(IdentityError, match="no pod on node worker is"):
                 await issued(node_proxy, PRODUCTPAGE, impersonate=True)
             other = await token(admin, "identity", "reviews", "vault")

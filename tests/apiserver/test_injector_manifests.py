@@ -16,14 +16,14 @@ import yaml
 from cryptography import x509
 
 from tests.apiserver.server import ApiServer
-from ztunnel.inject.authority import BadAuthority, OwnCertificates, service_names
-from ztunnel.inject.command import _listener
-from ztunnel.inject.keeper import keep_bundle
-from ztunnel.inject.server import InjectServer
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import MUTATING_WEBHOOK, NAMESPACE, POD, SECRET, Kind
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.sidecar.inject.authority import BadAuthority, OwnCertificates, service_names
+from ztunnel.sidecar.inject.command import _listener
+from ztunnel.sidecar.inject.keeper import keep_bundle
+from ztunnel.sidecar.inject.server import InjectServer
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "injector"
 RBAC = "rbac.authorization.k8s.io/v1"

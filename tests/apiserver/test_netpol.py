@@ -18,17 +18,17 @@ from tproxy.aio.netns import Netns
 from tproxy.aio.table import BlockingTable, KeptTable
 from tproxy.packets import Interpreter
 from xds.model import calico as c
-from ztunnel.calico.compile import Compiled
-from ztunnel.calico.incremental import Compiler
-from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD, Selection
 from ztunnel.kube.objects import Object, ObjectKey
-from ztunnel.netpol.controller import Controller
-from ztunnel.netpol.table import TABLE
-from ztunnel.policysync.kinds import SELECTIONS
+from ztunnel.policy.calico.compile import Compiled
+from ztunnel.policy.calico.incremental import Compiler
+from ztunnel.policy.calico.objects import PolicyObjects
+from ztunnel.policy.netpol.controller import Controller
+from ztunnel.policy.netpol.table import TABLE
+from ztunnel.policy.policysync.kinds import SELECTIONS
 
 pytestmark = [
     pytest.mark.netns,

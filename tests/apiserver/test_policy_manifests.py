@@ -14,7 +14,7 @@ from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import EVENT, NODE, SECRET, Kind, Selection
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.policysync.kinds import SELECTIONS, SERVED
+from ztunnel.policy.policysync.kinds import SELECTIONS, SERVED
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize"
 RBAC = "rbac.authorization.k8s.io/v1"

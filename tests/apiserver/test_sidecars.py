@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.apiserver.server import ApiServer
-from tests.ztunnel.inject.test_webhooks import NAMESPACES, PODS
 from tests.ztunnel.kube.certificates import Pair, self_signed
-from ztunnel.inject.server import InjectServer
-from ztunnel.inject.webhooks import ambient, sidecars, tag
+from tests.ztunnel.sidecar.inject.test_webhooks import NAMESPACES, PODS
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import MUTATING_WEBHOOK, NAMESPACE, POD
+from ztunnel.sidecar.inject.server import InjectServer
+from ztunnel.sidecar.inject.webhooks import ambient, sidecars, tag
 
 WAIT_S = 60
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.apiserver.server import ApiServer
 from tests.generated import examples
 from tests.golang.test_yaml import TEXTS
-from ztunnel.inject.config import InjectConfig
-from ztunnel.inject.manual import inject_text
-from ztunnel.runtime.go_yaml import dump_json
+from ztunnel.runtime.formats.go_yaml import dump_json
+from ztunnel.sidecar.inject.config import InjectConfig
+from ztunnel.sidecar.inject.manual import inject_text
 
 _PODS = "/api/v1/namespaces/default/pods?dryRun=All&fieldValidation=Strict"
 

@@ -12,8 +12,8 @@ import yaml
 
 from tests.deploy.labels import STANDARD, without
 from tests.programs import needed
-from ztunnel.agent import add_arguments
-from ztunnel.agent.enroller import selections
+from ztunnel.node.agent import add_arguments
+from ztunnel.node.agent.enroller import selections
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "agent"
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "ztunnel-agent"

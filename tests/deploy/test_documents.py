@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ztunnel.istio.environment import config_from
+from ztunnel.proxy.istio.environment import config_from
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -12,10 +12,10 @@ import yaml
 
 from tests.deploy.labels import STANDARD, without
 from tests.programs import needed
-from ztunnel.inject import config as injectors
-from ztunnel.inject.command import _faulty, add_arguments
-from ztunnel.inject.config import parse_config
-from ztunnel.inject.webhooks import ambient, sidecars, tag
+from ztunnel.sidecar.inject import config as injectors
+from ztunnel.sidecar.inject.command import _faulty, add_arguments
+from ztunnel.sidecar.inject.config import parse_config
+from ztunnel.sidecar.inject.webhooks import ambient, sidecars, tag
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDER = DEPLOY / "kustomize" / "injector"

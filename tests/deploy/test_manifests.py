@@ -16,9 +16,9 @@ import yaml
 
 from tests.deploy.labels import OF_HELM, STANDARD, without
 from tests.programs import needed
-from ztunnel.http import liveness
-from ztunnel.istio.config import ProxyMode
-from ztunnel.istio.environment import config_from
+from ztunnel.proxy.istio.environment import config_from
+from ztunnel.proxy.istio.settings.config import ProxyMode
+from ztunnel.runtime.http import liveness
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kustomize" / "base"

@@ -12,8 +12,8 @@ import yaml
 from tests.deploy.kustomization import Kustomization, asked
 from tests.deploy.labels import STANDARD, without
 from tests.programs import needed
-from ztunnel.netpol import add_arguments
-from ztunnel.policysync.kinds import SELECTIONS
+from ztunnel.policy.netpol import add_arguments
+from ztunnel.policy.policysync.kinds import SELECTIONS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = Kustomization("netpol")

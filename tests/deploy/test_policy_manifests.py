@@ -3,8 +3,8 @@
 from argparse import ArgumentParser
 
 from tests.deploy.kustomization import Kustomization, asked
-from ztunnel.policysync import add_arguments
-from ztunnel.policysync.kinds import SERVED
+from ztunnel.policy.policysync import add_arguments
+from ztunnel.policy.policysync.kinds import SERVED
 
 MANIFESTS = Kustomization("policy")
 

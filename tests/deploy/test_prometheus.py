@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy import dashboard
 from hbone.aio.relay import ByteCounts
 from tests.programs import needed
-from tests.ztunnel.istio.admin.test_server import Rig, served
-from ztunnel.istio.metrics import PeerLabels, traffic_labels
-from ztunnel.istio.policy_uses import Use
+from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
+from ztunnel.proxy.istio.accounting.policy_uses import Use
 
 FILE = Path(__file__).parents[2] / "deploy" / "helm" / "ztunnel" / "files" / "ztunnel.rules.yaml"
 RULES: list[dict[str, Any]] = [

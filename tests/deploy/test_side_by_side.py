@@ -16,7 +16,7 @@ from deploy.wheels import build
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 600
-OURS = "from xds.proto import registry; import ztunnel.envoy.app, ztunnel.istio.app, hbone, tproxy"
+OURS = "from xds.proto import registry; import ztunnel.proxy.envoy.app, ztunnel.proxy.istio.app, hbone, tproxy"
 THEIRS = """
 from google.rpc import error_details_pb2, status_pb2
 from envoy.service.discovery.v3 import ads_pb2, ads_pb2_grpc, discovery_pb2

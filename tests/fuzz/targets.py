@@ -50,22 +50,22 @@ from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
 from xds.proto.json import parse_text
 from xds.protocol.file import parse_file
-from ztunnel.calico.evaluator import Evaluator
-from ztunnel.calico.read import read_resources
-from ztunnel.calico.store import Store
-from ztunnel.dataplane import proxy_protocol
-from ztunnel.envoy.bootstrap import read_bootstrap
-from ztunnel.envoy.listeners import client_hello
-from ztunnel.envoy.telemetry.format import renderer
-from ztunnel.http.page import text as text_page
-from ztunnel.http.server import PageServer, _Connection
-from ztunnel.istio import socks5
-from ztunnel.istio.admin import mesh_dump
-from ztunnel.istio.dns import message as dns
-from ztunnel.istio.zds import messages as zds
+from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.read import read_resources
+from ztunnel.policy.calico.store import Store
 from ztunnel.policy.engine import compiled
+from ztunnel.proxy.dataplane import proxy_protocol
+from ztunnel.proxy.envoy.config.bootstrap import read_bootstrap
+from ztunnel.proxy.envoy.listeners import client_hello
+from ztunnel.proxy.envoy.telemetry.format import renderer
+from ztunnel.proxy.istio.dns import message as dns
+from ztunnel.proxy.istio.path import socks5
+from ztunnel.proxy.istio.xds import mesh_dump
+from ztunnel.proxy.istio.zds import messages as zds
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.config_reader import Faults
+from ztunnel.runtime.formats.config_reader import Faults
+from ztunnel.runtime.http.page import text as text_page
+from ztunnel.runtime.http.server import PageServer, _Connection
 
 _HERE = Path(__file__).parent
 _DATA = _HERE.parent / "data"

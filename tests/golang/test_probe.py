@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
-from ztunnel.istio.admin.prober import answer
-from ztunnel.istio.app_probes import AppProbe
+from ztunnel.proxy.istio.admin.prober import answer
+from ztunnel.proxy.istio.settings.app_probes import AppProbe
 
 OK = b"HTTP/1.1 200 OK\r\n"
 LENGTH = b"Content-Length: 2\r\n\r\nok"

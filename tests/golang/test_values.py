@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
-from ztunnel.runtime.go_flags import BadArguments, parse
-from ztunnel.runtime.go_values import parse_bool, parse_cidr, parse_duration_s
+from ztunnel.runtime.formats.go_flags import BadArguments, parse
+from ztunnel.runtime.formats.go_values import parse_bool, parse_cidr, parse_duration_s
 
 Reader = Callable[[str], Any]
 

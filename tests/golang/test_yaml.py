@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
 from xds.errors import ConfigError
-from ztunnel.inject.config import InjectConfig
-from ztunnel.inject.manual import inject_text
-from ztunnel.runtime.go_yaml import dump, dump_json, load, resolve
+from ztunnel.runtime.formats.go_yaml import (
+    dump,
+    dump_json,
+    load,
+    resolve,
+)
+from ztunnel.sidecar.inject.config import InjectConfig
+from ztunnel.sidecar.inject.manual import inject_text
 
 _WORDS = (
     "= =~ != y Y n N yes No ON off On TRUE true False ~ null Null NULL nUll .inf .Inf -.inf +.inf .nan .NaN . "

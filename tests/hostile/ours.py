@@ -36,18 +36,18 @@ from xds.model.service import Service
 from xds.model.workload import NetworkAddress, Workload, WorkloadUid
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import ADDRESS
-from ztunnel.http.page import Page, PageRequest, text
-from ztunnel.http.server import PageServer
-from ztunnel.istio.dns.answer import DnsSettings
-from ztunnel.istio.dns.forwarder import Forwarder
-from ztunnel.istio.dns.hosts import Hosts
-from ztunnel.istio.dns.server import DnsServer
-from ztunnel.istio.xds.mesh_feed import MeshFeed
+from ztunnel.proxy.dataplane.half_open import Arrival, HalfOpen, HalfOpenLimits
+from ztunnel.proxy.istio.dns.answer import DnsSettings
+from ztunnel.proxy.istio.dns.forwarder import Forwarder
+from ztunnel.proxy.istio.dns.hosts import Hosts
+from ztunnel.proxy.istio.dns.server import DnsServer
+from ztunnel.proxy.istio.xds.mesh_feed import MeshFeed
 from ztunnel.runtime import heap
 from ztunnel.runtime.accepting import ListeningSocket
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process, raise_limit
-from ztunnel.runtime.half_open import Arrival, HalfOpen, HalfOpenLimits
+from ztunnel.runtime.http.page import Page, PageRequest, text
+from ztunnel.runtime.http.server import PageServer
 from ztunnel.runtime.tasks import Tasks
 
 HOST = "127.0.0.1"

@@ -25,7 +25,14 @@ import dns.rrset
 from tests.interop.authorization import Certificates
 from tests.interop.loopback import Running, application, until
 from tests.ports import free_port
-from tests.ztunnel.envoy.rig import Json, T, chain, cluster, endpoint, tcp
+from tests.ztunnel.proxy.envoy.rig import (
+    Json,
+    T,
+    chain,
+    cluster,
+    endpoint,
+    tcp,
+)
 
 WAIT_S = 5.0
 LOG = "%RESPONSE_FLAGS% %RESPONSE_FLAGS_LONG% %UPSTREAM_CLUSTER% %UPSTREAM_CLUSTER_RAW% %FILTER_CHAIN_NAME% "

@@ -15,7 +15,7 @@ import yaml
 from deploy.lab import Lab, Place
 from tests.interop.proxies import Fields, Kind, Proxy
 from xds.model.identity import SpiffeId
-from ztunnel.identity.authority import CertificateAuthority, now
+from ztunnel.proxy.identity.authority import CertificateAuthority, now
 
 HBONE_PORT = 15008
 TRUST_DOMAIN = "cluster.local"

@@ -22,7 +22,12 @@ from tests.interop.loopback import (
 )
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.envoy.rig import Json, connect_route, connection_manager, tcp
+from tests.ztunnel.proxy.envoy.rig import (
+    Json,
+    connect_route,
+    connection_manager,
+    tcp,
+)
 
 
 def compares(kind: str, op: str, value: int) -> Json:

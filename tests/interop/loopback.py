@@ -28,8 +28,14 @@ from tests.interop.case import Case, Opened
 from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
 from tests.interop.refusals import ROWS, Row, accepted, word
 from tests.ports import free_port
-from tests.ztunnel.envoy.rig import Json, connect_route, connection_manager, http2, tcp
-from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
+from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
+from tests.ztunnel.proxy.envoy.rig import (
+    Json,
+    connect_route,
+    connection_manager,
+    http2,
+    tcp,
+)
 
 COLUMNS = ("envoy", "ours")
 HEADINGS = COLUMNS

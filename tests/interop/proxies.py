@@ -32,7 +32,7 @@ class Kind(StrEnum):
 ADS_BOOTSTRAP = """
 node:
   id: sidecar~{address}~ztunnel-{node}.istio-system~istio-system.svc.cluster.local
-  cluster: ztunnel.istio-system
+  cluster: ztunnel.proxy.istio-system
   metadata: {{GENERATOR: ztunnel-envoy, AMBIENT_TYPE: ztunnel, NODE_NAME: {node}, CLUSTER_ID: Kubernetes}}
 admin: {{address: {{socket_address: {{address: 127.0.0.1, port_value: 15000}}}}}}
 bootstrap_extensions:

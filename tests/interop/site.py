@@ -37,7 +37,7 @@ from tproxy.node import HOST, OWNERSHIP, node
 from tproxy.node import ZTUNNEL as ZTUNNEL_NAMESPACE
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
-from ztunnel.identity.authority import CertificateAuthority, now
+from ztunnel.proxy.identity.authority import CertificateAuthority, now
 
 TRUST_DOMAIN = "cluster.local"
 VIP = "10.96.183.192"

@@ -14,8 +14,8 @@ import pytest
 
 from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
 from tests.ports import free_port
-from tests.ztunnel.envoy.rig import Json, T, tcp
-from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
+from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
+from tests.ztunnel.proxy.envoy.rig import Json, T, tcp
 
 pytestmark = pytest.mark.interop
 

@@ -9,8 +9,8 @@ from google.protobuf import json_format
 from tests.interop.loopback import until
 from tests.interop.operators import Pair
 from tests.interop.proxies import ENVOY
-from tests.ztunnel.envoy.rig import Json, T, http2
-from tests.ztunnel.envoy.telemetry.log_service import LogService
+from tests.ztunnel.proxy.envoy.rig import Json, T, http2
+from tests.ztunnel.proxy.envoy.telemetry.log_service import LogService
 from xds.proto.pool import POOL
 
 pytestmark = pytest.mark.interop

@@ -2,7 +2,12 @@
 
 from enum import Enum
 
-from ztunnel.dataplane.life import TABLE, Action, Event, State
+from ztunnel.proxy.dataplane.life import (
+    TABLE,
+    Action,
+    Event,
+    State,
+)
 
 
 class Outcome(Enum):

@@ -27,7 +27,7 @@ from hbone.settings import Role
 from hbone.tls_context import TlsContext, TlsSettings
 from tests.life.copying import both_ways
 from tests.life.outcome import Outcome, expected
-from tests.ztunnel.envoy.rig import (
+from tests.ztunnel.proxy.envoy.rig import (
     CLIENT,
     SERVER,
     Identities,
@@ -47,10 +47,10 @@ from tests.ztunnel.envoy.rig import (
     tcp,
     tls,
 )
-from tests.ztunnel.envoy.test_lives import AnyPort, free_port
-from ztunnel.dataplane.life import Event, State
-from ztunnel.envoy import app
-from ztunnel.envoy.upstream.dial import Dialler
+from tests.ztunnel.proxy.envoy.test_lives import AnyPort, free_port
+from ztunnel.proxy.dataplane.life import Event, State
+from ztunnel.proxy.envoy import app
+from ztunnel.proxy.envoy.path.dial import Dialler
 
 OTHER = "spiffe://td/ns/a/sa/other"
 RBAC = "type.googleapis.com/envoy.extensions.filters.network.rbac.v3.RBAC"

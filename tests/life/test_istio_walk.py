@@ -19,8 +19,17 @@ from hbone.aio.connection import Connection, connect, default_client
 from hbone.errors import HboneError
 from tests.life.copying import both_ways
 from tests.life.outcome import Outcome, expected
-from tests.ztunnel.istio.inbound_case import ALLOW, APP, DENY, GATED, NEAR, POD, Through, fields
-from tests.ztunnel.istio.pods import (
+from tests.ztunnel.proxy.istio.inbound_case import (
+    ALLOW,
+    APP,
+    DENY,
+    GATED,
+    NEAR,
+    POD,
+    Through,
+    fields,
+)
+from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
     ELSEWHERE,
@@ -38,10 +47,15 @@ from tests.ztunnel.istio.pods import (
     workload,
 )
 from xds.model.address import SocketAddress
-from ztunnel.dataplane.life import Event, State
-from ztunnel.identity.crl import RevocationLists
-from ztunnel.istio.config import HBONE_PORT
-from ztunnel.istio.outcome import DRAINED, POLICY_CHANGE, REJECTED, REVOKED
+from ztunnel.proxy.dataplane.life import Event, State
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.outcome import (
+    DRAINED,
+    POLICY_CHANGE,
+    REJECTED,
+    REVOKED,
+)
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 GRACE_S = 3.0
 FAR = workload("far", OTHER, node=ELSEWHERE)

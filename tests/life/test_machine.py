@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from hbone.aio.connection import Connection, connect, default_client
 from hbone.errors import HboneError
 from tests.generated import examples
-from tests.ztunnel.istio.inbound_case import APP, GATED, NEAR, POD, Through, fields, policy
-from tests.ztunnel.istio.pods import (
+from tests.ztunnel.proxy.istio.inbound_case import (
+    APP,
+    GATED,
+    NEAR,
+    POD,
+    Through,
+    fields,
+    policy,
+)
+from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
     ELSEWHERE,
@@ -35,11 +43,11 @@ from tests.ztunnel.istio.pods import (
 from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Always, Never, PeerPrincipal
 from xds.model.strings import StringMatch
-from ztunnel.dataplane.life import State
-from ztunnel.identity.crl import RevocationLists
-from ztunnel.istio.authorizer import POLICY_GRACE_S
-from ztunnel.istio.connections import Carrier, PodConnection
 from ztunnel.policy.engine import holds
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S
+from ztunnel.proxy.istio.path.connections import Carrier, PodConnection
 
 FAR = workload("far", OTHER, node=ELSEWHERE)
 ONE, TWO = certificate(identity("one")), certificate(identity("two"))

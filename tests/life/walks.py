@@ -16,9 +16,14 @@ from types import FrameType
 from typing import Any
 
 from tests.hbone import virtual_time
-from tests.ztunnel.envoy import rig as envoy
-from tests.ztunnel.istio import pods as istio
-from tests.ztunnel.istio.inbound_case import NEAR, POD, Through, fields
+from tests.ztunnel.proxy.envoy import rig as envoy
+from tests.ztunnel.proxy.istio import pods as istio
+from tests.ztunnel.proxy.istio.inbound_case import (
+    NEAR,
+    POD,
+    Through,
+    fields,
+)
 
 PACKAGE = str(Path(__file__).parents[2] / "ztunnel") + "/"
 

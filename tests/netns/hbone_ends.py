@@ -23,8 +23,8 @@ from hbone.errors import ConnectRefused, HboneError
 from hbone.events import Header
 from tproxy.aio import sockets
 from xds.model.identity import SpiffeId
-from ztunnel.identity import authority as ca
-from ztunnel.istio.certificates.manager import IssuedCertificate, TlsPolicy, WorkloadCertificate
+from ztunnel.proxy.identity import authority as ca
+from ztunnel.proxy.istio.certificates.manager import IssuedCertificate, TlsPolicy, WorkloadCertificate
 from ztunnel.runtime.tasks import Tasks
 
 HBONE_PORT = 15008

@@ -21,10 +21,10 @@ import yaml
 
 from deploy.lab import Lab, Place, Worker
 from tproxy.aio.sockets import connect
-from ztunnel.agent.description import PodDescription
-from ztunnel.agent.node import NodeAgent
 from ztunnel.control_plane.server import ControlPlane
-from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.node.agent.description import PodDescription
+from ztunnel.node.agent.node import NodeAgent
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 ROOT = Path(__file__).parents[2]
 #: What a local file says of a mesh whose addresses are known.

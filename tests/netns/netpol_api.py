@@ -18,7 +18,7 @@ from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import CLUSTER_NETWORK_POLICY, NAMESPACE, NETWORK_POLICY, POD, Kind
 from ztunnel.kube.objects import Object, ObjectKey
-from ztunnel.policysync.kinds import SELECTIONS, kept_pod
+from ztunnel.policy.policysync.kinds import SELECTIONS, kept_pod
 
 _WAIT_S: Final = 60.0
 _KINDS: Final = {kind.name: kind for kind in (NAMESPACE, POD, NETWORK_POLICY, CLUSTER_NETWORK_POLICY)}

@@ -15,8 +15,8 @@ from tproxy.diff import table_steps
 from tproxy.errors import KernelRefused
 from tproxy.packets import Interpreter, Packet
 from tproxy.render import nftables
-from ztunnel.calico.compile import Compiled
-from ztunnel.netpol.table import TABLE, TableBuilder
+from ztunnel.policy.calico.compile import Compiled
+from ztunnel.policy.netpol.table import TABLE, TableBuilder
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

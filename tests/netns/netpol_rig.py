@@ -17,11 +17,11 @@ from typing import Any, Self
 from deploy.lab import Lab, Place
 from tests.netns.netpol_scenarios import SCENARIOS, Step
 from tproxy.aio.table import BlockingTable
-from ztunnel.calico.incremental import Compiler
-from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.netpol.controller import end_connections
-from ztunnel.netpol.table import TABLE, Built, TableBuilder
+from ztunnel.policy.calico.incremental import Compiler
+from ztunnel.policy.calico.objects import PolicyObjects
+from ztunnel.policy.netpol.controller import end_connections
+from ztunnel.policy.netpol.table import TABLE, Built, TableBuilder
 
 NODES = {"w1": ["x-a", "x-b", "x-c", "y-a"], "w2": ["y-b", "y-c", "z-a", "z-b", "z-c"]}
 PORTS = (80, 81)

@@ -22,10 +22,10 @@ from tests.netns.istio import AmbientMesh
 from tests.netns.netpol_rig import NODES, WAIT_S, WATCH_S, Cluster, Probe
 from xds.model import calico as c
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.netpol.controller import local_addresses
-from ztunnel.netpol.table import local_endpoints
-from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
-from ztunnel.policysync.view import excerpt
+from ztunnel.policy.netpol.controller import local_addresses
+from ztunnel.policy.netpol.table import local_endpoints
+from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
+from ztunnel.policy.policysync.view import excerpt
 
 
 class _Mesh(AmbientMesh):

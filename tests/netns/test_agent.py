@@ -17,19 +17,19 @@ from deploy.lab import Lab, Place
 from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import WAIT_S, app, ask
 from tests.programs import needed
-from tests.ztunnel.istio.zds.agents import open_descriptors
+from tests.ztunnel.proxy.istio.zds.agents import open_descriptors
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
 from tproxy.errors import ConnectFailed
 from tproxy.inpod import OWNERSHIP, POD, PROBE_SOURCES, Capture, pod
-from ztunnel.agent import node as node_module
-from ztunnel.agent.description import PodDescription, PodFaults
-from ztunnel.agent.errors import EnrolFailed
-from ztunnel.agent.namespaces import proxied_connections, remove_rules, versions
-from ztunnel.agent.node import NodeAgent, Phase
-from ztunnel.istio.zds.manager import PACKET_MARK, PodManager
-from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.node.agent import node as node_module
+from ztunnel.node.agent.description import PodDescription, PodFaults
+from ztunnel.node.agent.errors import EnrolFailed
+from ztunnel.node.agent.namespaces import proxied_connections, remove_rules, versions
+from ztunnel.node.agent.node import NodeAgent, Phase
+from ztunnel.proxy.istio.zds.manager import PACKET_MARK, PodManager
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.tasks import Tasks
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]

@@ -22,22 +22,28 @@ from tproxy.errors import ConnectFailed
 from tproxy.expressions import Family
 from tproxy.inpod import PROBE_TABLE
 from tproxy.resources import Chain, Table
-from ztunnel.agent import node as node_module
-from ztunnel.agent.audit import counted
-from ztunnel.agent.auditor import Auditor
-from ztunnel.agent.cni.installer import Installation, install
-from ztunnel.agent.cni_server import CniServer
-from ztunnel.agent.enroller import Added, Enroller
-from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
-from ztunnel.agent.errors import CannotAdd
-from ztunnel.agent.namespaces import remove_probes, remove_rules
-from ztunnel.agent.phase import Phase
-from ztunnel.agent.status import audit
-from ztunnel.http.page import PageRequest
-from ztunnel.istio.zds.manager import PodManager
-from ztunnel.istio.zds.pods import PodUid
 from ztunnel.kube.errors import ApiUnreachable
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.node.agent import node as node_module
+from ztunnel.node.agent.audit import counted
+from ztunnel.node.agent.auditor import Auditor
+from ztunnel.node.agent.cni.installer import Installation, install
+from ztunnel.node.agent.cni_server import CniServer
+from ztunnel.node.agent.enroller import Added, Enroller
+from ztunnel.node.agent.enrolment import (
+    MODE,
+    REDIRECTION,
+    Pod,
+    Settings,
+    read_pod,
+)
+from ztunnel.node.agent.errors import CannotAdd
+from ztunnel.node.agent.namespaces import remove_probes, remove_rules
+from ztunnel.node.agent.phase import Phase
+from ztunnel.node.agent.status import audit
+from ztunnel.proxy.istio.zds.manager import PodManager
+from ztunnel.proxy.istio.zds.pods import PodUid
+from ztunnel.runtime.http.page import PageRequest
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 LABELLED = {MODE: "ambient"}

@@ -10,9 +10,9 @@ import pytest
 from deploy.lab import Lab, Place
 from tests.netns.istio import HELLO, ROOT, ask, eventually, mesh_of
 from tests.netns.toys import app
-from ztunnel.agent.description import PodDescription
-from ztunnel.agent.node import NodeAgent, Phase
-from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.node.agent.description import PodDescription
+from ztunnel.node.agent.node import NodeAgent, Phase
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 

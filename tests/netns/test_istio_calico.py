@@ -11,9 +11,9 @@ import pytest
 from tests.netns.istio import AmbientMesh, ask, eventually, refused
 from tests.netns.test_istio_policy import ends, lives
 from tests.netns.test_istio_workers import many, running, shares
-from ztunnel.calico.compile import Compiled, compile_resources
-from ztunnel.calico.read import read_resources
-from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
+from ztunnel.policy.calico.compile import Compiled, compile_resources
+from ztunnel.policy.calico.read import read_resources
+from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ from tproxy.aio.sockets import connect, listen
 from tproxy.errors import ConnectFailed, TproxyError
 from ztunnel.control_plane.server import ControlPlane
 from ztunnel.control_plane.tokens import node_token
-from ztunnel.identity import authority as ca
+from ztunnel.proxy.identity import authority as ca
 from ztunnel.runtime.tasks import Tasks
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]

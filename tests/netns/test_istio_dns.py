@@ -17,7 +17,7 @@ import pytest
 from deploy.lab import Place
 from tests.netns.istio import HELLO, AmbientMesh, ask, eventually, mesh_of
 from tests.netns.toys import app
-from tests.ztunnel.istio.dns.upstreams import Behaviour, Upstream, plain
+from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, plain
 from tproxy.aio.sockets import connect, listen
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]

@@ -26,7 +26,7 @@ from tests.netns.test_istio_policy import held, lives
 from tests.netns.toys import app
 from tproxy.aio.sockets import connect
 from tproxy.errors import TproxyError
-from ztunnel.istio.zds.pods import PodUid
+from ztunnel.proxy.istio.zds.pods import PodUid
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.netns.istio import AmbientMesh, ask, eventually, mesh_of
 from tests.netns.toys import app
-from tests.ztunnel.otlp.collector import Collector, attributes, collecting
+from tests.ztunnel.proxy.otlp.collector import Collector, attributes, collecting
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 NODES = {"w1": ["client"], "w2": ["far"]}

@@ -18,8 +18,8 @@ from tests.netns.test_istio_policy import ends, held, lives
 from tests.netns.toys import app
 from tproxy.aio.sockets import listen
 from tproxy.errors import TproxyError
-from ztunnel.agent.node import Phase
-from ztunnel.istio.zds.pods import PodUid
+from ztunnel.node.agent.node import Phase
+from ztunnel.proxy.istio.zds.pods import PodUid
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 NODES = {"w1": ["client"], "w2": ["server"]}

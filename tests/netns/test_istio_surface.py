@@ -23,14 +23,14 @@ from deploy.lab import Lab, Place
 from hbone.frames import SETTINGS, WINDOW_UPDATE
 from tests.netns.istio import HELLO, ROOT, NodeProxy, ask, eventually, mesh_of
 from tests.netns.toys import app
-from tests.ztunnel.istio.zds.agents import Agent
+from tests.ztunnel.proxy.istio.zds.agents import Agent
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
-from ztunnel.identity import authority as ca
-from ztunnel.istio.zds.messages import DeletePod, SnapshotSent
-from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.proxy.identity import authority as ca
+from ztunnel.proxy.istio.zds.messages import DeletePod, SnapshotSent
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 

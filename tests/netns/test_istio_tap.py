@@ -14,8 +14,8 @@ import pytest
 
 from tests.netns.istio import HELLO, ROOT, NodeProxy, ask, eventually, mesh_of
 from tests.netns.toys import app
-from tests.ztunnel.tap.reader import Capture, read
-from tests.ztunnel.tap.tshark import complaints, tshark
+from tests.ztunnel.proxy.tap.reader import Capture, read
+from tests.ztunnel.proxy.tap.tshark import complaints, tshark
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 NODES = {"w1": ["client", "near"], "w2": ["far"]}

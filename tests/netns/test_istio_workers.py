@@ -16,8 +16,8 @@ from tests.netns.test_istio_crl import publish, serial_of
 from tests.netns.test_istio_policy import ends, held, lives
 from tests.netns.test_istio_shutdown import Load, exited, terminate
 from tests.netns.toys import app
-from ztunnel.agent.node import Phase
-from ztunnel.istio.zds.pods import PodUid
+from ztunnel.node.agent.node import Phase
+from ztunnel.proxy.istio.zds.pods import PodUid
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 NODES = {"w1": ["client", "near"], "w2": ["far"]}

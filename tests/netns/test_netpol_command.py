@@ -28,13 +28,13 @@ from tproxy.operations import DeleteElements, FlushChain
 from tproxy.render import nftables
 from xds.model import calico as c
 from xds.model.address import SocketAddress
-from ztunnel.calico.follower import Follower
-from ztunnel.calico.guard import Guard, connection
-from ztunnel.netpol import add_arguments
-from ztunnel.netpol.command import DENIED, DONE, FAILED
-from ztunnel.netpol.table import TABLE
+from ztunnel.policy.calico.follower import Follower
+from ztunnel.policy.calico.guard import Guard, connection
+from ztunnel.policy.netpol import add_arguments
+from ztunnel.policy.netpol.command import DENIED, DONE, FAILED
+from ztunnel.policy.netpol.table import TABLE
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.go_yaml import dump, dump_all
+from ztunnel.runtime.formats.go_yaml import dump, dump_all
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 WAIT_S = 30.0

@@ -15,11 +15,11 @@ from tests.ztunnel.kube.fake_api import FakeApi
 from tproxy.aio.netns import Netns
 from tproxy.aio.table import BlockingTable
 from tproxy.packets import Interpreter
-from ztunnel.calico.incremental import Compiler
-from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD
 from ztunnel.kube.objects import Object, ObjectKey
-from ztunnel.netpol.table import TABLE
+from ztunnel.policy.calico.incremental import Compiler
+from ztunnel.policy.calico.objects import PolicyObjects
+from ztunnel.policy.netpol.table import TABLE
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 KINDS = {kind.plural: kind for kind in (NAMESPACE, POD, NETWORK_POLICY)}

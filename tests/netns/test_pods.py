@@ -14,12 +14,12 @@ import pytest
 import uvloop
 
 from tests.programs import needed
-from tests.ztunnel.istio.zds.agents import INFO, Agent, open_descriptors
+from tests.ztunnel.proxy.istio.zds.agents import INFO, Agent, open_descriptors
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import listen
-from ztunnel.istio.zds.manager import PACKET_MARK, PodManager, check_privileges
-from ztunnel.istio.zds.messages import DeletePod, SnapshotSent
-from ztunnel.istio.zds.pods import PodInfo, PodState, PodUid
+from ztunnel.proxy.istio.zds.manager import PACKET_MARK, PodManager, check_privileges
+from ztunnel.proxy.istio.zds.messages import DeletePod, SnapshotSent
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_this_process_may_do_what_pods_need() -> None:
     ("dropped", "missing"), [("-sys_admin", "CAP_SYS_ADMIN"), ("-net_admin,-net_raw", "CAP_NET_ADMIN")]
 )
 def test_a_missing_capability_is_named(dropped: str, missing: str) -> None:
-    program = "from ztunnel.istio.zds.manager import check_privileges; check_privileges()"
+    program = "from ztunnel.proxy.istio.zds.manager import check_privileges; check_privileges()"
     done = subprocess.run(
         [needed("setpriv"), f"--bounding-set={dropped}", sys.executable, "-c", program],
         capture_output=True,

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.lab import Lab
 from deploy.processes import Proc
-from ztunnel.agent.scan import kubelet_user, pod_namespaces
+from ztunnel.node.agent.scan import kubelet_user, pod_namespaces
 
 pytestmark = pytest.mark.netns
 UID, OTHER = "2b1c7f0e-8a4d-4d5c-9c1a-0f6e2a7b3c4d", "00000000-8a4d-4d5c-9c1a-0f6e2a7b3c4d"

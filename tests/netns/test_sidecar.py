@@ -27,8 +27,8 @@ from tests.netns.toys import app, serving
 from tests.programs import needed
 from tproxy.aio.sockets import listen, peer_address
 from tproxy.sidecar import PASSTHROUGH, USER
-from ztunnel.inject.config import InjectConfig, SidecarConfig
-from ztunnel.inject.inject import inject
+from ztunnel.sidecar.inject.config import InjectConfig, SidecarConfig
+from ztunnel.sidecar.inject.inject import inject
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 IDENTITY = "spiffe://cluster.local/ns/default/sa/{}"

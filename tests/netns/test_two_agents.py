@@ -25,11 +25,11 @@ from tproxy.render import nftables
 from tproxy.render.nf_tables import NFTA_CHAIN_NAME, NFTA_CHAIN_TABLE
 from tproxy.render.nftables_dump import nft_parts
 from tproxy.wire import read_text
-from ztunnel.agent.auditor import Auditor
-from ztunnel.agent.enrolment import REDIRECTION
-from ztunnel.agent.namespaces import apply_rules, remove_rules, take_over_rules
-from ztunnel.agent.server import Announced, ZdsServer
-from ztunnel.istio.zds.pods import PodInfo
+from ztunnel.node.agent.auditor import Auditor
+from ztunnel.node.agent.enrolment import REDIRECTION
+from ztunnel.node.agent.namespaces import apply_rules, remove_rules, take_over_rules
+from ztunnel.node.agent.server import Announced, ZdsServer
+from ztunnel.proxy.istio.zds.pods import PodInfo
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 both_forms = pytest.mark.parametrize("form", FORMS)

@@ -23,7 +23,7 @@ from tests.netns.istio import AmbientMesh, NodeProxy, ask, eventually
 from tests.netns.toys import app
 from tproxy.aio.sockets import connect
 from tproxy.errors import TproxyError
-from ztunnel.istio.zds.pods import PodUid
+from ztunnel.proxy.istio.zds.pods import PodUid
 
 NODES = {"w1": ["client", "near", "guest-a", "guest-b"], "w2": ["far", "denied"]}
 VIP = "10.96.9.1"

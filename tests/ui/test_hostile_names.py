@@ -8,11 +8,8 @@ import pytest
 
 from tests.ui.browser import Browser, browser, chromium
 from xds.model.address import SocketAddress
-from ztunnel.http.page import JSON, PageRequest, text
-from ztunnel.http.server import PageServer
-from ztunnel.runtime.clock import SystemClock
-from ztunnel.ui.pages import LivePages, is_below
-from ztunnel.ui.seen import (
+from ztunnel.proxy.ui.pages import LivePages, is_below
+from ztunnel.proxy.ui.seen import (
     Certificate,
     Connection,
     Denied,
@@ -25,6 +22,9 @@ from ztunnel.ui.seen import (
     Source,
     Workload,
 )
+from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.http.page import JSON, PageRequest, text
+from ztunnel.runtime.http.server import PageServer
 
 #: Each would set window.hacked, or leave the page, if it were anything but text.
 ATTACK = (

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ztunnel.runtime.arguments import some_seconds
+from ztunnel.runtime.console.arguments import some_seconds
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.text_file import read_text
 
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     from ztunnel.control_plane.accounts import NODE_ACCOUNTS
     from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
     from ztunnel.control_plane.server import ControlPlane, Reviews
-    from ztunnel.identity.authority import CaError
     from ztunnel.kube.errors import KubeError
+    from ztunnel.proxy.identity.authority import CaError
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
 def _print_token(args: argparse.Namespace, ca_directory: Path) -> int:
     from ztunnel.control_plane.mesh import parse_mesh
     from ztunnel.control_plane.tokens import node_token
-    from ztunnel.identity import authority as ca
+    from ztunnel.proxy.identity import authority as ca
 
     mesh = parse_mesh(read_text(args.mesh))
     if args.token not in mesh.nodes:

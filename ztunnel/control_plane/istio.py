@@ -25,7 +25,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
 from ztunnel.control_plane.mesh import Mesh
 from ztunnel.control_plane.tokens import TokenError, node_of_token
-from ztunnel.identity.authority import CertificateAuthority
+from ztunnel.proxy.identity.authority import CertificateAuthority
 
 log = logging.getLogger(__name__)
 

@@ -54,10 +54,10 @@ from typing import Any
 
 from xds.model.address import IpNetwork, canonical
 from xds.model.identity import SpiffeId
-from ztunnel.calico.read import read_object
-from ztunnel.calico.resources import Resources
-from ztunnel.runtime.config_reader import ConfigReader, Faults
-from ztunnel.runtime.file_kinds import FileKind, explained
+from ztunnel.policy.calico.read import read_object
+from ztunnel.policy.calico.resources import Resources
+from ztunnel.runtime.formats.config_reader import ConfigReader, Faults
+from ztunnel.runtime.formats.file_kinds import FileKind, explained
 
 
 class MeshFaults(Faults):

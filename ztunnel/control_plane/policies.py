@@ -3,8 +3,8 @@
 from dataclasses import replace
 from ipaddress import ip_address
 
-from ztunnel.calico.resources import Pod, Resources
 from ztunnel.control_plane.mesh import Mesh
+from ztunnel.policy.calico.resources import Pod, Resources
 
 
 def policy_resources(mesh: Mesh) -> Resources:

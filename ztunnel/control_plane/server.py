@@ -28,7 +28,6 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.istio.workload.workload_pb2 import Address
 from xds.protocol.snapshot import Answered, Snapshot
-from ztunnel.calico.compile import Compiled, compile_resources
 from ztunnel.control_plane.accounts import NODE_ACCOUNTS
 from ztunnel.control_plane.generate import Flavour, NodeConfig
 from ztunnel.control_plane.istio import METHOD, Registrar, is_node_proxy, node_name
@@ -36,8 +35,9 @@ from ztunnel.control_plane.mesh import Mesh, MeshFaults, parse_mesh
 from ztunnel.control_plane.policies import policy_resources
 from ztunnel.control_plane.token_review import Api, KubeRegistrar
 from ztunnel.control_plane.workloads import WorkloadConfig
-from ztunnel.identity import authority as ca
-from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
+from ztunnel.policy.calico.compile import Compiled, compile_resources
+from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
+from ztunnel.proxy.identity import authority as ca
 from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Final
 
 from xds.errors import ConfigError
 from ztunnel.kube.objects import Changes, Object, ObjectKey
-from ztunnel.runtime.go_yaml import load_each
-from ztunnel.runtime.object_lists import items_of
+from ztunnel.runtime.formats.go_yaml import load_each
+from ztunnel.runtime.formats.object_lists import items_of
 from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 

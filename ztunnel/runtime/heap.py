@@ -43,8 +43,8 @@ def settle() -> None:
     Without a collection before: it takes 16 to 60 ms of a start, longer in a big mesh, during which no pod is
     served, and finds 9 objects in an Istio mesh, some 400 in Envoy's dialect.
 
-    Connections create no reference cycles (``tests/ztunnel/envoy/test_cycles.py``), so collections find nothing.
-    At the default thresholds they took 5 % of a connection's time.
+    Connections create no reference cycles (``tests/ztunnel/proxy/envoy/test_cycles.py``), so collections find
+    nothing. At the default thresholds they took 5 % of a connection's time.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -22,7 +22,7 @@ from xds.aio.channel import _TCP_PROBES, Channel, Keepalive
 from xds.aio.grpc_server import new_server
 from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
-from ztunnel.identity.authority import CertificateAuthority
+from ztunnel.proxy.identity.authority import CertificateAuthority
 
 LIMIT_S = 30.0
 MIB = 2**20

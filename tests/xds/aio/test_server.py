@@ -29,7 +29,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from xds.protocol.snapshot import Snapshot
 from xds.protocol.types import CDS, method_path
-from ztunnel.identity.authority import CertificateAuthority
+from ztunnel.proxy.identity.authority import CertificateAuthority
 
 LIMIT_S = 20.0
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

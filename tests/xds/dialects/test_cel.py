@@ -133,5 +133,5 @@ def test_a_missing_evaluator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_imports_the_evaluator_before_a_condition() -> None:
-    program = "import sys, ztunnel.envoy.app; sys.exit('cel_expr_python' in sys.modules)"
+    program = "import sys, ztunnel.proxy.envoy.app; sys.exit('cel_expr_python' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

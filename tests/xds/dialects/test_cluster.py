@@ -12,8 +12,8 @@ from xds.model.cluster import LbPolicy
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from xds.proto.json import parse_value
-from ztunnel.envoy.upstream.host import HostSet
-from ztunnel.envoy.upstream.priorities import spread
+from ztunnel.proxy.envoy.upstream.host import HostSet
+from ztunnel.proxy.envoy.upstream.priorities import spread
 
 
 def by_policy(kind: str, **config: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
 from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.json import parse_value
-from ztunnel.envoy.bootstrap import read_bootstrap
+from ztunnel.proxy.envoy.config.bootstrap import read_bootstrap
 
 T = "type.googleapis.com/"
 SURROUNDINGS = Surroundings(read_file=lambda path: b"", environment={})

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from xds.grpc.tls import client_tls, named
-from ztunnel.identity.authority import CertificateAuthority
+from ztunnel.proxy.identity.authority import CertificateAuthority
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)

@@ -110,7 +110,7 @@ def test_file_names_in_the_descriptor_pool_are_ours() -> None:
 def test_a_proxy_of_an_istio_mesh_does_without_the_messages_of_envoys_dialect() -> None:
     """They are 130 modules, a sixth of the time until the first pod is served after a crash."""
     script = (
-        "import sys, ztunnel.istio.app, ztunnel.istio.workers.worker\n"
+        "import sys, ztunnel.proxy.istio.app, ztunnel.proxy.istio.workers.worker\n"
         "from xds.aio.client import AdsClient\n"
         "found = [name for name in sys.modules if name.startswith('xds.proto.envoy.') and name.endswith('_pb2')]\n"
         "assert not [name for name in found if '.extensions.' in name or '.listener.' in name], found\n"

@@ -33,10 +33,15 @@ from ztunnel.cli import main as ztunnel
 from ztunnel.control_plane.istio import Registrar, is_node_proxy
 from ztunnel.control_plane.server import ControlPlane
 from ztunnel.control_plane.tokens import node_token
-from ztunnel.identity.authority import CertificateAuthority
-from ztunnel.identity.csr import IdentityError, signing_request
-from ztunnel.istio.certificates.ca_client import IstioCertificateAuthority
-from ztunnel.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
+from ztunnel.proxy.identity.authority import CertificateAuthority
+from ztunnel.proxy.identity.csr import IdentityError, signing_request
+from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
+from ztunnel.proxy.istio.certificates.credentials import (
+    Credentials,
+    Endpoint,
+    Roots,
+    Token,
+)
 
 WAIT_S = 20.0
 ADDRESS, AUTHORIZATION = registry.type_url(Address), registry.type_url(Authorization)

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ztunnel.calico.test_follower import following, until
 from tests.ztunnel.control_plane.meshes import document
+from tests.ztunnel.policy.calico.test_follower import following, until
 from xds.aio.client import AdsClient
 from xds.model.calico import EndpointId, Flow
 from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.protocol.resource import Update
 from xds.protocol.types import CDS, SDS
-from ztunnel.calico.follower import Follower
 from ztunnel.control_plane.mesh import MeshFaults
 from ztunnel.control_plane.server import ControlPlane
-from ztunnel.envoy.bootstrap import bootstrap_for
+from ztunnel.policy.calico.follower import Follower
+from ztunnel.proxy.envoy.config.bootstrap import bootstrap_for
 
 WAIT_S = 10.0
 REVIEWS = "spiffe://cluster.local/ns/default/sa/bookinfo-reviews"

@@ -19,11 +19,11 @@ from ztunnel.control_plane.command import run
 from ztunnel.control_plane.istio import Registrar
 from ztunnel.control_plane.token_review import KubeRegistrar
 from ztunnel.control_plane.tokens import node_token
-from ztunnel.identity.authority import CertificateAuthority
-from ztunnel.identity.csr import signing_request
 from ztunnel.kube.errors import ApiUnreachable, KubeError
 from ztunnel.kube.kinds import TOKEN_REVIEW, Kind
 from ztunnel.kube.objects import Object
+from ztunnel.proxy.identity.authority import CertificateAuthority
+from ztunnel.proxy.identity.csr import signing_request
 
 NOW = datetime.now(UTC)
 KEY = ec.generate_private_key(ec.SECP256R1())

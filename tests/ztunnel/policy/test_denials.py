@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ztunnel.istio.denials import Pair
 from ztunnel.policy.denials import MOST_PAIRS, Denial, Denials
+from ztunnel.proxy.istio.accounting.denials import Pair
 
 
 def pair(number: int) -> Pair:

@@ -1,0 +1,167 @@
+"""Tables in Envoy's dialect, from pages as our proxies and Envoys write them."""
+
+from typing import Any
+
+import pytest
+
+from ztunnel.ask.inspect.envoy_tables import certificates, policies, status
+from ztunnel.ask.inspect.tables import is_good
+
+_DUMP = "type.googleapis.com/envoy.admin.v3."
+SERVER = {"version": "v", "state": "LIVE", "uptime_current_epoch": "5s", "node": {"id": "n"}}
+LEAF = {
+    "serial_number": "2b",
+    "subject_alt_names": [{"uri": "spiffe://td/ns/a/sa/b"}, {"dns": "b.example"}],
+    "valid_from": "2026-11-22T00:00:00Z",
+    "expiration_time": "2026-11-24T00:00:00Z",
+}
+ROOT = {"serial_number": "1", "valid_from": "2026-11-01T00:00:00Z", "expiration_time": "2036-11-01T00:00:00Z"}
+CERTS = {"certificates": [{"cert_chain": [LEAF], "ca_cert": [ROOT]}, {"cert_chain": [LEAF], "ca_cert": [ROOT]}]}
+
+
+def pages(**more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "/server_info": SERVER,
+        "/clusters": {},
+        "/certs": {},
+        "/init_dump": {},
+        "/connections": None,
+        "/denials": None,
+        "/config_dump": {"configs": []},
+    }
+    return found | {f"/{name}": page for name, page in more.items()}
+
+
+def test_the_status_of_a_bare_envoy() -> None:
+    assert list(status(pages())) == [
+        ("version", "v"),
+        ("state", "LIVE"),
+        ("up for", "5s"),
+        ("node", "n"),
+        ("listeners", "none"),
+        ("clusters", "0"),
+        ("certificates", "0"),
+    ]
+
+
+@pytest.mark.parametrize(("value", "said"), [(1, "connected to ADS"), (0, "NOT CONNECTED: ADS; what follows is")])
+def test_the_status_begins_with_the_control_plane(value: int, said: str) -> None:
+    stats = {"stats": [{"name": "control_plane.connected_state", "value": value}]}
+    rows = list(status({**pages(), "/stats": stats}))
+    assert rows[0][0] == "control plane"
+    assert rows[0][1].startswith(said)
+    assert is_good(rows) is bool(value)
+
+
+def host(**health: Any) -> dict[str, Any]:
+    return {"health_status": health}
+
+
+def test_the_status_says_what_is_wrong() -> None:
+    listeners = {
+        "@type": f"{_DUMP}ListenersConfigDump",
+        "static_listeners": [{"listener": {"name": "s"}}],
+        "dynamic_listeners": [
+            {"name": "a", "active_state": {"version_info": "1"}, "warming_state": {"version_info": "2"}},
+            {"name": "b", "error_state": {"details": "no such filter"}},
+        ],
+    }
+    clusters = {
+        "@type": f"{_DUMP}ClustersConfigDump",
+        "dynamic_warming_clusters": [{"error_state": {"details": "bad type"}}],
+    }
+    statuses = [
+        {"name": "empty"},
+        {"name": "up", "host_statuses": [host(eds_health_status="HEALTHY"), host(eds_health_status="UNHEALTHY")]},
+        {"name": "down", "host_statuses": [host(eds_health_status="UNHEALTHY")]},
+        {"name": "ejected", "host_statuses": [host(eds_health_status="HEALTHY", failed_outlier_check=True)]},
+    ]
+    denial = {
+        "listener": "in",
+        "chain": "c",
+        "source": "10.0.0.1",
+        "identity": "spiffe://td/ns/a/sa/b",
+        "destination": "10.0.0.2:80",
+        "reason": "rbac_access_denied_matched_policy[none]",
+        "count": 3,
+        "lastAddress": "10.0.0.1:4000",
+        "lastTime": "2026-11-23T00:00:00Z",
+    }
+    rows = list(
+        status(
+            pages(
+                config_dump={"configs": [listeners, clusters]},
+                clusters={"cluster_statuses": statuses},
+                certs=CERTS,
+                init_dump={"unready_targets_dumps": [{"name": "x", "target_names": ["Cluster down"]}]},
+                connections={"connections": [{}]},
+                denials=[denial, *({**denial, "identity": ""} for _ in range(9))],
+            )
+        )
+    )
+    assert rows[4:] == [
+        ("listeners", "2 active, 1 warming"),
+        ("clusters", "4"),
+        ("connections", "1"),
+        ("certificates", "1, the first ends 2026-11-24T00:00:00Z"),
+        ("not accepted", "listener b: no such filter"),
+        ("not accepted", "cluster: bad type"),
+        ("not ready", "Cluster down"),
+        ("no healthy endpoint", "down"),
+        ("no healthy endpoint", "ejected"),
+        (
+            "denied",
+            "3 x 10.0.0.1 (spiffe://td/ns/a/sa/b) to 10.0.0.2:80 at in/c: "
+            "rbac_access_denied_matched_policy[none]; last 2026-11-23T00:00:00Z from 10.0.0.1:4000",
+        ),
+        *rows[14:21],
+        ("denied", "and 2 more: see /denials"),
+    ]
+    assert rows[14][1].startswith("3 x 10.0.0.1 to 10.0.0.2:80 at in/c: ")
+
+
+def test_policies_show_what_they_decided() -> None:
+    last = {"lastTime": "2026-11-23T00:00:00Z"}
+    given = [
+        {"policy": "new", "action": "ALLOW", "mode": "enforced", "chains": 2, "decisions": None},
+        {
+            "policy": "used",
+            "action": "DENY",
+            "mode": "enforced",
+            "chains": 1,
+            "decisions": {"allowed": 0, "denied": 7, "ended": 2, **last},
+        },
+        {
+            "policy": "trial",
+            "action": "DENY",
+            "mode": "shadow",
+            "chains": 1,
+            "decisions": {"allowed": 0, "denied": 0, "ended": 0, "shadow_denied": 5, **last},
+        },
+        {
+            "policy": "none",
+            "action": "",
+            "mode": "",
+            "chains": 0,
+            "decisions": {"allowed": 0, "denied": 1, "ended": 0, **last},
+        },
+    ]
+    assert list(policies(pages(rbac={"policies": given})))[1:] == [
+        ("new", "ALLOW", "enforced", "2", "-", "-", "-"),
+        ("used", "DENY", "enforced", "1", "0", "7, 2 ended", "2026-11-23T00:00:00Z"),
+        ("trial", "DENY", "shadow", "1", "-", "5", "2026-11-23T00:00:00Z"),
+        ("none", "-", "-", "0", "0", "1", "2026-11-23T00:00:00Z"),
+    ]
+
+
+def test_certificates_are_shown_once() -> None:
+    assert list(certificates(pages(certs=CERTS)))[1:] == [
+        (
+            "spiffe://td/ns/a/sa/b, b.example",
+            "Leaf",
+            "2b",
+            "2026-11-24T00:00:00Z",
+            "2026-11-22T00:00:00Z",
+        ),
+        ("-", "Root", "1", "2036-11-01T00:00:00Z", "2026-11-01T00:00:00Z"),
+    ]

@@ -1,0 +1,141 @@
+"""Watching a table: what changed, on a pipe, as JSON and on a terminal; and the command as a process."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.ask.inspect.test_commands import pages
+from ztunnel.ask.inspect.source import AskFailed
+from ztunnel.ask.inspect.tables import Row
+from ztunnel.ask.inspect.watch import changes, watch
+from ztunnel.cli import main
+
+ROOT = Path(__file__).parents[4]
+HEADING = ("SOURCE", "DESTINATION")
+A, B, C = ("10.0.0.1:1", "x"), ("10.0.0.2:2", "y"), ("10.0.0.333:3", "z")
+
+
+def test_rows_that_came_and_went() -> None:
+    assert list(changes(HEADING, [A, B], [B, C])) == [("-", A), ("+", C)]
+    assert list(changes(HEADING, [A, A], [A])) == [("-", A)]
+    assert list(changes(HEADING, [], [A, A])) == [("+", A), ("+", A)]
+
+
+def test_an_id_or_all_but_the_age_tells_connections_apart() -> None:
+    assert list(changes(("ID", "HOST"), [("1", "-")], [("1", "10.0.0.2:80")])) == []
+    assert list(changes(("AGE", "HOST"), [("1s", "a")], [("2s", "a")])) == []
+
+
+class Looks:
+    """Returns tables one after the other, or raises; Ctrl-C after the last."""
+
+    def __init__(self, *found: Sequence[Row] | Exception) -> None:
+        self.left = list(found)
+
+    def look(self) -> Sequence[Row]:
+        found = self.left.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return [HEADING, *found]
+
+    def pause(self, seconds: float) -> None:
+        assert seconds == 5.0
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def watched(*found: Sequence[Row] | Exception, as_json: bool = False, out: io.StringIO | None = None) -> list[str]:
+    looks, out = Looks(*found), out or io.StringIO()
+    assert watch(looks.look, 5.0, as_json=as_json, out=out, pause=looks.pause) == 0
+    return out.getvalue().splitlines()
+
+
+def test_a_pipe_gets_what_changes() -> None:
+    assert watched([A], [A], [B, C]) == [
+        "  SOURCE      DESTINATION",
+        "  10.0.0.1:1  x",
+        "- 10.0.0.1:1    x",
+        "+ 10.0.0.2:2    y",
+        "+ 10.0.0.333:3  z",
+    ]
+
+
+def test_lines_of_json() -> None:
+    assert list(map(json.loads, watched([A], [B], as_json=True))) == [
+        {"change": "open", "source": "10.0.0.1:1", "destination": "x"},
+        {"change": "closed", "source": "10.0.0.1:1", "destination": "x"},
+        {"change": "opened", "source": "10.0.0.2:2", "destination": "y"},
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_redrawn_and_not_overfilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINES", "8")
+    monkeypatch.setenv("COLUMNS", "30")
+    first, second = "\n".join(watched([A], [A] * 9, out=Terminal())).split("\x1b[H\x1b[2J\x1b[3J")[1:]
+    assert first.splitlines()[0][8:] == ", 1 connections, every"
+    assert first.splitlines()[2:] == ["SOURCE      DESTINATION", "10.0.0.1:1  x"]
+    assert len(second.splitlines()) == 7
+    assert second.splitlines()[-1] == "and 6 more"
+
+
+def test_a_proxy_that_goes_away_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    gone = AskFailed("127.0.0.1:1: Connection refused")
+    assert watched([A], gone, gone, [A, B], gone)[2:] == ["+ 10.0.0.2:2  y"]
+    assert capsys.readouterr().err == (
+        "ztunnel connections: 127.0.0.1:1: Connection refused; waiting\n" * 2  # once each time
+    )
+    with pytest.raises(AskFailed):
+        watched(gone)
+
+
+def test_nobody_reads_any_more() -> None:
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    assert watched([A], out=Closed())[-1] == "  10.0.0.1:1  x"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--watch", "0"], "must be more than 0 seconds"),
+        (["--watch", "x"], "must be a number of seconds"),
+        (["--watch", "-f", "x"], ""),
+    ],
+)
+def test_bad_watches(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run: Callable[[], int] = lambda: main(["connections", *words])  # noqa: E731
+    if error:
+        with pytest.raises(SystemExit):
+            run()
+    else:
+        assert run() == 2
+    assert (error or "not with --file") in capsys.readouterr().err
+
+
+def test_the_command_ends_at_ctrl_c() -> None:
+    live = {"src": "10.0.0.1:4000", "originalDst": None, "actualDst": "10.0.0.2:80", "protocol": "TCP"}
+    table = {"uid": {"info": {"name": "a", "namespace": "b"}, "connections": {"inbound": [live], "outbound": []}}}
+    with pages({"/connections": json.dumps(table).encode()}) as address:
+        words = [sys.executable, "-m", "ztunnel", "connections", "--watch", "0.01", "--json", "--address", address]
+        with subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as running:
+            assert running.stdout is not None
+            first = json.loads(running.stdout.readline())  # at once, also through a pipe
+            running.send_signal(signal.SIGINT)
+            rest, errors = running.communicate(timeout=30)
+    assert (first["change"], first["workload"], first["remote"]) == ("open", "a.b", "10.0.0.1:4000")
+    assert (running.returncode, rest, errors) == (0, "", "")

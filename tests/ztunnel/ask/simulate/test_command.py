@@ -1,0 +1,115 @@
+"""The command as people type it: on a saved dump of the Rust ztunnel's form, and on a running proxy."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.ask.simulate.test_policies import DUMP, written
+from tests.ztunnel.ask.simulate.test_seen import DENIED, TUNNELLED
+from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
+from ztunnel.cli import main
+from ztunnel.proxy.istio.accounting.logs import plain_line
+
+Said = pytest.CaptureFixture[str]
+ONLY_WEB = {"from": [{"source": {"principals": ["cluster.local/ns/shop/sa/web"]}}]}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Return the arguments that name a dump and a log; a policy is beside them."""
+    dump = {**DUMP, "workloads": DUMP["workloads"][:1], "certificates": []}
+    (tmp_path / "dump.json").write_text(json.dumps(dump))
+    lines = [
+        plain_line("t", "info", "access", "connection complete", each) for each in (TUNNELLED, DENIED, TUNNELLED)
+    ]
+    lines.append(plain_line("t", "info", "access", "connection complete", [("direction", "inbound")]))
+    (tmp_path / "access.log").write_text("".join(lines))
+    (tmp_path / "new.yaml").write_text(written(ONLY_WEB))
+    return ["simulate", "-f", str(tmp_path / "dump.json"), "--from-log", str(tmp_path / "access.log")]
+
+
+def test_what_would_be_newly_refused(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    assert main([*files, "--policy", str(tmp_path / "new.yaml")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "CHANGE         SOURCE    IDENTITY                                  DESTINATION     CONNECTIONS  BECAUSE",
+        "newly refused  10.0.0.1  spiffe://cluster.local/ns/shop/sa/client  back.shop:8080  3            "
+        "allow policies exist, but none allowed",
+        "3 connections: 3 newly refused, 0 newly allowed, 0 allowed as before, 0 refused as before",
+        "lines of the log that do not say enough, not judged: 1",
+    ]
+
+
+def test_the_answer_as_json(files: list[str], capsys: Said) -> None:
+    assert main([*files, "--remove", "shop/old", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["totals"]["allowed as before"] == answer["connections"] == 3
+    assert answer["pairs"][0]["because"] == "no policy denies it, and none allows only some"
+    assert (answer["unknown_destinations"], answer["unread_lines"]) == (0, 1)
+
+
+def test_a_suggestion_can_be_simulated(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    assert main([*files, "--suggest"]) == 0
+    (tmp_path / "new.yaml").write_text(capsys.readouterr().out)
+    assert main([*files, "-p", str(tmp_path / "new.yaml")]) == 0
+    assert "allowed as before  10.0.0.1" in capsys.readouterr().out
+
+
+def test_in_envoys_dialect_it_says_what_to_use(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "dump.json").write_text('{"configs": []}')
+    assert main([*files, "--suggest"]) == 2
+    assert "in Envoy's dialect shadow_rules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["root:x:0:0:root:/root:/bin/bash\n" * 3, "{}\n"])
+def test_a_file_without_access_lines_is_no_answer(
+    files: list[str], tmp_path: Path, capsys: Said, text: str
+) -> None:
+    (tmp_path / "access.log").write_text(text)
+    assert main([*files, "--suggest"]) == 2
+    lines = text.count("\n")
+    assert f"access.log: none of its {lines} lines is an access line of a ztunnel" in capsys.readouterr().err
+
+
+def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "access.log").write_text("")
+    assert main([*files, "--suggest"]) == 0
+    assert "no connection was seen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ([], "nothing to simulate: give --policy, --remove, --enforce or --suggest"),
+        (["--remove", "a/b"], "--remove a/b: the mesh has no such policy"),
+        (["--policy", "/nowhere.yaml"], "/nowhere.yaml: no such file or directory"),
+    ],
+)
+def test_what_cannot_be_answered(files: list[str], more: list[str], error: str, capsys: Said) -> None:
+    assert main([*files, *more]) == 2
+    assert capsys.readouterr().err == f"ztunnel simulate: {error}\n"
+
+
+def test_live_connections_need_a_duration_and_a_proxy(files: list[str], capsys: Said) -> None:
+    dump = files[:3]
+    assert main([*dump, "--remove", "shop/old", "--live", "soon"]) == 2
+    assert "--live soon: must be a duration such as" in capsys.readouterr().err
+    assert main([*dump, "--remove", "shop/old", "--live", "1s"]) == 2
+    assert "--live asks a running proxy: not with --file" in capsys.readouterr().err
+
+
+def test_a_running_proxy_is_asked(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "new.yaml").write_text(written(ONLY_WEB))
+
+    def ask(address: str) -> None:
+        given = ["simulate", "--address", address, "--policy", str(tmp_path / "new.yaml"), "--live", "0s"]
+        assert main(given) == 0
+        assert capsys.readouterr().out.startswith("0 connections: 0 newly refused")
+
+    async def check(rig: Rig) -> None:
+        rig.proxy.mesh.apply([CLIENT, BACK])
+        await asyncio.to_thread(ask, str(rig.addresses["admin"][0]))
+
+    served(check)

@@ -1,0 +1,71 @@
+"""The command line, without pods."""
+
+from pathlib import Path
+
+import pytest
+
+from ztunnel.cli import main
+from ztunnel.node.agent.node import _File
+
+
+def test_check_counts_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: x}, b: {pid: 1}}")
+    assert main(["agent", "--check", "--state", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: 2 pods\n"
+
+
+@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "serve"])
+def test_faults_are_listed_with_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], check: list[str]
+) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: 1}, b: {}}")
+    assert main(["agent", *check, "--state", str(path), "--socket", str(tmp_path / "zds.sock")]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"{path}: pods.a.netns: must be a name or a path, not 1",
+        f"{path}: pods.b: needs netns or pid, and not both",
+    ]
+    assert not (tmp_path / "zds.sock").exists()
+
+
+def test_an_edit_that_is_no_text_leaves_the_last_good_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: x}}")
+    file = _File(path)
+    assert len(file.read()) == 1
+    path.write_bytes(b"\xff\xfe")
+    assert file.edited() is None
+    assert f"{path}: not UTF-8 text at byte 0; the last good state stays in force" in caplog.text
+    path.write_text("pods: {}")
+    assert file.edited() == ()
+
+
+def test_a_socket_that_cannot_be_had_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agent", "--socket", str(tmp_path / "missing" / "zds.sock")]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("ztunnel agent: ")
+    assert "missing" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kubeconfig=/nowhere"], "ztunnel agent: /nowhere: "),
+        (["--metrics=x"], "ztunnel agent: --metrics: 'x' is neither a port nor ip:port"),
+        (
+            ["--install-cni=/opt/cni/bin"],
+            "ztunnel agent: --install-cni: needs BIN:CONF, two folders, and --cni-socket",
+        ),
+        (["--daemonset=x"], "ztunnel agent: --daemonset: 'x' is not namespace/name"),
+    ],
+)
+def test_what_an_agent_of_a_cluster_cannot_use_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["agent", "--kube", f"--socket={tmp_path}/zds.sock", *options]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+    assert not (tmp_path / "zds.sock").exists()

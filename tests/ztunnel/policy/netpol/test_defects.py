@@ -1,0 +1,237 @@
+"""The defects of Galaxy's policy controller, each as what must happen instead; README.md has the whole table."""
+
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import pytest
+import yaml
+
+from tproxy.diff import table_steps
+from tproxy.expressions import SCTP, TCP, UDP
+from tproxy.operations import AddElements, DeleteElements
+from tproxy.packets import Interpreter, Packet
+from tproxy.resources import Table
+from ztunnel.kube.objects import ObjectKey
+from ztunnel.policy.calico.incremental import Compiler
+from ztunnel.policy.calico.objects import PolicyObjects
+from ztunnel.policy.netpol.table import TableBuilder
+
+ADDRESSES = {
+    "x/a": ("10.1.0.1", "fd00:1::1"), "x/b": ("10.1.0.2", "fd00:1::2"), "x/host": ("192.168.0.1", "fd00:9::1"),
+    "y/a": ("10.2.0.1", "fd00:2::1"), "y/b": ("10.2.0.2", "fd00:2::2"), "x/done": ("10.1.0.9", "fd00:1::9"),
+}  # fmt: skip
+A: dict[str, Any] = {"matchLabels": {"pod": "a"}}
+B: dict[str, Any] = {"matchLabels": {"pod": "b"}}
+
+
+class World:
+    """Pods of namespaces x and y, all on this node."""
+
+    def __init__(self) -> None:
+        self.objects = PolicyObjects()
+        self.compiler = Compiler()
+        self.builder = TableBuilder()
+        changes: dict[ObjectKey, Any] = {}
+        for name in "xy":
+            labels = {"ns": name}
+            changes[ObjectKey("Namespace", "", name)] = {
+                "apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}
+            }  # fmt: skip
+        for whose in ADDRESSES:
+            changes.update([self.pod(whose)])
+        self.change(changes)
+
+    def pod(self, whose: str, port: int = 8080, **labels: str) -> tuple[ObjectKey, dict[str, Any]]:
+        namespace, _, name = whose.partition("/")
+        ports = [{"name": "web", "containerPort": port}]
+        return ObjectKey("Pod", namespace, name), {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": namespace, "labels": {"pod": name, **labels}},
+            "spec": {"nodeName": "n1", "hostNetwork": name == "host", "containers": [{"ports": ports}]},
+            "status": {
+                "phase": "Succeeded" if name == "done" else "Running",
+                "podIPs": [{"ip": address} for address in ADDRESSES[whose]],
+            },
+        }
+
+    def change(self, changes: dict[ObjectKey, Any]) -> Table:
+        self.compiler.apply(self.objects.changes(changes))
+        return self.table()
+
+    def table(self) -> Table:
+        return self.builder.build(self.compiler.compiled, "n1").table
+
+    def policy(self, text: str, name: str = "p") -> Table:
+        """Set a policy of namespace x from its spec in YAML."""
+        body = {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": name, "namespace": "x"},
+            "spec": yaml.safe_load(text),
+        }
+        return self.change({ObjectKey("NetworkPolicy", "x", name): body})
+
+    def reaches(self, source: str, destination: str, port: int = 80, protocol: int = TCP) -> bool:
+        made = Interpreter(self.table())
+        answers = {
+            made.judge(
+                Packet(
+                    source=ip_address(ADDRESSES.get(source, (source, source))[version]),
+                    destination=ip_address(ADDRESSES.get(destination, (destination, destination))[version]),
+                    protocol=protocol,
+                    destination_port=port,
+                )
+            ).accepted
+            for version in ((0, 1) if source in ADDRESSES and destination in ADDRESSES else (0,))
+        }
+        [answer] = answers
+        return answer
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.mark.parametrize("rule", ["{}", "{from: []}", "{from: null}", "{ports: []}", "{from: [], ports: []}"])
+def test_no_peers_means_any_peer(world: World, rule: str) -> None:
+    world.policy(f"{{podSelector: {{}}, ingress: [{rule}]}}")
+    assert world.reaches("y/a", "x/a")
+    assert world.reaches("192.0.2.1", "x/a", 53, UDP)
+
+
+@pytest.mark.parametrize("rules", ["", ", ingress: []", ", ingress: null"])
+def test_no_rules_means_nobody(world: World, rules: str) -> None:
+    world.policy(f"{{podSelector: {{}}, policyTypes: [Ingress]{rules}}}")
+    assert not world.reaches("y/a", "x/a")
+    assert world.reaches("x/a", "y/a")
+
+
+def test_pods_alone_are_those_of_the_own_namespace(world: World) -> None:
+    world.policy("{podSelector: {matchLabels: {pod: a}}, ingress: [{from: [{podSelector: {}}]}]}")
+    assert world.reaches("x/b", "x/a")
+    assert not world.reaches("y/a", "x/a")
+
+
+def test_pods_and_namespaces_are_an_intersection(world: World) -> None:
+    peer = "{podSelector: {matchLabels: {pod: b}}, namespaceSelector: {matchLabels: {ns: y}}}"
+    world.policy(f"{{podSelector: {{matchLabels: {{pod: a}}}}, ingress: [{{from: [{peer}]}}]}}")
+    assert world.reaches("y/b", "x/a")
+    assert not world.reaches("y/a", "x/a")
+    assert not world.reaches("x/b", "x/a")
+
+
+def test_both_ends_must_allow_on_one_node(world: World) -> None:
+    world.policy("{podSelector: {matchLabels: {pod: a}}, policyTypes: [Egress], egress: [{}]}")
+    assert world.reaches("x/a", "x/b")
+    world.policy("{podSelector: {matchLabels: {pod: b}}, policyTypes: [Ingress]}", "q")
+    assert not world.reaches("x/a", "x/b")
+
+
+def test_names_of_ports_are_the_destinations(world: World) -> None:
+    world.policy("{podSelector: {matchLabels: {pod: a}}, policyTypes: [Egress], egress: [{ports: [{port: web}]}]}")
+    world.change(dict([world.pod("y/b", 9000)]))
+    assert world.reaches("x/a", "y/a", 8080)
+    assert world.reaches("x/a", "y/b", 9000)
+    assert not world.reaches("x/a", "y/b", 8080)
+    assert not world.reaches("x/a", "192.0.2.1", 8080)
+
+
+def test_ranges_of_ports_include_both_ends(world: World) -> None:
+    world.policy("{podSelector: {}, ingress: [{ports: [{port: 8000, endPort: 8010}]}]}")
+    found = [port for port in (7999, 8000, 8005, 8010, 8011) if world.reaches("y/a", "x/a", port)]
+    assert found == [8000, 8005, 8010]
+
+
+def test_a_protocol_without_port_is_all_its_ports_and_no_other_protocol(world: World) -> None:
+    world.policy("{podSelector: {}, ingress: [{ports: [{protocol: UDP}]}]}")
+    assert world.reaches("y/a", "x/a", 1, UDP)
+    assert not world.reaches("y/a", "x/a", 1, TCP)
+
+
+def test_sctp_is_neither_tcp_nor_udp(world: World) -> None:
+    world.policy("{podSelector: {}, ingress: [{ports: [{protocol: SCTP, port: 81}]}]}")
+    assert [world.reaches("y/a", "x/a", 81, protocol) for protocol in (SCTP, TCP, UDP)] == [True, False, False]
+
+
+def test_many_ports_are_a_set(world: World) -> None:
+    ports = ", ".join(f"{{port: {number}}}" for number in range(1000, 1200, 2))
+    world.policy(f"{{podSelector: {{}}, ingress: [{{ports: [{ports}]}}]}}")
+    assert all(world.reaches("y/a", "x/a", number) == (number % 2 == 0) for number in range(1000, 1010))
+    assert len([item for item in world.table().sets if item.name.startswith("p-")]) == 1
+
+
+def test_every_address_is_a_network(world: World) -> None:
+    world.policy("{podSelector: {}, ingress: [{from: [{ipBlock: {cidr: 0.0.0.0/0}}, {ipBlock: {cidr: '::/0'}}]}]}")
+    assert world.reaches("y/a", "x/a")
+    assert world.reaches("255.255.255.255", "x/a")
+    assert world.reaches("0.0.0.0", "x/a")
+
+
+def test_an_exception_cuts_its_own_block_only(world: World) -> None:
+    wide = "{ipBlock: {cidr: 192.0.2.0/24, except: [192.0.2.64/26]}}"
+    narrow = "{ipBlock: {cidr: 192.0.2.64/28}}"
+    all_but_all = "{ipBlock: {cidr: 198.51.100.0/24, except: [198.51.100.0/24]}}"
+    world.policy(f"{{podSelector: {{}}, ingress: [{{from: [{wide}, {narrow}, {all_but_all}]}}]}}")
+    made = {last: world.reaches(f"192.0.2.{last}", "x/a") for last in (0, 63, 64, 79, 80, 127, 128, 255)}
+    assert made == {0: True, 63: True, 64: True, 79: True, 80: False, 127: False, 128: True, 255: True}
+    assert not world.reaches("198.51.100.7", "x/a")
+
+
+def test_a_label_that_changes_leaves_the_old_sets_at_once(world: World) -> None:
+    before = world.policy(
+        "{podSelector: {matchLabels: {pod: a}}, ingress: [{from: [{podSelector: {matchLabels: {t: one}}}]}]}"
+    )
+    joined = world.change(dict([world.pod("x/b", t="one")]))
+    assert world.reaches("x/b", "x/a")
+    left = world.change(dict([world.pod("x/b", t="two")]))
+    assert not world.reaches("x/b", "x/a")
+    assert {type(step) for step in table_steps(before, joined)} == {AddElements}
+    assert {type(step) for step in table_steps(joined, left)} == {DeleteElements}
+
+
+def test_egress_rules_without_their_type_are_read(world: World) -> None:
+    world.policy("{podSelector: {matchLabels: {pod: a}}, policyTypes: [Ingress], egress: [{to: []}]}")
+    assert world.reaches("x/a", "y/a")
+    assert not world.reaches("y/a", "x/a")
+
+
+def test_a_pod_is_policed_as_soon_as_it_has_an_address(world: World) -> None:
+    world.policy("{podSelector: {matchLabels: {pod: new}}}")
+    key, body = world.pod("x/b")
+    body["metadata"] |= {"name": "new", "labels": {"pod": "new"}}
+    world.change({key: None, ObjectKey("Pod", "x", "new"): body})
+    assert not world.reaches("y/a", "x/b")  # the address that was x/b's
+
+
+def test_finished_pods_and_those_of_the_nodes_network_are_nobody(world: World) -> None:
+    table = world.policy("{podSelector: {}, ingress: [{from: [{podSelector: {}}]}]}")
+    keys = {element.key for item in table.sets for element in item.elements}
+    for whose in ("x/done", "x/host"):
+        assert not any(ip_address(address).packed in keys for address in ADDRESSES[whose])
+    # The node's address is no peer, and its pods are policed by nobody.
+    assert not world.reaches("x/host", "x/a")
+    assert world.reaches("y/a", "x/host")
+    blocks = "{ipBlock: {cidr: 192.168.0.1/32}}, {ipBlock: {cidr: 'fd00:9::1/128'}}"
+    world.policy(f"{{podSelector: {{}}, ingress: [{{from: [{blocks}]}}]}}")
+    assert world.reaches("x/host", "x/a")
+
+
+def test_both_families_have_their_own_sets(world: World) -> None:
+    table = world.policy("{podSelector: {}, ingress: [{from: [{podSelector: {}}]}]}")
+    sizes = {item.name[:2]: len(item.elements) for item in table.sets if item.name[:2] in ("s4", "s6")}
+    assert sizes == {"s4": 2, "s6": 2}
+
+
+def test_ranges_without_what_is_cut_out() -> None:
+    """The example of nftables' interval sets: what is left of a network is ranges, not networks."""
+    from ztunnel.policy.netpol.intervals import ranges_of, without
+
+    networks = ranges_of([ip_network("10.246.33.0/24")], 4)
+    holes = ranges_of(
+        [ip_network("10.246.33.13/32"), ip_network("10.246.33.10/32"), ip_network("10.246.33.12/32")], 4
+    )
+    start = int(ip_address("10.246.33.0"))
+    found = [(first - start, last - start) for first, last in without(networks, holes)]
+    assert found == [(0, 9), (11, 11), (14, 255)]

@@ -1,0 +1,351 @@
+"""Connections before their handshake, over loopback: whose turn it is, who must go, what is charged."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hbone.aio.poller import Poller
+from tests.hbone import virtual_time
+from tests.ztunnel.proxy.dataplane.test_client_hello import HELLO
+from tests.ztunnel.proxy.istio.pods import pair
+from ztunnel.proxy.dataplane import half_open as module
+from ztunnel.proxy.dataplane.half_open import Arrival, HalfOpen, HalfOpenLimits
+
+LIMITS = HalfOpenLimits(
+    per_source=4,
+    per_pod=6,
+    in_all=8,
+    handshakes_per_source=2,
+    handshakes_per_pod=3,
+    handshakes=4,
+)
+
+
+class Running:
+    """A handshake that a test ends."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.arrival.sock.close()
+
+
+class Pod:
+    """One entrance and its clients."""
+
+    def __init__(self, half_open: HalfOpen, order: list[tuple[str, str]], name: str = "pod") -> None:
+        self.begun: dict[Arrival, Running] = {}
+        self.turned_away: list[tuple[str, str]] = []
+        self.clients: list[socket.socket] = []
+        self._order = order
+        self._name = name
+        self.entrance = half_open.entrance(self._begin, self._away)
+
+    def _begin(self, arrival: Arrival) -> Running:
+        self._order.append((self._name, arrival.peer[0]))
+        self.begun[arrival] = Running(arrival)
+        return self.begun[arrival]
+
+    def _away(self, arrival: Arrival, reason: str) -> None:
+        self.turned_away.append((arrival.peer[0], reason))
+
+    def comes(self, source: str = "a", data: bytes = b"") -> socket.socket:
+        near, far = pair("127.0.0.1", "127.0.0.1")
+        near.setblocking(True)
+        near.sendall(data)
+        self.clients.append(near)
+        self.entrance.enter(far, (source, 1))
+        return near
+
+    def end(self, *, proved: bool = True) -> None:
+        """End every handshake that has begun."""
+        for arrival, running in self.begun.items():
+            (arrival.proved if proved else arrival.ended)()
+            arrival.sock.close()
+            del running
+        self.begun.clear()
+
+    def close(self) -> None:
+        self.entrance.close()
+        for arrival in self.begun:
+            arrival.sock.close()
+        for client in self.clients:
+            client.close()
+
+
+@contextmanager
+def pods(limits: HalfOpenLimits, *names: str) -> Iterator[tuple[HalfOpen, list[Pod], list[tuple[str, str]]]]:
+    order: list[tuple[str, str]] = []
+    with closing(Poller()) as poller:
+        half_open = HalfOpen(poller, limits)
+        made = [Pod(half_open, order, name) for name in names or ("pod",)]
+        try:
+            yield half_open, made, order
+        finally:
+            for each in made:
+                each.close()
+            half_open.close()
+            assert len(half_open) == half_open.handshakes == poller.registered == 0 or any(
+                each.begun for each in made
+            )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def play(body: Callable[[], Awaitable[None]]) -> None:
+    virtual_time.run(body)
+
+
+def test_a_handshake_begins_with_the_last_byte_of_the_client_hello() -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (half_open, (pod,), order):
+            client = pod.comes()
+            for position in range(len(HELLO) - 1):
+                client.send(HELLO[position : position + 1])
+                await asyncio.sleep(0.001)
+            assert (order, len(half_open)) == ([], 1)
+            client.send(HELLO[-1:])
+            await until(lambda: order)
+            (arrival,) = pod.begun
+            assert arrival.sock.recv(len(HELLO) + 1) == HELLO  # it is all there, for TLS to read
+            pod.end()
+            assert len(half_open) == 0
+
+    play(main)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x16\x03"])
+def test_a_client_that_says_too_little_has_a_time_limit(data: bytes) -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (_, (pod,), order):
+            pod.comes(data=data)
+            await until(lambda: pod.turned_away)
+            assert pod.turned_away == [("a", module.NO_HELLO)]
+            assert order == []
+
+    play(main)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"", module.GONE), (b"\x16\x03", module.GONE), (b"\x16\x03\x01\x40\0\x01\xff\xff\xff", module.TOO_LONG)],
+)
+def test_what_never_becomes_a_handshake_ends_at_once(data: bytes, reason: str) -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (_, (pod,), _):
+            client = pod.comes(data=data)
+            if not pod.turned_away:
+                client.shutdown(socket.SHUT_WR)
+            await until(lambda: pod.turned_away)
+            assert pod.turned_away == [("a", reason)]
+
+    play(main)
+
+
+def test_the_oldest_of_the_same_source_goes_first() -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (half_open, (pod,), _):
+            clients = [pod.comes() for _ in range(5)]
+            other = pod.comes("b")
+            assert pod.turned_away == [("a", module.TOO_MANY_OF_SOURCE)]
+            assert clients[0].recv(1) == b""
+            pod.comes("c")
+            pod.comes("d")
+            assert pod.turned_away[1:] == [("a", module.TOO_MANY_OF_POD)]
+            other.send(HELLO)
+            await until(lambda: pod.begun)
+            pod.end()
+            assert len(half_open) == 5  # six, less the one that has proved itself
+
+    play(main)
+
+
+def test_beyond_the_limit_of_the_process_the_fullest_pod_loses_one() -> None:
+    async def main() -> None:
+        with pods(LIMITS, "x", "y") as (half_open, (x, y), _):
+            for number in range(6):
+                x.comes(str(number))
+            for number in range(3):
+                y.comes(str(number))
+            assert len(half_open) == 8
+            assert (x.turned_away, y.turned_away) == ([("0", module.TOO_MANY)], [])
+
+    play(main)
+
+
+def test_handshakes_begin_in_turns_of_pods_and_of_sources() -> None:
+    async def main() -> None:
+        wide = replace(LIMITS, per_source=99, per_pod=99, in_all=99, handshakes_per_source=99)
+        wide = replace(wide, handshakes_per_pod=99, handshakes=99)
+        with pods(wide, "x", "y") as (_, (x, y), order):
+            for source in "aaaab":
+                x.comes(source, HELLO)
+            y.comes("c", HELLO)
+            await until(lambda: len(order) == 6)
+            assert order[:3] == [("x", "a"), ("y", "c"), ("x", "b")]
+            x.end()
+            y.end()
+
+    play(main)
+
+
+def test_handshakes_that_stand_still_give_way_to_those_that_wait() -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (_, (pod,), order):
+            for _ in range(3):
+                pod.comes("a", HELLO)
+            pod.comes("b", HELLO)
+            await until(lambda: len(order) == 3)
+            assert sorted(source for _, source in order) == ["a", "a", "b"]
+            assert pod.turned_away == []
+            stuck = list(pod.begun.values())
+            await until(lambda: len(order) == 4)  # after a second of patience
+            assert pod.turned_away == [("a", module.STANDS_STILL)]
+            assert sum(each.cancelled for each in stuck) == 1
+            pod.end()
+
+    play(main)
+
+
+def test_a_full_process_takes_from_the_pod_that_has_most() -> None:
+    async def main() -> None:
+        narrow = replace(LIMITS, handshakes=3, handshakes_per_source=3)
+        with pods(narrow, "x", "y") as (_, (x, y), order):
+            for _ in range(3):
+                x.comes("a", HELLO)
+            await until(lambda: len(order) == 3)
+            y.comes("b", HELLO)
+            await until(lambda: y.begun)
+            assert x.turned_away == [("a", module.STANDS_STILL)]
+            x.end()
+            y.end()
+
+    play(main)
+
+
+def test_handshakes_of_a_pod_that_has_ended_are_waited_for() -> None:
+    async def main() -> None:
+        with pods(replace(LIMITS, handshakes=2), "x", "y") as (_, (x, y), order):
+            for _ in range(2):
+                x.comes("a", HELLO)
+            await until(lambda: len(order) == 2)
+            x.entrance.close()
+            y.comes("b", HELLO)
+            await asyncio.sleep(2.0)
+            assert len(order) == 2
+            x.end(proved=False)
+            await until(lambda: y.begun)
+            y.end()
+
+    play(main)
+
+
+def test_unfinished_handshakes_are_paid_for_and_finished_ones_are_not() -> None:
+    async def main() -> None:
+        limits = replace(LIMITS, unfinished_of_source=(3.0, 0.001))
+        with pods(limits) as (_, (pod,), order):
+            for _ in range(20):
+                pod.comes("a", HELLO)
+                await until(lambda: pod.begun)
+                pod.end(proved=True)
+            for _ in range(3):
+                pod.comes("a", HELLO)
+                await until(lambda: pod.begun)
+                pod.end(proved=False)
+            begun = len(order)
+            pod.comes("a", HELLO)
+            pod.comes("b", HELLO)
+            await until(lambda: len(order) > begun)
+            assert order[begun:] == [("pod", "b")]
+            pod.end()
+
+    play(main)
+
+
+def test_one_that_hangs_up_while_it_waits_takes_no_turn() -> None:
+    async def main() -> None:
+        limits = replace(LIMITS, unfinished_of_source=(1.0, 0.5))
+        with pods(limits) as (half_open, (pod,), order):
+            waiting = [pod.comes("a", HELLO) for _ in range(4)]
+            await until(lambda: pod.begun)
+            for client in waiting[1:]:
+                client.close()
+            await until(lambda: len(half_open) == 1)
+            assert pod.turned_away == [("a", module.GONE)] * 3
+            pod.comes("a", HELLO)
+            await until(lambda: len(order) == 2)
+            pod.end()
+
+    play(main)
+
+
+def test_one_that_does_not_begin_leaves_its_place() -> None:
+    async def main() -> None:
+        with closing(Poller()) as poller:
+            half_open = HalfOpen(poller, LIMITS)
+
+            def fails(arrival: Arrival) -> Running:
+                raise MemoryError
+
+            away: list[str] = []
+            entrance = half_open.entrance(fails, lambda arrival, reason: away.append(reason))
+            near, far = pair("127.0.0.1", "127.0.0.1")
+            with near:
+                near.sendall(HELLO)
+                entrance.enter(far, ("a", 1))
+                await until(lambda: away)
+                assert (len(half_open), half_open.handshakes) == (0, 0)
+                assert far.fileno() < 0
+            entrance.close()
+            half_open.close()
+
+    play(main)
+
+
+def test_what_comes_after_the_end_is_closed() -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (half_open, (pod,), order):
+            pod.comes()
+            pod.entrance.close()
+            pod.comes(data=HELLO)
+            assert pod.turned_away == [("a", "")] * 2
+            assert (len(half_open), order) == (0, [])
+
+    play(main)
+
+
+def test_limits_follow_the_descriptors() -> None:
+    few = HalfOpenLimits.of_descriptors(512)
+    assert (few.in_all, few.per_pod, few.per_source, few.handshakes) == (128, 64, 32, 128)
+    assert HalfOpenLimits.of_descriptors(1 << 20) == HalfOpenLimits()
+
+
+def test_a_socket_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would ever wake it up."""
+
+    async def main() -> None:
+        with pods(LIMITS) as (half_open, (pod,), _):
+
+            def full(fd: int, handler: object) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(half_open.poller, "register", full)
+                client = pod.comes()
+            assert client.recv(1) == b""
+            assert pod.turned_away == [("a", "cannot be watched: no space left on device")]
+            assert len(half_open) == 0
+
+    play(main)

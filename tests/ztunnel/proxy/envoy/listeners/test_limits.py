@@ -1,0 +1,64 @@
+"""Places and tokens of a chain's limits."""
+
+from unittest import mock
+
+import pytest
+
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.listener import ConnectionLimit, LocalRateLimit
+from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stream.outcome import TooMany
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.runtime.clock import SystemClock
+
+HERE = SocketAddress("127.0.0.1", 1)
+
+
+def info() -> StreamInfo:
+    facts = ConnectionFacts(source=HERE, direct_source=HERE, destination=HERE)
+    return StreamInfo(connection_id=0, facts=facts, started=0.0, started_at=0.0)
+
+
+def test_a_place_comes_back_once_when_the_hop_is_over() -> None:
+    limit = LiveConnectionLimit(ConnectionLimit(stat_prefix="p", most=1, delay_s=3), Stats())
+    first = Hop(info(), SystemClock(), mock.Mock())
+    limit.check(first.info)
+    with pytest.raises(TooMany) as full:
+        limit.check(info())
+    assert full.value.delay_s == 3
+    first.finish()
+    first.finish()
+    limit.check(info())
+    with pytest.raises(TooMany):
+        limit.check(info())
+
+
+def test_tokens_come_back_with_time_up_to_the_most() -> None:
+    now_s = 0.0
+    model = LocalRateLimit(stat_prefix="p", most_tokens=3, tokens_per_fill=2, fill_interval_s=10)
+    limit = LiveRateLimit(model, Stats(), lambda: now_s)
+
+    def admitted() -> int:
+        for count in range(10):
+            try:
+                limit.check(info())
+            except TooMany:
+                return count
+        return 10
+
+    assert admitted() == 3
+    now_s = 4
+    assert admitted() == 0
+    now_s = 10
+    assert admitted() == 2
+    now_s = 1000
+    assert admitted() == 3
+
+
+def test_a_limit_that_is_off_admits_everything() -> None:
+    limit = LiveConnectionLimit(ConnectionLimit(stat_prefix="p", most=1, enabled=False), Stats())
+    for _ in range(3):
+        limit.check(info())

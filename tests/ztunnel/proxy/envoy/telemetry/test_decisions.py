@@ -1,0 +1,195 @@
+"""What policies decide is counted by policy, and who was denied is listed: a whole proxy, then the bounds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    Identities,
+    Json,
+    Open,
+    Rig,
+    access_log,
+    application,
+    ask,
+    chain,
+    cluster,
+    listener,
+    page,
+    rbac,
+    run,
+    tcp,
+    tunnel,
+)
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.telemetry.decisions import MOST_POLICIES, Decisions
+from ztunnel.runtime.clock import SystemClock
+
+OTHER = "spiffe://td/ns/a/sa/other"
+
+
+def named(name: str, judging: Json) -> Json:
+    """An RBAC filter whose policy has this name."""
+    rules = judging["typed_config"]["rules"]
+    rules["policies"] = {name: rules["policies"].pop("rule")}
+    return judging
+
+
+def uses(rig: Rig) -> dict[str, Any]:
+    found = {each["policy"]: each for each in json.loads(page(rig, "/rbac"))["policies"]}
+    for each in found.values():
+        if each["decisions"] is not None:
+            assert each["decisions"].pop("lastTime").endswith("Z")
+    return found
+
+
+def test_plain_connections_are_counted_and_listed(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            anybody, nobody = named("open", rbac(None)), named("closed", rbac(None, "DENY"))
+            await rig.published(listener(chain(anybody, tcp(), name="c")), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert json.loads(page(rig, "/denials")) == []
+            assert uses(rig) == {
+                "open": {
+                    "policy": "open",
+                    "action": "ALLOW",
+                    "mode": "enforced",
+                    "chains": 1,
+                    "decisions": {"allowed": 1, "denied": 0, "ended": 0},
+                }
+            }
+            live = await Open.to(rig.port("l"))
+            assert await live.say(b"a") == b"a"
+            await rig.published(listener(chain(anybody, nobody, tcp(), name="c")), cluster(port))
+            assert await live.ended()
+            await live.close()
+            assert await ask(rig.port("l")) == b""
+            found = uses(rig)
+            assert found["open"]["decisions"] == {"allowed": 3, "denied": 0, "ended": 0}
+            assert found["closed"]["decisions"] == {"allowed": 0, "denied": 1, "ended": 1}
+            assert rig.count("rbac.policy.closed.denied") == 1
+            denied, ended = json.loads(page(rig, "/denials"))
+            where = SocketAddress("127.0.0.1", rig.port("l"))
+            assert denied.pop("lastAddress").startswith("127.0.0.1:")
+            assert denied.pop("lastTime").endswith("Z")
+            assert denied == {
+                "listener": "l",
+                "chain": "c",
+                "source": "127.0.0.1",
+                "identity": "",
+                "destination": str(where),
+                "reason": "rbac_access_denied_matched_policy[closed]",
+                "count": 1,
+            }
+            details = "connection closed due to policy change: rbac_access_denied_matched_policy[closed]"
+            assert ended["reason"] == details
+
+    run(tmp_path, body)
+
+
+def test_a_tunnels_client_is_listed_by_its_identity(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await tunnel(rig, port, Identities(), rbac(OTHER))
+            assert await ask(rig.port("l")) == b""
+            (denied,) = json.loads(page(rig, "/denials"))
+            assert (denied["identity"], denied["listener"]) == (CLIENT, "inbound")
+            assert denied["reason"] == "rbac_access_denied_matched_policy[none]"
+            found = uses(rig)
+            assert found["none"]["decisions"] == {"allowed": 0, "denied": 1, "ended": 0}
+            assert (found["rule"]["decisions"], found["rule"]["chains"]) == (None, 1)
+
+    run(tmp_path, body)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines about denials, from the listener on."""
+    name = "ztunnel.proxy.envoy.telemetry.decisions"
+    return [each.getMessage() for each in caplog.records if each.name == name]
+
+
+def test_without_access_logs_a_denial_has_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            anybody, nobody = named("open", rbac(None)), named("closed", rbac(None, "DENY"))
+            await rig.published(listener(chain(anybody, tcp(), name="c")), cluster(port))
+            live = await Open.to(rig.port("l"))
+            assert await live.say(b"a") == b"a"
+            await rig.published(listener(chain(anybody, nobody, tcp(), name="c")), cluster(port))
+            assert await live.ended()
+            await live.close()
+            assert await ask(rig.port("l")) == b""
+            logged = chain(nobody, tcp(access_log=access_log(tmp_path)), name="c")
+            await rig.published(listener(logged), cluster(port))
+            assert await ask(rig.port("l")) == b""  # the access log has it
+            where = f"dst=127.0.0.1:{rig.port('l')} listener=l chain=c"
+            end = f"identity=- {where} policy=closed rule=always"
+            ended, denied = said(caplog)
+            assert ended.startswith("connection ended by policy src=127.0.0.1:")
+            assert denied.startswith("connection denied by policy src=127.0.0.1:")
+            assert ended.endswith(end)
+            assert denied.endswith(end)
+
+    with caplog.at_level("INFO", "ztunnel.proxy.envoy.telemetry.decisions"):
+        run(tmp_path, body)
+
+
+def test_the_line_about_a_tunnel_has_its_clients_identity(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await tunnel(rig, port, Identities(), rbac(OTHER), access_log=access_log(tmp_path))
+            assert await ask(rig.port("l")) == b""
+            (line,) = said(caplog)
+            assert f"identity={CLIENT} " in line
+            assert line.endswith("listener=inbound chain=one policy=none rule=none of 1 policies matches")
+
+    with caplog.at_level("INFO", "ztunnel.proxy.envoy.telemetry.decisions"):
+        run(tmp_path, body)
+
+
+def test_dry_runs_are_counted_apart(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            judging = named("trial", rbac(None, "DENY"))
+            config = judging["typed_config"]
+            config["shadow_rules"] = config.pop("rules")
+            await rig.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            trial = uses(rig)["trial"]
+            assert (trial["mode"], trial["decisions"]["shadow_denied"]) == ("shadow", 1)
+            assert trial["decisions"]["denied"] == 0
+            assert json.loads(page(rig, "/denials")) == []
+
+    run(tmp_path, body)
+
+
+def test_policies_beyond_the_bound_are_counted_together() -> None:
+    decisions = Decisions(Stats(), SystemClock())
+    for number in range(MOST_POLICIES + 3):
+        decisions.count(f"p{number}", "allowed")
+    decisions.count("p0", "denied")
+    found = {use.policy: use.counts for use in decisions}
+    assert len(found) == MOST_POLICIES + 1
+    assert (found["p0"], found["others"]) == ({"allowed": 1, "denied": 1}, {"allowed": 3})
+
+
+@pytest.mark.parametrize(
+    ("sans", "shown"), [((CLIENT,), CLIENT), (("spiffe://td/odd", "b"), "spiffe://td/odd,b"), (None, "")]
+)
+def test_what_a_certificate_proves_is_shown(sans: tuple[str, ...] | None, shown: str) -> None:
+    peer = PeerCertificate(uri_sans=sans) if sans is not None else None
+    address = SocketAddress("10.0.0.1", 1)
+    facts = ConnectionFacts(source=address, direct_source=address, destination=address, peer=peer)
+    info = StreamInfo(connection_id=1, facts=facts, started=0.0, started_at=0.0, listener="l")
+    decisions = Decisions(Stats(), SystemClock())
+    decisions.denied(info, facts, "why")
+    assert [denial.pair.identity for denial in decisions.denials] == [shown]

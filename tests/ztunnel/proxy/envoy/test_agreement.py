@@ -1,0 +1,171 @@
+"""What is told of a connection against what becomes of it: imagine, connect, compare."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.envoy.path.test_guarded import (
+    BY_CLIENT,
+    BY_OTHER,
+    Guarded,
+    guarded,
+)
+from tests.ztunnel.proxy.envoy.path.test_guarded import policies as policies_of_calico
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    SERVER,
+    Identities,
+    Json,
+    Rig,
+    T,
+    application,
+    ask,
+    chain,
+    cluster,
+    listener,
+    page,
+    run,
+    tcp,
+    tunnel,
+)
+
+CASES = 40
+ALL = "[{action: Allow}]"
+RBAC = T + "envoy.extensions.filters.network.rbac.v3.RBAC"
+
+
+def principal(rng: random.Random, depth: int = 0) -> Json:
+    """A random condition about the client."""
+    made: list[Json] = [
+        {"any": True},
+        {"direct_remote_ip": network(rng)},
+        {"remote_ip": network(rng)},
+        {"authenticated": {"principal_name": {"exact": rng.choice((CLIENT, SERVER))}}},
+        {"authenticated": {}},
+    ]
+    if depth < 2:
+        ids = {"ids": [principal(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+        made += [{"not_id": principal(rng, depth + 1)}, {"and_ids": ids}, {"or_ids": ids}]
+    return rng.choice(made)
+
+
+def permission(rng: random.Random, ports: tuple[int, ...]) -> Json:
+    """A random condition about the destination."""
+    return rng.choice(
+        [
+            {"any": True},
+            {"destination_port": rng.choice(ports)},
+            {"not_rule": {"destination_port": rng.choice(ports)}},
+            {"destination_ip": network(rng)},
+        ]
+    )
+
+
+def network(rng: random.Random) -> Json:
+    return {"address_prefix": rng.choice(("127.0.0.0", "10.0.0.0")), "prefix_len": 8}
+
+
+def policies(rng: random.Random, *ports: int) -> list[Json]:
+    """Some filters with some policies each."""
+    return [
+        {
+            "name": "rbac",
+            "typed_config": {
+                "@type": RBAC,
+                "stat_prefix": "tcp.",
+                "rules": {
+                    "action": rng.choice(("ALLOW", "ALLOW", "DENY", "LOG")),
+                    "policies": {
+                        f"p{number}": {"permissions": [permission(rng, ports)], "principals": [principal(rng)]}
+                        for number in range(rng.randint(1, 3))
+                    },
+                },
+            },
+        }
+        for _ in range(rng.randint(0, 2))
+    ]
+
+
+def test_calicos_policies(tmp_path: Path) -> None:
+    """Plain and in a tunnel, where it begins and where it ends, each with some of the identity and the ports."""
+
+    async def body(made: Guarded) -> None:
+        rng, rig = random.Random(7), made.rig
+        outcomes: set[bool] = set()
+        async with application() as port:
+            await tunnel(rig, port, Identities())
+            before = ""
+            for _ in range(CASES // 2):
+                ports = f"[{rng.choice((port, rig.port('inbound'), 80, 1))}]"
+                allow = f"[{{action: Allow, protocol: TCP, destination: {{ports: {ports}}}}}]"
+                ingress, egress = rng.choice((BY_CLIENT, BY_OTHER)), rng.choice((ALL, allow))
+                text = policies_of_calico(ingress, egress)
+                if text == before:
+                    continue
+                await made.change(before := text)
+                # The tunnel names the application, so that its end has to be asked by itself.
+                ends = [
+                    told(rig, f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l"),
+                    told(rig, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"),
+                ]
+                worked = await ask(rig.port("l")) == b"ping"
+                assert all(end["verdict"].startswith("allowed") for end in ends) == worked, (text, ends)
+                outcomes.add(worked)
+        assert outcomes == {True, False}
+
+    guarded(tmp_path, policies_of_calico(ingress=BY_CLIENT), body)
+
+
+def told(rig: Rig, question: str) -> Json:
+    answer: Json = json.loads(page(rig, "/explain", question))
+    return answer
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_plain_connections(tmp_path: Path, seed: int) -> None:
+    """Through random policies, to a cluster that may be missing or empty, by a chain that may match nothing."""
+
+    async def body(rig: Rig) -> None:
+        rng = random.Random(seed)
+        verdicts: set[str] = set()
+        async with application() as port:
+            await rig.published(listener(), cluster(port), cluster(name="empty"))
+            await rig.until(lambda: rig.proxy.listeners.active)
+            for number in range(CASES):
+                bound = rig.port("l")
+                target = rng.choice(("app", "app", "app", "empty", "missing"))
+                more: dict[str, Any] = rng.choice(
+                    ({}, {}, {"filter_chain_match": {"destination_port": rng.choice((bound, 1))}})
+                )
+                made = listener(chain(*policies(rng, bound, 1), tcp(target), name=f"case {number}", **more))
+                assert await rig.published(made, cluster(port), cluster(name="empty")) is None
+                await rig.until(lambda: rig.proxy.listeners.active and not rig.proxy.listeners.warming)
+                answer = told(rig, f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l")
+                worked = await ask(rig.port("l")) == b"ping"
+                assert answer["verdict"].startswith("allowed") == worked, (made, answer)
+                verdicts.add(answer["verdict"].partition("[")[0])
+        assert len(verdicts) >= 4, verdicts
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tunnels(tmp_path: Path, seed: int) -> None:
+    """Whose far end is the same proxy, with random policies about the client's identity there."""
+
+    async def body(rig: Rig) -> None:
+        rng, identities = random.Random(seed), Identities()
+        outcomes: set[bool] = set()
+        async with application() as port:
+            for _ in range(CASES // 2):
+                await tunnel(rig, port, identities, *policies(rng, 1, 2))
+                answer = told(rig, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound")
+                worked = await ask(rig.port("l")) == b"ping"
+                assert answer["verdict"].startswith("allowed") == worked, answer
+                outcomes.add(worked)
+        assert outcomes == {True, False}
+
+    run(tmp_path, body)

@@ -1,0 +1,219 @@
+"""How connections end, as their log lines have it: flags, details, one line each. Measured beside Envoy in
+``tests/interop/test_behaviour.py``."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from tests.ztunnel.proxy.envoy.rig import (
+    SERVER,
+    WAIT_S,
+    Identities,
+    Json,
+    Rig,
+    access_log,
+    application,
+    chain,
+    cluster,
+    connect_route,
+    connection_manager,
+    http2,
+    listener,
+    run,
+    tcp,
+    tls,
+)
+
+
+@contextlib.asynccontextmanager
+async def resetting(*, after_eof: bool) -> AsyncIterator[int]:
+    """An application that resets its connection when it has read something, or to the end."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await (reader.read() if after_eof else reader.read(1))
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+class Tunnels:
+    """A client of tunnels without TLS, by an HTTP/2 library of others."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+        self.http2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
+        self.http2.initiate_connection()
+        self.events: list[h2.events.Event] = []
+
+    @classmethod
+    async def to(cls, port: int) -> "Tunnels":
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    def connect(self, stream: int, *more: tuple[bytes, bytes]) -> None:
+        self.http2.send_headers(stream, [(b":method", b"CONNECT"), (b":authority", b"x:1"), *more])
+        self.send()
+
+    def send(self) -> None:
+        self.writer.write(self.http2.data_to_send())
+
+    async def until(self, kind: type[h2.events.Event], stream: int) -> h2.events.Event:
+        """The first event of a kind on a stream; fails if the connection ends before."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                for event in self.events:
+                    if type(event) is kind and getattr(event, "stream_id", None) == stream:
+                        return event
+                data = await self._reader.read(65536)
+                assert data, "the connection ended"
+                self.events += self.http2.receive_data(data)
+                self.send()
+
+
+def plain(folder: Path, **more: object) -> tuple[str, Json]:
+    return listener(chain(tcp(access_log=access_log(folder), **more)))
+
+
+def terminating(folder: Path) -> tuple[str, Json]:
+    """A listener that ends tunnels without TLS, and logs requests and connections."""
+    manager = connection_manager({"route_config": connect_route("app")})
+    manager["typed_config"]["access_log"] = access_log(folder)
+    return listener(chain(manager))
+
+
+async def one_stream(rig: Rig, leave: Callable[[Tunnels], object]) -> list[Json]:
+    """Carry a tunnel with bytes, let the client leave in some way; the log when the connection is over."""
+    client = await Tunnels.to(rig.port("l"))
+    client.connect(1)
+    await client.until(h2.events.ResponseReceived, 1)
+    client.http2.send_data(1, b"hi")
+    client.send()
+    await client.until(h2.events.DataReceived, 1)
+    leave(client)
+    await rig.log()
+    client.writer.close()
+    await rig.until(lambda: not len(rig.proxy.datapath))
+    rig.proxy.logs.writer.drain()
+    return await rig.log()
+
+
+@pytest.mark.parametrize("after_eof", [False, True])
+def test_an_application_that_resets_is_an_upstream_reset(tmp_path: Path, after_eof: bool) -> None:
+    """Also after the client's half-close, which came first: it is not the client that failed."""
+
+    async def body(rig: Rig) -> None:
+        async with resetting(after_eof=after_eof) as port:
+            await rig.published(plain(tmp_path), cluster(port))
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            writer.write(b"hi")
+            if after_eof:
+                writer.write_eof()
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), WAIT_S)
+            writer.close()
+            (line,) = await rig.log()
+            assert line["flags"] == "UR"
+            assert rig.count("cluster.app.upstream_cx_destroy_remote_with_active_rq") == 1
+
+    run(tmp_path, body)
+
+
+def test_the_idle_timeout_runs_while_a_connect_waits_for_its_answer(tmp_path: Path) -> None:
+    """No connect timeout of a cluster bounds that wait."""
+
+    async def body(rig: Rig) -> None:
+        async with silent() as port:
+            waiting = plain(tmp_path, tunneling_config={"hostname": "x:1"}, idle_timeout="0.2s")
+            await rig.published(waiting, cluster(port, typed_extension_protocol_options=http2()))
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+            (line,) = await rig.log()
+            assert (line["flags"], line["details"]) == ("UF", "tcp_session_idle_timeout")
+            assert rig.count("tcp.p.idle_timeout") == 1
+
+    run(tmp_path, body)
+
+
+@contextlib.asynccontextmanager
+async def silent() -> AsyncIterator[int]:
+    """A server that reads and says nothing."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def test_a_tunnel_connection_has_no_line_of_its_own_in_the_requests_log(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(terminating(tmp_path), cluster(port))
+            lines = await one_stream(rig, lambda client: client.writer.close())
+            assert [line["code"] for line in lines] == [200]
+
+    run(tmp_path, body)
+
+
+def reset(client: Tunnels) -> None:
+    client.http2.reset_stream(1, 8)
+    client.send()
+
+
+@pytest.mark.parametrize(
+    ("leave", "flag"), [(reset, "DR"), (lambda client: client.writer.close(), "DC")], ids=["resets", "disconnects"]
+)
+def test_a_client_that_resets_and_one_that_disconnects(
+    tmp_path: Path, leave: Callable[[Tunnels], object], flag: str
+) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(terminating(tmp_path), cluster(port))
+            assert [line["flags"] for line in await one_stream(rig, leave)] == [flag]
+
+    run(tmp_path, body)
+
+
+def test_the_names_of_an_upstream_over_tls_are_logged(tmp_path: Path) -> None:
+    identities = Identities()
+    name = [{"name": "f", "typed_config": access_log(tmp_path)[0]["typed_config"]}]
+    name[0]["typed_config"]["log_format"]["json_format"] = {"san": "%UPSTREAM_PEER_URI_SAN%"}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            secrets = [identities.secret(SERVER), identities.root()]
+            server = listener(chain(tcp("app"), transport_socket=tls(SERVER, server=True)), name="server")
+            await rig.published(server, cluster(port), *secrets)
+            await rig.until(lambda: rig.proxy.listeners.active)
+            client = listener(chain(tcp("tls", access_log=name)))
+            over_tls = cluster(rig.port("server"), name="tls", transport_socket=tls(SERVER, server=False))
+            await rig.published(server, client, cluster(port), over_tls, *secrets)
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            writer.write(b"hi")
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b"hi"
+            writer.close()
+            (line,) = await rig.log()
+            assert line["san"] == SERVER
+
+    run(tmp_path, body)

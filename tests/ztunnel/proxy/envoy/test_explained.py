@@ -1,0 +1,342 @@
+"""What explain says is what the connection then gets: random chains, policies and hosts, over real sockets."""
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ztunnel.proxy.envoy.rig import (
+    Json,
+    Rig,
+    T,
+    access_log,
+    application,
+    ask,
+    chain,
+    endpoint,
+    listener,
+    page,
+    run,
+    tcp,
+)
+
+RBAC = T + "envoy.extensions.filters.network.rbac.v3.RBAC"
+TRANSPORTS = f"{T}envoy.extensions.transport_sockets"
+HOSTS = 4
+DIALS = 3
+
+
+# Configurations
+
+
+class Place(NamedTuple):
+    """One host of a cluster."""
+
+    health: str
+    priority: int
+    weight: int
+    version: str
+    locality_weight: int
+
+
+_places = st.builds(
+    Place,
+    st.sampled_from(["HEALTHY", "HEALTHY", "UNHEALTHY", "DEGRADED", "DRAINING"]),
+    st.sampled_from([0, 0, 1]),
+    st.sampled_from([1, 3]),
+    st.sampled_from(["1", "2"]),
+    st.sampled_from([0, 1]),
+)
+
+
+class Backend(NamedTuple):
+    """A cluster."""
+
+    places: list[Place]
+    policy: str
+    panic: int
+    subsets: str
+    by_locality: bool
+
+
+_backends = st.builds(
+    Backend,
+    st.lists(_places, max_size=HOSTS),
+    st.sampled_from(["ROUND_ROBIN", "RANDOM", "LEAST_REQUEST", "RING_HASH", "MAGLEV"]),
+    st.sampled_from([0, 50, 100]),
+    st.sampled_from(["", "", "NO_FALLBACK", "ANY_ENDPOINT", "DEFAULT_SUBSET"]),
+    st.booleans(),
+)
+
+
+def backend(made: Backend, ports: list[int], name: str) -> tuple[str, Json]:
+    groups: list[Json] = []
+    first = min((place.priority for place in made.places), default=0)
+    for port, place in zip(ports, made.places, strict=False):
+        host = endpoint(port, health_status=place.health, load_balancing_weight=place.weight)
+        host["metadata"] = {"filter_metadata": {"envoy.lb": {"v": place.version}}}
+        group: Json = {"priority": place.priority - first, "lb_endpoints": [host]}
+        group |= {"locality": {"zone": str(port)}}
+        if place.locality_weight:
+            group["load_balancing_weight"] = place.locality_weight
+        groups.append(group)
+    common: Json = {"healthy_panic_threshold": {"value": made.panic}}
+    if made.by_locality:
+        common["locality_weighted_lb_config"] = {}
+    document: Json = {
+        "name": name,
+        "type": "STATIC",
+        "lb_policy": made.policy,
+        "load_assignment": {"cluster_name": name, "endpoints": groups},
+        "common_lb_config": common,
+    }
+    if made.subsets:
+        document["lb_subset_config"] = {
+            "fallback_policy": made.subsets,
+            "default_subset": {"v": "1"},
+            "subset_selectors": [{"keys": ["v"]}],
+        }
+    return "cluster", document
+
+
+def inner(leads_to: str) -> tuple[str, Json]:
+    """A cluster whose endpoint is an internal listener."""
+    raw = {"name": "raw", "typed_config": {"@type": f"{TRANSPORTS}.raw_buffer.v3.RawBuffer"}}
+    socket = {"@type": f"{TRANSPORTS}.internal_upstream.v3.InternalUpstreamTransport", "transport_socket": raw}
+    there = {"endpoint": {"address": {"envoy_internal_address": {"server_listener_name": leads_to}}}}
+    return "cluster", {
+        "name": f"to {leads_to}",
+        "type": "STATIC",
+        "load_assignment": {"cluster_name": leads_to, "endpoints": [{"lb_endpoints": [there]}]},
+        "transport_socket": {"name": "internal", "typed_config": socket},
+    }
+
+
+_principals = st.sampled_from(
+    [
+        {"any": True},
+        {"direct_remote_ip": {"address_prefix": "127.0.0.0", "prefix_len": 8}},
+        {"remote_ip": {"address_prefix": "10.0.0.0", "prefix_len": 8}},
+        {"authenticated": {}},
+        {"not_id": {"any": True}},
+    ]
+)
+_rules = st.builds(
+    lambda action, policies: {
+        "action": action,
+        "policies": {
+            f"p{number}": {"permissions": [{"any": True}], "principals": [principal]}
+            for number, principal in enumerate(policies)
+        },
+    },
+    st.sampled_from(["ALLOW", "ALLOW", "DENY", "LOG"]),
+    st.lists(_principals, min_size=1, max_size=2),
+)
+_filters = st.builds(
+    lambda rules, shadow: {
+        "name": "rbac",
+        "typed_config": {"@type": RBAC, "stat_prefix": "tcp.", **rules, **shadow},
+    },
+    st.one_of(st.just({}), st.builds(lambda rules: {"rules": rules}, _rules)),
+    st.one_of(st.just({}), st.builds(lambda rules: {"shadow_rules": rules}, _rules)),
+)
+_subset = st.sampled_from([{}, {}, {"v": "1"}, {"v": "2"}, {"v": "3"}])
+_targets = st.sampled_from(["app", "app", "app", "other", "missing", "to inner", "to nowhere"])
+
+
+@st.composite
+def _proxies(draw: st.DrawFn, targets: st.SearchStrategy[str]) -> Json:
+    more: Json = {}
+    subset = draw(_subset)
+    if subset:
+        more["metadata_match"] = {"filter_metadata": {"envoy.lb": subset}}
+    if draw(st.booleans()):
+        return tcp(draw(targets), **more)
+    weights = draw(st.lists(st.sampled_from([1, 2]), min_size=2, max_size=2))
+    choices: list[Json] = [{"name": draw(targets), "weight": weight} for weight in weights]
+    made = tcp("", weighted_clusters={"clusters": choices}, **more)
+    del made["typed_config"]["cluster"]
+    return made
+
+
+class Case(NamedTuple):
+    """A configuration: chains, of which the second is the default, and what they lead to."""
+
+    chains: list[list[Json]]
+    matches: bool
+    app: Backend
+    other: Backend
+    inside: list[Json]
+    inside_matches: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    policies = st.lists(_filters, max_size=2)
+    chains = [[*draw(policies), draw(_proxies(_targets))] for _ in range(draw(st.sampled_from([1, 2])))]
+    return Case(
+        chains=chains,
+        matches=draw(st.sampled_from([True, True, False])),
+        app=draw(_backends),
+        other=draw(_backends),
+        inside=[*draw(policies), draw(_proxies(st.sampled_from(["app", "other", "missing"])))],
+        inside_matches=draw(st.sampled_from([True, True, False])),
+    )
+
+
+def documents(case: Case, ports: list[int], folder: Path, number: int) -> list[tuple[str, Json]]:
+    def match(matches: bool) -> Json:
+        network = {"address_prefix": "127.0.0.0" if matches else "10.0.0.0", "prefix_len": 8}
+        return {"filter_chain_match": {"source_prefix_ranges": [network]}}
+
+    for filters in (*case.chains, case.inside):
+        filters[-1]["typed_config"].pop("access_log", None)
+    outer = [[*filters[:-1], logged(filters[-1], folder, "log")] for filters in case.chains]
+    inside = [*case.inside[:-1], logged(case.inside[-1], folder, "inner")]
+    more: Json = {}
+    if len(outer) > 1:
+        more["default_filter_chain"] = chain(*outer[1], name="default")
+    front = listener(chain(*outer[0], name=f"case {number}", **match(case.matches)), **more)
+    _, hidden = listener(
+        chain(*inside, name="inside", **match(case.inside_matches)), name="inner", internal_listener={}
+    )
+    del hidden["address"]
+    return [
+        front,
+        ("listener", hidden),
+        backend(case.app, ports, "app"),
+        backend(case.other, ports, "other"),
+        inner("inner"),
+        inner("nowhere"),
+    ]
+
+
+def logged(proxy: Json, folder: Path, name: str) -> Json:
+    log = access_log(folder)
+    log[0]["typed_config"]["path"] = str(folder / name)
+    return {**proxy, "typed_config": {**proxy["typed_config"], "access_log": log}}
+
+
+# Comparison
+
+
+def lines(rig: Rig, name: str) -> list[Json]:
+    path = rig.folder / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def closed(hop: Json) -> str:
+    return str(hop.get("verdict") or "")
+
+
+def compared(hop: Json, line: Json, inner_line: Json | None, *, worked: bool) -> None:
+    """Compare one hop with its access line, and what is behind it."""
+    shown = json.dumps([hop, line, inner_line], indent=1)
+    if closed(hop):
+        assert not worked, shown
+        if "rbac_access_denied" in closed(hop):
+            assert closed(hop) == f"closed: {line['details']}", shown
+        return
+    assert line["chain"] == hop["chain"], shown
+    # Access lines do not name a cluster that does not exist.
+    named = [
+        each
+        for each in hop["clusters"]
+        if each["cluster"] == line["cluster"] or (line["flags"] == "NC" and closed(each).endswith("(NC)"))
+    ]
+    cluster = named[0] if named else None
+    assert cluster is not None, shown
+    if closed(cluster):
+        assert not worked, shown
+        flag = closed(cluster).rpartition("(")[2].rstrip(")")
+        assert flag in line["flags"], shown
+        return
+    reached = [each for each in cluster["endpoints"] if each["address"] == line["upstream"]]
+    assert reached, shown
+    if "hop" not in reached[0]:
+        assert worked is (not closed(reached[0])), shown
+        return
+    assert inner_line is not None or closed(reached[0]["hop"]), shown
+    if inner_line is not None:
+        compared(reached[0]["hop"], inner_line, None, worked=worked)
+    else:
+        assert not worked, shown
+
+
+async def checked(rig: Rig) -> None:
+    """Ask, connect, compare."""
+    answer = json.loads(
+        page(rig, "/explain", f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l")
+    )
+    before, before_inner = len(lines(rig, "log")), len(lines(rig, "inner"))
+    worked = await ask(rig.port("l")) == b"ping"
+    shown = json.dumps(answer, indent=1)
+    verdict = answer["verdict"]
+    assert verdict == "allowed" if verdict == "allowed" and worked else not worked or " but not by " in verdict, (
+        shown
+    )
+    if answer["hop"]["chain"] is None:
+        assert not worked, shown
+        return
+    await rig.until(lambda: len(lines(rig, "log")) > before)
+    line = lines(rig, "log")[-1]
+    inside = lines(rig, "inner")[before_inner:]
+    compared(answer["hop"], line, inside[-1] if inside else None, worked=worked)
+
+
+@settings(max_examples=12)
+@given(st.lists(cases(), min_size=1, max_size=6))
+def test_a_connection_gets_what_explain_said(made: list[Case]) -> None:
+    async def body(rig: Rig) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            ports = [await stack.enter_async_context(application()) for _ in range(HOSTS)]
+            for number, case in enumerate(made):
+                published = documents(case, ports, rig.folder, number)
+                assert await rig.published(*published) is None
+                await rig.until(lambda: rig.proxy.listeners.active and not rig.proxy.listeners.warming)
+                for _ in range(DIALS):
+                    await checked(rig)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), body)
+
+
+def test_filter_state_that_is_shared_chooses_the_cluster_behind_an_internal_listener(tmp_path: Path) -> None:
+    value = {
+        "object_key": "envoy.tcp_proxy.cluster",
+        "shared_with_upstream": "ONCE",
+        "format_string": {"text_format": "other"},
+    }
+    config = T + "envoy.extensions.filters.network.set_filter_state.v3.Config"
+    sets = {"name": "state", "typed_config": {"@type": config, "on_new_connection": [value]}}
+
+    async def body(rig: Rig) -> None:
+        # The override applies to the first hop, too, whose only way on is therefore a cluster of that name.
+        _, hop = inner("inner")
+        _, hidden = listener(chain(tcp("missing")), name="inner", internal_listener={})
+        del hidden["address"]
+        front = listener(chain(sets, tcp("missing")))
+        assert await rig.published(front, ("listener", hidden), ("cluster", {**hop, "name": "other"})) is None
+        await rig.until(lambda: rig.proxy.listeners.active)
+        answer = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
+        (way,) = answer["hop"]["clusters"][0]["endpoints"]
+        assert way["hop"]["cluster_because"] == "filter state envoy.tcp_proxy.cluster names it"
+
+    run(tmp_path, body)
+
+
+def test_a_tunnel_to_a_cluster_without_http2_is_refused(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        proxy = logged(tcp(tunneling_config={"hostname": "app:80"}), rig.folder, "log")
+        target = backend(Backend([Place("HEALTHY", 0, 1, "1", 0)], "RANDOM", 0, "", by_locality=False), [1], "app")
+        assert await rig.published(listener(chain(proxy)), target) is None
+        await rig.until(lambda: rig.proxy.listeners.active)
+        await checked(rig)
+        answer = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
+        assert answer["verdict"] == "refused: closed: tunnels need HTTP/2, which the cluster does not speak"
+
+    run(tmp_path, body)

@@ -1,0 +1,332 @@
+"""Active health checks by a whole proxy: which hosts get connections, and what is said of them."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    SERVER,
+    Identities,
+    Json,
+    Rig,
+    ask,
+    cluster,
+    listener,
+    run,
+    tls,
+)
+from xds.aio.grpc_server import GrpcServer
+from ztunnel.proxy.envoy.path.probe import Prober
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.health_state import CheckResult
+
+FAST: Json = {
+    "timeout": "1s",
+    "interval": "0.05s",
+    "unhealthy_threshold": 2,
+    "healthy_threshold": 2,
+    "no_traffic_interval": "0.05s",
+}
+TCP = {**FAST, "tcp_health_check": {}}
+HTTP = {**FAST, "http_health_check": {"path": "/healthz"}}
+
+
+class Backend:
+    """An application that answers with its name, and requests of HTTP with a status."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.status = 200
+        self.heads: list[bytes] = []
+        self.port = 0
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            data = await reader.read(65536)
+            if data.startswith(b"GET"):
+                self.heads.append(data)
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % self.status)
+            elif data:
+                writer.write(self.name)
+            await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def backends(*names: str) -> AsyncIterator[list[Backend]]:
+    made = [Backend(name.encode()) for name in names]
+    for each in made:
+        await each.start()
+    try:
+        yield made
+    finally:
+        for each in made:
+            with contextlib.suppress(Exception):
+                await each.stop()
+
+
+def live(rig: Rig) -> LiveCluster:
+    found = rig.proxy.clusters.get("app")
+    assert found is not None
+    return found
+
+
+def flags(rig: Rig) -> list[str]:
+    return [host.flags for host in live(rig).hosts.hosts]
+
+
+async def answers(rig: Rig) -> set[bytes]:
+    return {await ask(rig.port("l")) for _ in range(8)}
+
+
+NO_PANIC = {"common_lb_config": {"healthy_panic_threshold": {"value": 0}}}
+
+
+def test_an_unhealthy_host_gets_no_connections_until_it_is_well_again(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with backends("a", "b") as (a, b):
+            assert (
+                await rig.published(listener(), cluster(a.port, b.port, health_checks=[HTTP], **NO_PANIC)) is None
+            )
+            assert flags(rig) == ["healthy", "healthy"]  # it was warm once both had been asked
+            assert await answers(rig) == {b"a", b"b"}
+            b.status = 503
+            await rig.until(lambda: flags(rig) == ["healthy", "/failed_active_hc"])
+            assert await answers(rig) == {b"a"}
+            assert rig.count("cluster.app.membership_healthy") == 1
+            assert rig.count("cluster.app.health_check.healthy") == 1
+            b.status = 200
+            await rig.until(lambda: flags(rig) == ["healthy", "healthy"])
+            assert await answers(rig) == {b"a", b"b"}
+            assert rig.count("cluster.app.health_check.failure") >= 1
+            assert b"\r\nHost: app\r\n" in a.heads[0]
+            assert a.heads[0].startswith(b"GET /healthz HTTP/1.1\r\n")
+
+    run(tmp_path, body)
+
+
+def test_a_host_that_does_not_listen(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with backends("a", "b") as (a, b):
+            await b.stop()
+            await rig.published(listener(), cluster(a.port, b.port, health_checks=[TCP], **NO_PANIC))
+            assert flags(rig) == ["healthy", "/failed_active_hc"]
+            assert await answers(rig) == {b"a"}
+            assert rig.count("cluster.app.health_check.network_failure") >= 1
+            await b.start()
+            await rig.until(lambda: flags(rig) == ["healthy", "healthy"])
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("panic", "answer"), [({}, b"a"), (NO_PANIC, b"")])
+def test_without_a_healthy_host_all_are_used_or_none(panic: Json, answer: bytes, tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with backends("a") as (a,):
+            a.status = 500
+            await rig.published(listener(), cluster(a.port, health_checks=[HTTP], **panic))
+            assert flags(rig) == ["/failed_active_hc"]
+            assert await answers(rig) == {answer}
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("check", "healthy"),
+    [
+        ({"tcp_health_check": {"send": {"text": "70"}, "receive": [{"text": "61"}]}}, True),
+        ({"tcp_health_check": {"send": {"binary": "cA=="}, "receive": [{"text": "61"}, {"text": "61"}]}}, False),
+        ({"http_health_check": {"path": "/", "expected_statuses": [{"start": 418, "end": 419}]}}, True),
+        ({"http_health_check": {"path": "/"}}, False),
+        ({"tcp_health_check": {"receive": [{"text": "61"}]}, "timeout": "0.1s"}, False),
+    ],
+)
+def test_what_counts_as_an_answer(check: Json, healthy: bool, tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with backends("a") as (a,):
+            a.status = 418
+            await rig.published(listener(), cluster(a.port, health_checks=[{**FAST, **check}]))
+            assert flags(rig) == ["healthy" if healthy else "/failed_active_hc"]
+
+    run(tmp_path, body)
+
+
+def test_an_endpoint_may_be_asked_elsewhere_or_not_at_all(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with backends("a", "b", "health") as (a, b, health):
+            kind, document = cluster(a.port, b.port, health_checks=[HTTP], **NO_PANIC)
+            first, second = document["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            first["endpoint"]["health_check_config"] = {"port_value": health.port, "hostname": "own.example"}
+            second["endpoint"]["health_check_config"] = {"disable_active_health_check": True}
+            b.status = 500
+            await rig.published(listener(), (kind, document))
+            assert flags(rig) == ["healthy", "healthy"]
+            assert (a.heads, b.heads) == ([], [])
+            assert b"\r\nHost: own.example\r\n" in health.heads[0]
+
+    run(tmp_path, body)
+
+
+def test_checks_have_the_clusters_tls(tmp_path: Path) -> None:
+    identities = Identities()
+
+    async def body(rig: Rig) -> None:
+        seen: list[bytes] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                seen.append((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0])
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                await writer.drain()
+            writer.close()
+
+        leaf = identities.authority.issue(SERVER)
+        (tmp_path / "chain.pem").write_bytes(leaf.chain_pem)
+        (tmp_path / "key.pem").write_bytes(leaf.key_pem)
+        (tmp_path / "root.pem").write_bytes(identities.authority.pem)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "root.pem"))
+        context.load_cert_chain(tmp_path / "chain.pem", tmp_path / "key.pem")
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.set_alpn_protocols(["h2"])
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            checked = cluster(port, health_checks=[HTTP], transport_socket=tls(CLIENT, server=False))
+            await rig.published(identities.secret(CLIENT), identities.root(), listener(), checked)
+            assert flags(rig) == ["healthy"]
+            assert seen[0] == b"GET /healthz HTTP/1.1"
+
+    run(tmp_path, body)
+
+
+def test_grpcs_health_service(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        asked: list[bytes] = []
+        answer = [b"\x08\x01"]
+
+        def check(request: bytes) -> bytes:
+            asked.append(request)
+            return answer[0]
+
+        async with GrpcServer(["127.0.0.1:0"], unary={"/grpc.health.v1.Health/Check": check}) as server:
+            port = int(server.addresses[0].rpartition(":")[2])
+            check_by = {**FAST, "grpc_health_check": {"service_name": "shop"}}
+            await rig.published(listener(), cluster(port, health_checks=[check_by]))
+            assert flags(rig) == ["healthy"]
+            assert asked[0] == b"\x0a\x04shop"
+            answer[0] = b"\x08\x02"
+            await rig.until(lambda: flags(rig) == ["/failed_active_hc"])
+
+    run(tmp_path, body)
+
+
+# Hosts that come and go
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_a_host_that_discovery_takes_away_serves_while_it_passes(ignore: bool, tmp_path: Path) -> None:
+    source = {"eds_config": {"ads": {}, "resource_api_version": "V3"}}
+
+    def assigned(*ports: int) -> tuple[str, Json]:
+        return "endpoints", cluster(*ports)[1]["load_assignment"]
+
+    async def body(rig: Rig) -> None:
+        async with backends("a", "b") as (a, b):
+            document = {"name": "app", "type": "EDS", "eds_cluster_config": source, "health_checks": [HTTP]}
+            by_eds = ("cluster", {**document, **NO_PANIC, "ignore_health_on_host_removal": ignore})
+            await rig.published(listener(), by_eds, assigned(a.port, b.port))
+            assert flags(rig) == ["healthy", "healthy"]
+            rig.publish(listener(), by_eds, assigned(a.port))
+            if ignore:
+                await rig.until(lambda: flags(rig) == ["healthy"])
+                return
+            await rig.until(lambda: flags(rig) == ["healthy", "/pending_dynamic_removal"])
+            assert await answers(rig) == {b"a", b"b"}
+            b.status = 500
+            await rig.until(lambda: flags(rig) == ["healthy"])
+            assert await answers(rig) == {b"a"}
+
+    run(tmp_path, body)
+
+
+def test_a_host_that_is_not_checked_goes_when_discovery_takes_it_away(tmp_path: Path) -> None:
+    source = {"eds_config": {"ads": {}, "resource_api_version": "V3"}}
+    by_eds = ("cluster", {"name": "app", "type": "EDS", "eds_cluster_config": source, "health_checks": [HTTP]})
+
+    def assigned(*ports: int) -> tuple[str, Json]:
+        assignment = cluster(*ports)[1]["load_assignment"]
+        for each in assignment["endpoints"][0]["lb_endpoints"][1:]:
+            each["endpoint"]["health_check_config"] = {"disable_active_health_check": True}
+        return "endpoints", assignment
+
+    async def body(rig: Rig) -> None:
+        async with backends("a", "b") as (a, b):
+            await rig.published(listener(), by_eds, assigned(a.port, b.port))
+            assert flags(rig) == ["healthy", "healthy"]
+            rig.publish(listener(), by_eds, assigned(a.port))
+            await rig.until(lambda: flags(rig) == ["healthy"])
+
+    run(tmp_path, body)
+
+
+def test_a_check_that_fails_by_a_bug_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask, left = Prober.ask, [2]
+
+    async def sometimes(self: Prober, *args: Any) -> CheckResult:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a bug")
+        return await ask(self, *args)
+
+    async def body(rig: Rig) -> None:
+        async with backends("a") as (a,):
+            await rig.published(listener(), cluster(a.port, health_checks=[HTTP]))
+            assert flags(rig) == ["healthy"]
+            left[0] = 1
+            a.status = 500
+            await rig.until(lambda: flags(rig) == ["/failed_active_hc"])
+
+    monkeypatch.setattr(Prober, "ask", sometimes)
+    run(tmp_path, body)
+    assert [record.exc_info is not None for record in caplog.records if "starts again" in record.message] == [
+        True
+    ] * 3
+
+
+def test_a_passed_check_ends_an_ejection(tmp_path: Path) -> None:
+    outlier = {
+        "outlier_detection": {"consecutive_5xx": 1, "base_ejection_time": "300s", "max_ejection_percent": 100}
+    }
+
+    async def body(rig: Rig) -> None:
+        async with backends("a", "health") as (a, health):
+            health.status = 500
+            kind, document = cluster(a.port, health_checks=[HTTP], **outlier)
+            (only,) = document["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            only["endpoint"]["health_check_config"] = {"port_value": health.port}
+            await rig.published(listener(), (kind, document))
+            await a.stop()
+            assert await ask(rig.port("l")) == b""
+            assert flags(rig) == ["/failed_active_hc/failed_outlier_check"]
+            health.status = 200
+            await rig.until(lambda: flags(rig) == ["healthy"])
+
+    run(tmp_path, body)

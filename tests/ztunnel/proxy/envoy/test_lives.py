@@ -1,0 +1,201 @@
+"""Connections between their states: policies and listeners that change during a handshake, a dial, or a join."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hbone.aio.tls_socket import TlsSocket
+from hbone.settings import Role
+from hbone.tls_context import TlsContext, TlsSettings
+from tests.hbone.odd_certificates import with_latin_subject
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    SERVER,
+    Identities,
+    Json,
+    Open,
+    Rig,
+    access_log,
+    application,
+    ask,
+    chain,
+    cluster,
+    connect_route,
+    connection_manager,
+    listener,
+    outbound_cluster,
+    rbac,
+    run,
+    tcp,
+    tls,
+)
+from ztunnel.proxy.envoy import app
+
+OTHER = "spiffe://td/ns/a/sa/other"
+#: As Envoy prints details: without spaces.
+POLICY_CHANGE = "connection_closed_due_to_policy_change:_rbac_access_denied_matched_policy[none]"
+DRAINED = "connection_closed_due_to_connection_drain"
+
+
+class AnyPort(dict[int, int]):
+    """Every port is one of tunnels that come back to this proxy."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return key
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def inbound_for_pod(at: int, *filters: Json, log: list[Json], **more: Any) -> tuple[str, Json]:
+    """A listener that ends tunnels for a pod of this node, at 127.0.0.1 and a port."""
+    manager = connection_manager({"route_config": connect_route("app")})
+    manager["typed_config"]["access_log"] = log
+    match = {"prefix_ranges": [{"address_prefix": "127.0.0.1", "prefix_len": 32}]}
+    ends = chain(*filters, manager, transport_socket=tls(SERVER, server=True), filter_chain_match=match)
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": at}}
+    return listener(ends, name="inbound", address=address, **more)
+
+
+class Tunnel:
+    """Both ends of a tunnel in one proxy, joined or on the wire."""
+
+    def __init__(self, rig: Rig, port: int, log: list[Json]) -> None:
+        self.rig, self.port, self.log = rig, port, log
+        self.at = free_port()  # the join looks for the listener by its configured port
+        identities = Identities()
+        self.secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+
+    async def publish(self, *filters: Json, **more: Any) -> None:
+        """Publish everything, with these filters and fields of the inbound listener."""
+        end = inbound_for_pod(self.at, *filters, log=self.log, **more)
+        if not any(each.name == "inbound" for each in self.rig.proxy.listeners.active):
+            await self.rig.published(end, cluster(self.port), *self.secrets)
+            await self.rig.until(lambda: self.rig.proxy.listeners.active)
+        tunnelling = tcp("tunnel", tunneling_config={"hostname": f"127.0.0.1:{self.port}"}, access_log=self.log)
+        await self.rig.published(
+            end,
+            listener(chain(tunnelling)),
+            cluster(self.port),
+            outbound_cluster(self.rig.port("inbound")),
+            *self.secrets,
+        )
+        await self.rig.until(lambda: len(self.rig.proxy.listeners.active) == 2)
+
+
+def play(tmp_path: Path, body: Callable[[Tunnel], Any], monkeypatch: pytest.MonkeyPatch, *, joined: bool) -> None:
+    monkeypatch.setattr(app, "_SHORTCUT_PORTS", AnyPort() if joined else {})
+
+    async def main(rig: Rig) -> None:
+        async with application() as port:
+            made = Tunnel(rig, port, access_log(tmp_path))
+            await made.publish(rbac(CLIENT))
+            await body(made)
+            counters = [metric for metric in rig.proxy.stats if metric.name.endswith("node_local_shortcut")]
+            assert any(metric.value for metric in counters) is joined  # type: ignore[union-attr]
+
+    run(tmp_path, main)
+
+
+WAYS = pytest.mark.parametrize("joined", [True, False], ids=["joined", "wire"])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "more", [{}, {"per_connection_buffer_limit_bytes": 4096}], ids=["policy alone", "listener replaced"]
+)
+def test_a_denied_peer_loses_its_open_tunnel_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool, more: Json
+) -> None:
+    """Not at the end of the drain, which is a second here and 45 s in production."""
+
+    async def body(tunnel: Tunnel) -> None:
+        rig = tunnel.rig
+        client = await Open.to(rig.port("l"))
+        assert await client.say(b"hello") == b"hello"
+        await tunnel.publish(rbac(OTHER), **more)
+        assert not [each for each in rig.proxy.connections.hops if not each.reason]
+        assert await client.ended()
+        await client.close()
+        lines = await rig.log(2)
+        assert POLICY_CHANGE in [line["details"] for line in lines]
+        assert await ask(rig.port("l")) == b""
+
+    play(tmp_path, body, monkeypatch, joined=joined)
+
+
+@WAYS
+def test_an_open_tunnel_of_a_replaced_listener_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    async def body(tunnel: Tunnel) -> None:
+        rig = tunnel.rig
+        client = await Open.to(rig.port("l"))
+        assert await client.say(b"hello") == b"hello"
+        await tunnel.publish(rbac(CLIENT), per_connection_buffer_limit_bytes=4096)
+        assert await client.say(b"on") == b"on"
+        assert await client.ended()
+        await client.close()
+        lines = await rig.log(2)
+        assert DRAINED in [line["details"] for line in lines]
+
+    play(tmp_path, body, monkeypatch, joined=joined)
+
+
+def test_the_port_of_an_open_tunnel_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def for_port(port: int) -> Json:
+        made = rbac(CLIENT)
+        (policy,) = made["typed_config"]["rules"]["policies"].values()
+        policy["permissions"] = [{"destination_port": port}]
+        return made
+
+    async def body(tunnel: Tunnel) -> None:
+        rig = tunnel.rig
+        await tunnel.publish(for_port(tunnel.port))
+        client = await Open.to(rig.port("l"))
+        assert await client.say(b"hello") == b"hello"
+        await tunnel.publish(for_port(9))
+        assert await client.ended()
+        await client.close()
+        assert POLICY_CHANGE in [line["details"] for line in await rig.log(2)]
+
+    play(tmp_path, body, monkeypatch, joined=False)
+
+
+@pytest.mark.parametrize("tunnels", [True, False], ids=["tunnels", "tcp"])
+def test_a_subject_that_cannot_be_decoded_is_latin_and_leaks_nothing(tmp_path: Path, tunnels: bool) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            leaf = with_latin_subject(identities.authority, CLIENT)
+            socket_ = tls(SERVER, server=True)
+            end = chain(tcp(access_log=access_log(tmp_path)), transport_socket=socket_)
+            if tunnels:
+                manager = connection_manager({"route_config": connect_route("app")})
+                end = chain(manager, transport_socket=socket_)
+            await rig.published(listener(end), cluster(port), identities.secret(SERVER), identities.root())
+            await rig.until(lambda: rig.proxy.listeners.active)
+            settings = TlsSettings(
+                certificate_chain_pem=leaf.chain_pem,
+                private_key_pem=leaf.key_pem,
+                trusted_ca_pem=identities.authority.pem,
+            )
+            watched = rig.proxy.poller.registered
+            for _ in range(3):
+                near = socket.create_connection(("127.0.0.1", rig.port("l")))
+                near.setblocking(False)
+                client = TlsSocket(near, TlsContext(Role.CLIENT, settings), rig.proxy.poller)
+                await client.establish()
+                await rig.until(lambda: any(each.info.tls for each in rig.proxy.connections))
+                subjects = [each.info.tls.peer_subject for each in rig.proxy.connections if each.info.tls]
+                assert subjects == ["CN=Gr\\C3\\BCn"]  # as OpenSSL writes it
+                client.close()
+                await rig.until(lambda: not len(rig.proxy.connections))
+            assert rig.proxy.poller.registered == watched
+
+    run(tmp_path, body)

@@ -1,0 +1,220 @@
+"""Configuration that a proxy obeys as Envoy does, seen from outside; each was accepted and meant something
+else."""
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ports import free_port
+from tests.ztunnel.proxy.envoy.rig import (
+    Json,
+    Open,
+    Rig,
+    T,
+    access_log,
+    application,
+    ask,
+    chain,
+    cluster,
+    connect_route,
+    connection_manager,
+    listener,
+    run,
+    tcp,
+)
+from xds.errors import ConfigError
+from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
+from xds.proto.json import parse_value
+from ztunnel.proxy.dataplane.resolver import Answer, ResolveFailed, Resolver
+from ztunnel.proxy.envoy.app import Proxy
+from ztunnel.proxy.envoy.config.bootstrap import read_bootstrap
+from ztunnel.proxy.envoy.config.settings import Settings
+from ztunnel.runtime.tasks import errors_of
+
+
+def test_drop_overloads_leave_connections_of_tcp_proxy_alone(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            _, document = cluster(port)
+            drop = {"category": "all", "drop_percentage": {"numerator": 100}}
+            document["load_assignment"]["policy"] = {"drop_overloads": [drop]}
+            await rig.published(listener(), ("cluster", document))
+            await rig.until(lambda: rig.proxy.clusters.get("app"))
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def inspected(kind: str, protocol: str) -> Json:
+    """A listener whose chain for ``protocol`` leads to ``app``, and the rest to ``other``."""
+    inspector = {"@type": f"{T}envoy.extensions.filters.listener.{kind}.v3.HttpInspector"}
+    _, document = listener(
+        chain(tcp(), filter_chain_match={"application_protocols": [protocol]}),
+        chain(tcp("other"), name="rest"),
+        listener_filters=[{"name": "i", "typed_config": inspector}],
+    )
+    return document
+
+
+@pytest.mark.parametrize(
+    ("request_line", "reply"),
+    [
+        (b"PROPFIND / HTTP/1.1", b"http"),
+        (b"get / HTTP/1.1", b"http"),
+        (b"M-SEARCH * HTTP/1.1", b"http"),
+        (b"GET / HTTP/1.0", b"rest"),
+        (b"G(T / HTTP/1.1", b"rest"),
+        (b"SSH-2.0-x", b"rest"),
+    ],
+)
+def test_any_token_is_a_method_to_the_http_inspector(tmp_path: Path, request_line: bytes, reply: bytes) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"http") as http, application(b"rest") as rest:
+            assert None is await rig.published(
+                ("listener", inspected("http_inspector", "http/1.1")), cluster(http), cluster(rest, name="other")
+            )
+            await rig.until(lambda: rig.proxy.listeners.active)
+            answer = await ask(rig.port("l"), request_line + b"\r\n\r\n")
+            assert answer[:4] == reply
+
+    run(tmp_path, body)
+
+
+def test_connection_that_no_chain_matches_is_logged_with_its_reason(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        only = chain(tcp(), filter_chain_match={"destination_port": 9})
+        logs = access_log(tmp_path)
+        logs[0]["typed_config"]["log_format"]["json_format"]["why"] = "%RESPONSE_CODE_DETAILS%"
+        await rig.published(listener(only, access_log=logs), cluster(1))
+        await rig.until(lambda: rig.proxy.listeners.active)
+        assert await ask(rig.port("l")) == b""
+        (line,) = await rig.log()
+        assert (line["flags"], line["why"]) == ("NR", "filter_chain_not_found")
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+def test_ipv6_listener_takes_ipv4_only_with_ipv4_compat(tmp_path: Path, compatible: bool) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            address = {"socket_address": {"address": "::", "port_value": 0, "ipv4_compat": compatible}}
+            await rig.published(listener(address=address), cluster(port))
+            await rig.until(lambda: rig.proxy.listeners.active)
+            if compatible:
+                assert await ask(rig.port("l")) == b"ping"
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    await ask(rig.port("l"))
+            with socket.create_connection(("::1", rig.port("l")), 1):
+                pass
+
+    run(tmp_path, body)
+
+
+def test_name_that_vanishes_takes_its_hosts_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {"there": True}
+
+    async def resolve(_: object, name: str, family: str) -> Answer:
+        if name == "slow.test":
+            await asyncio.sleep(0.2)
+        if state["there"]:
+            return Answer(("127.0.0.1",), 60.0)
+        raise ResolveFailed("gone", absent=state["absent"])
+
+    monkeypatch.setattr(Resolver, "resolve", resolve)
+
+    def named(name: str, kind: str) -> tuple[str, Json]:
+        _, document = cluster(1, name=kind, type=kind, dns_refresh_rate="0.01s")
+        address = document["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]
+        address["socket_address"]["address"] = name
+        return "cluster", document
+
+    async def body(rig: Rig) -> None:
+        def hosts(name: str) -> int:
+            found = rig.proxy.clusters.get(name)
+            return -1 if found is None else len(found.hosts.hosts)
+
+        await rig.published(listener(), named("a.test", "STRICT_DNS"), named("a.test", "LOGICAL_DNS"))
+        await rig.until(lambda: hosts("STRICT_DNS") == hosts("LOGICAL_DNS") == 1)
+        state.update(there=False, absent=False)
+        failed = rig.count("cluster.STRICT_DNS.update_failure")
+        await rig.until(lambda: rig.count("cluster.STRICT_DNS.update_failure") > failed + 2)
+        assert hosts("STRICT_DNS") == 1
+        state["absent"] = True
+        await rig.until(lambda: hosts("STRICT_DNS") == 0)
+        assert hosts("LOGICAL_DNS") == 1
+        state["there"] = True
+        await rig.until(lambda: hosts("STRICT_DNS") == 1)
+
+    run(tmp_path, body)
+
+
+def test_what_is_left_of_limits_is_shown_where_it_is_tracked(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            thresholds = [{"max_connections": 5, "track_remaining": True}, {"priority": "HIGH"}]
+            await rig.published(listener(), cluster(port, circuit_breakers={"thresholds": thresholds}))
+            await rig.until(lambda: rig.proxy.clusters.get("app"))
+            assert rig.count("cluster.app.circuit_breakers.default.remaining_cx") == 5
+            held = await Open.to(rig.port("l"))
+            assert await held.say(b"x") == b"x"
+            assert rig.count("cluster.app.circuit_breakers.default.remaining_cx") == 4
+            await held.close()
+            shown = {metric.name for metric in rig.proxy.stats}
+            assert not any("high.remaining" in name for name in shown)
+
+    run(tmp_path, body)
+
+
+def test_route_that_passes_a_connect_on_is_refused_by_name(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        routes = connect_route("app", upgrade_configs=[])
+        error = await rig.published(listener(chain(connection_manager({"route_config": routes}))), cluster(1))
+        assert error is not None
+        assert "upgrade_configs: a CONNECT is ended here" in error
+
+    with contextlib.suppress(TimeoutError):
+        run(tmp_path, body, listener(name="m"), cluster(1))
+
+
+def test_static_listeners_with_one_address_are_refused(tmp_path: Path) -> None:
+
+    _, document = listener()
+    document["address"]["socket_address"]["port_value"] = free_port()
+    static = {"listeners": [document, {**document, "name": "m"}], "clusters": [cluster(1)[1]]}
+    bootstrap = parse_value({"node": {"id": "n"}, "static_resources": static}, Bootstrap).message
+    settings = Settings(control_plane="", node="n", admin=None, readiness=None, metrics=None)
+
+    async def main() -> None:
+        await Proxy(settings, read_bootstrap(bootstrap)).run()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(main())
+    (error,) = errors_of(caught.value)
+    assert isinstance(error, ConfigError)
+    assert "duplicate address" in str(error)
+
+
+def test_proxy_header_hands_a_connection_over_with_use_original_dst(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            kind = f"{T}envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol"
+            proxied = [{"name": "p", "typed_config": {"@type": kind}}]
+            named = {"socket_address": {"address": "10.1.0.1", "port_value": 10005}}
+            assert None is await rig.published(
+                listener(chain(tcp("nowhere")), use_original_dst=True, listener_filters=proxied),
+                listener(name="m", address=named, bind_to_port=False),
+                cluster(port),
+            )
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            header = b"PROXY TCP4 192.0.2.1 10.1.0.1 1 10005\r\n"
+            assert await ask(rig.port("l"), header + b"ping") == b"ping"
+            elsewhere = b"PROXY TCP4 192.0.2.1 10.1.0.1 1 10006\r\n"
+            assert await ask(rig.port("l"), elsewhere + b"ping") == b""
+
+    run(tmp_path, body)

@@ -1,0 +1,609 @@
+"""The proxy as a whole on loopback: traffic, updates, refusals, drain."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    Identities,
+    Json,
+    Open,
+    Rig,
+    T,
+    access_log,
+    application,
+    ask,
+    chain,
+    cluster,
+    endpoint,
+    listener,
+    rbac,
+    run,
+    tcp,
+    tls,
+)
+from ztunnel.proxy.envoy.config.settings import Switches
+from ztunnel.proxy.envoy.stats.stats import Histogram
+
+
+def test_bytes_pass_and_are_counted_and_logged(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"hello ") as port:
+            await rig.published(listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port))
+            assert await ask(rig.port("l"), b"world") == b"hello world"
+            (line,) = await rig.log()
+            assert (line["received"], line["sent"], line["cluster"], line["chain"]) == (5, 11, "app", "one")
+            assert rig.count("tcp.p.downstream_cx_rx_bytes_total") == 5
+            assert rig.count("cluster.app.upstream_cx_total") == 1
+            await rig.until(lambda: rig.count("cluster.app.upstream_cx_active") == 0)
+
+    run(tmp_path, body)
+
+
+def ends(rig: Rig, name: str) -> dict[str, float]:
+    """The counters of a cluster's ended connections that are not 0, and what its histograms counted."""
+    prefix = f"cluster.{name}.upstream_cx_"
+    found = {}
+    for metric in rig.proxy.stats:
+        value = metric.count if isinstance(metric, Histogram) else metric.value
+        if metric.name.startswith(prefix) and metric.name.removeprefix(prefix).startswith(WHOLE) and value:
+            found[metric.name.removeprefix(prefix)] = value
+    return found
+
+
+WHOLE = ("destroy", "connect_ms", "length_ms", "active")
+REMOTE = {"destroy": 1, "destroy_remote": 1, "connect_ms": 1, "length_ms": 1}
+LOCAL = {"destroy": 1, "destroy_local": 1, "connect_ms": 1, "length_ms": 1}
+OF_USE = {"destroy_with_active_rq": 1}
+LOCAL_OF_USE = LOCAL | OF_USE | {"destroy_local_with_active_rq": 1}
+REMOTE_OF_USE = REMOTE | OF_USE | {"destroy_remote_with_active_rq": 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("client first", REMOTE_OF_USE), ("client resets", LOCAL_OF_USE), ("idle", LOCAL_OF_USE)],
+)
+def test_who_ended_a_connection_upstream(tmp_path: Path, how: str, expected: dict[str, float]) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(
+                listener(chain(tcp(idle_timeout="0.2s" if how == "idle" else "60s"))), cluster(port)
+            )
+            client = await Open.to(rig.port("l"))
+            assert await client.say(b"a") == b"a"
+            assert ends(rig, "app") == {"active": 1, "connect_ms": 1}
+            match how:
+                case "client first":
+                    await client.close()
+                case "client resets":
+                    client.reset()
+            await rig.until(lambda: rig.count("cluster.app.upstream_cx_destroy"))
+            assert ends(rig, "app") == expected
+            await client.close()
+
+    run(tmp_path, body)
+
+
+def test_a_connection_that_is_not_made_is_counted_too(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        assert await ask(rig.port("l")) == b""
+        assert rig.count("cluster.app.upstream_cx_total") == 1
+        assert ends(rig, "app") == {"destroy": 1, "destroy_remote": 1, "length_ms": 1}
+        assert rig.count("cluster.app.upstream_cx_connect_attempts_exceeded") == 1
+
+    run(tmp_path, body, listener(), cluster(1))
+
+
+@pytest.mark.parametrize(
+    ("resources", "flags"),
+    [
+        ((listener(chain(tcp("gone"))), cluster()), "NC"),
+        ((listener(), cluster()), "UH"),
+        ((listener(), cluster(1)), "UF,URX"),
+    ],
+)
+def test_what_cannot_be_reached_is_closed_with_its_flag(
+    tmp_path: Path, resources: tuple[tuple[str, Json], ...], flags: str
+) -> None:
+    kind, document = resources[0]
+    document["filter_chains"][0]["filters"][0]["typed_config"]["access_log"] = access_log(tmp_path)
+
+    async def body(rig: Rig) -> None:
+        assert await ask(rig.port("l")) == b""
+        (line,) = await rig.log()
+        assert line["flags"] == flags
+
+    run(tmp_path, body, (kind, document), *resources[1:])
+
+
+def test_another_attempt_goes_to_another_endpoint(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(tcp(max_connect_attempts=2))), cluster(1, port))
+            assert [await ask(rig.port("l")) for _ in range(4)] == [b"ping"] * 4
+            assert rig.count("cluster.app.upstream_cx_connect_fail") > 0
+
+    run(tmp_path, body)
+
+
+def test_a_full_breaker_refuses(tmp_path: Path) -> None:
+    breaker = {"circuit_breakers": {"thresholds": [{"max_connections": 1}]}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            log = access_log(tmp_path)
+            await rig.published(listener(chain(tcp(access_log=log))), cluster(port, **breaker))
+            first = await Open.to(rig.port("l"))
+            assert await first.say(b"a") == b"a"
+            assert await ask(rig.port("l")) == b""
+            (line,) = await rig.log()
+            assert line["flags"] == "UO"
+            assert await first.say(b"b") == b"b"
+            await first.close()
+            await rig.until(lambda: rig.count("cluster.app.upstream_cx_active") == 0)
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_a_burst_waits_for_connections_up_to_the_breakers_limit(tmp_path: Path) -> None:
+    breaker = {"circuit_breakers": {"thresholds": [{"max_pending_requests": 0}]}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port, **breaker))
+            assert await ask(rig.port("l")) == b""
+            (line,) = await rig.log()
+            assert line["flags"] == "UO"
+            assert rig.count("cluster.app.upstream_rq_pending_overflow") == 1
+
+    run(tmp_path, body)
+
+
+def internal_cluster(name: str, leads_to: str) -> tuple[str, Json]:
+    """A cluster of one internal listener, to which it passes on what may be."""
+    kind = f"{T}envoy.extensions.transport_sockets"
+    raw = {"name": "raw", "typed_config": {"@type": f"{kind}.raw_buffer.v3.RawBuffer"}}
+    socket = {"@type": f"{kind}.internal_upstream.v3.InternalUpstreamTransport", "transport_socket": raw}
+    there = {"endpoint": {"address": {"envoy_internal_address": {"server_listener_name": leads_to}}}}
+    assignment = {"cluster_name": name, "endpoints": [{"lb_endpoints": [there]}]}
+    passing = {"transport_socket": {"name": "internal", "typed_config": socket}}
+    return "cluster", {"name": name, "type": "STATIC", "load_assignment": assignment, **passing}
+
+
+def test_filter_state_goes_on_as_far_as_it_is_shared(tmp_path: Path) -> None:
+    """ONCE through one internal connection, TRANSITIVE through all, NONE through none (Envoy's StreamSharing)."""
+    kinds = ("NONE", "ONCE", "TRANSITIVE")
+    values = [
+        {"object_key": kind, "shared_with_upstream": kind, "format_string": {"text_format": kind.lower()}}
+        for kind in kinds
+    ]
+    config = T + "envoy.extensions.filters.network.set_filter_state.v3.Config"
+    sets = {"name": "state", "typed_config": {"@type": config, "on_new_connection": values}}
+
+    def logged(name: str) -> list[Json]:
+        (log,) = access_log(tmp_path)
+        fields = {kind: f"%FILTER_STATE({kind}:PLAIN)%" for kind in kinds}
+        log["typed_config"]["log_format"] = {"json_format": {"at": name, **fields}}
+        return [log]
+
+    def inside(name: str, leads_to: str) -> tuple[str, Json]:
+        kind, document = listener(chain(tcp(leads_to, access_log=logged(name))), name=name, internal_listener={})
+        del document["address"]
+        return kind, document
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(
+                listener(chain(sets, tcp("to-first", access_log=logged("l")))),
+                inside("first", "to-second"),
+                inside("second", "app"),
+                internal_cluster("to-first", "first"),
+                internal_cluster("to-second", "second"),
+                cluster(port),
+            )
+            assert await ask(rig.port("l")) == b"ping"
+            lines = {line.pop("at"): line for line in await rig.log(3)}
+            assert lines == {
+                "l": {"NONE": "none", "ONCE": "once", "TRANSITIVE": "transitive"},
+                "first": {"NONE": None, "ONCE": "once", "TRANSITIVE": "transitive"},
+                "second": {"NONE": None, "ONCE": None, "TRANSITIVE": "transitive"},
+            }
+
+    run(tmp_path, body)
+
+
+def test_a_missing_part_of_filter_state_is_a_dash_unless_omitted(tmp_path: Path) -> None:
+    """As Envoy, whose format strings say ``-`` for what is missing."""
+    values = [
+        {
+            "object_key": key,
+            "format_string": {"text_format": "a%DYNAMIC_METADATA(x:y)%b", "omit_empty_values": omit},
+        }
+        for key, omit in (("dash", False), ("omitted", True))
+    ]
+    config = T + "envoy.extensions.filters.network.set_filter_state.v3.Config"
+    sets = {"name": "state", "typed_config": {"@type": config, "on_new_connection": values}}
+    (log,) = access_log(tmp_path)
+    fields = {key: f"%FILTER_STATE({key}:PLAIN)%" for key in ("dash", "omitted")}
+    log["typed_config"]["log_format"] = {"json_format": fields}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(sets, tcp(access_log=[log]))), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert await rig.log(1) == [{"dash": "a-b", "omitted": "ab"}]
+
+    run(tmp_path, body)
+
+
+def test_failing_hosts_are_ejected(tmp_path: Path) -> None:
+    outlier = {"outlier_detection": {"consecutive_5xx": 2, "max_ejection_percent": 50}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), cluster(1, port, **outlier))
+            for _ in range(8):
+                await ask(rig.port("l"))
+            assert [await ask(rig.port("l")) for _ in range(6)] == [b"ping"] * 6
+
+    run(tmp_path, body)
+
+
+def test_an_idle_connection_ends(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            filters = tcp(idle_timeout="0.2s", access_log=access_log(tmp_path))
+            await rig.published(listener(chain(filters)), cluster(port))
+            connection = await Open.to(rig.port("l"))
+            assert await connection.say(b"a") == b"a"
+            assert await connection.ended()
+            await connection.close()
+            (line,) = await rig.log()
+            assert line["details"] == "tcp_session_idle_timeout"
+            assert rig.count("tcp.p.idle_timeout") == 1
+
+    run(tmp_path, body)
+
+
+def test_names_resolve(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            address = {"socket_address": {"address": "localhost", "port_value": port}}
+            assignment = {
+                "cluster_name": "app",
+                "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}],
+            }
+            document = {"name": "app", "type": "STRICT_DNS", "load_assignment": assignment}
+            await rig.published(listener(), ("cluster", document))
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+# Updates
+
+
+def test_a_change_of_chains_keeps_connections_of_unchanged_ones(tmp_path: Path) -> None:
+    ours = {"filter_chain_match": {"source_prefix_ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 8}]}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(**ours)), cluster(port))
+            first, before = await Open.to(rig.port("l")), rig.port("l")
+            assert await first.say(b"a") == b"a"
+            other = {"name": "two", "filters": [tcp()]}
+            await rig.published(listener(chain(**ours), other), cluster(port))
+            await rig.until(lambda: rig.count("listener_manager.listener_in_place_updated") == 1)
+            assert rig.port("l") == before
+            assert await first.say(b"b") == b"b"
+            await asyncio.sleep(1.2)  # past the drain time: it was not draining
+            assert await first.say(b"c") == b"c"
+            await first.close()
+
+    run(tmp_path, body)
+
+
+def test_any_other_change_makes_a_new_listener_and_drains_the_old(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), cluster(port))
+            first = await Open.to(rig.port("l"))
+            assert await first.say(b"a") == b"a"
+            await rig.published(listener(listener_filters_timeout="3s"), cluster(port))
+            await rig.until(lambda: rig.count("listener_manager.listener_modified") == 1)
+            assert rig.count("listener_manager.total_listeners_draining") == 1
+            assert await first.say(b"b") == b"b"
+            assert await ask(rig.port("l")) == b"ping"
+            assert await first.ended()  # the drain time is over
+            await first.close()
+            await rig.until(lambda: rig.count("listener_manager.total_listeners_draining") == 0)
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "scope"), [("tcp.", "tcp.rbac.istio_dry_run_deny_."), ("mesh", "mesh.rbac.istio_dry_run_deny_.")]
+)
+def test_shadow_rules_are_counted_and_not_enforced(tmp_path: Path, prefix: str, scope: str) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            judging = rbac(None, "DENY")
+            config = judging["typed_config"]
+            config["shadow_rules"] = config.pop("rules")
+            config |= {"stat_prefix": prefix, "shadow_rules_stat_prefix": "istio_dry_run_deny_"}
+            await rig.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert rig.count(scope + "shadow_denied") == 1
+            assert rig.count(scope + "shadow_allowed") == 0
+            config["shadow_rules"]["action"] = "ALLOW"
+            await rig.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert rig.count(scope + "shadow_allowed") == 1
+
+    run(tmp_path, body)
+
+
+def test_a_policy_that_no_longer_allows_cuts_live_connections(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            log = access_log(tmp_path)
+            await rig.published(listener(chain(rbac(None), tcp(access_log=log))), cluster(port))
+            first = await Open.to(rig.port("l"))
+            assert await first.say(b"a") == b"a"
+            began = time.monotonic()
+            await rig.published(listener(chain(rbac(CLIENT), tcp(access_log=log))), cluster(port))
+            assert await first.ended()
+            assert time.monotonic() - began < 0.9  # not by the end of the drain
+            await first.close()
+            assert await ask(rig.port("l")) == b""
+            lines = await rig.log(2)
+            assert "policy_change:_rbac_access_denied_matched_policy[none]" in lines[0]["details"]
+            assert lines[1]["details"] == "rbac_access_denied_matched_policy[none]"
+            assert rig.count("tcp.rbac.denied") >= 1
+
+    run(tmp_path, body)
+
+
+def test_a_refused_listener_leaves_the_last_good_one_and_its_neighbours(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            assert await rig.published(listener(), cluster(port)) is None
+            bad = listener(chain(tcp(on_demand={})))
+            error = await rig.published(bad, listener(name="second"), cluster(port))
+            assert error is not None
+            assert error.startswith(
+                "Error adding/updating listener(s) l: filter_chains[0].filters[0].typed_config.on_demand:"
+            )
+            await rig.until(lambda: any(found.name == "second" for found in rig.proxy.listeners.active))
+            assert await ask(rig.port("l")) == b"ping"
+            assert await ask(rig.port("second")) == b"ping"
+            assert rig.proxy.listeners.failures["l"].details in error
+            assert await rig.published(listener(), cluster(port)) is None
+            assert rig.proxy.listeners.failures == {}
+
+    run(tmp_path, body)
+
+
+def test_a_refused_cluster_leaves_the_last_good_one(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), cluster(port))
+            rig.publish(listener(), cluster(port, connect_timeout="0s"))
+            await rig.until(lambda: any(error for kind, error in rig.answers if kind == "Cluster"))
+            error = next(error for kind, error in rig.answers if kind == "Cluster" and error)
+            assert error.startswith("Error adding/updating cluster(s) app: connect_timeout: Proto constraint")
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_a_removed_listener_stops_at_once_and_drains(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), listener(name="other"), cluster(port))
+            number = rig.port("l")
+            first = await Open.to(number)
+            assert await first.say(b"a") == b"a"
+            await rig.published(listener(name="other"), cluster(port))
+            with pytest.raises(ConnectionRefusedError):
+                await ask(number)
+            assert await first.say(b"b") == b"b"
+            await first.close()
+
+    run(tmp_path, body)
+
+
+def test_a_changed_cluster_takes_new_connections_and_leaves_old_ones(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"1") as one, application(b"2") as two:
+            await rig.published(listener(), cluster(one))
+            first = await Open.to(rig.port("l"))
+            assert await first.say(b"a") == b"1"
+            rig.publish(listener(), cluster(two))
+            await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 1)
+            await rig.until(lambda: rig.count("cluster_manager.warming_clusters") == 0)
+            assert await ask(rig.port("l"), b"") == b"2"
+            assert await first.say(b"b") == b"a"
+            await first.close()
+
+    run(tmp_path, body)
+
+
+def test_endpoints_arrive_and_change_over_eds(tmp_path: Path) -> None:
+    def endpoints(port: int) -> tuple[str, Json]:
+        return "endpoints", {"cluster_name": "app", "endpoints": [{"lb_endpoints": [endpoint(port)]}]}
+
+    document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": {"ads": {}}}}
+
+    async def body(rig: Rig) -> None:
+        async with application(b"1") as one, application(b"2") as two:
+            await rig.published(listener(), ("cluster", document), endpoints(one))
+            assert await ask(rig.port("l"), b"") == b"1"
+            rig.publish(listener(), ("cluster", document), endpoints(two))
+            await rig.until(lambda: rig.count("cluster.app.update_success") == 2)
+            assert await ask(rig.port("l"), b"") == b"2"
+            rig.publish(
+                listener(),
+                ("cluster", document),
+                (
+                    "endpoints",
+                    {
+                        "cluster_name": "app",
+                        "endpoints": [{"lb_endpoints": [endpoint(two, load_balancing_weight=0)]}],
+                    },
+                ),
+            )
+            await rig.until(lambda: rig.count("cluster.app.update_rejected") == 1)
+            assert await ask(rig.port("l"), b"") == b"2"
+
+    run(tmp_path, body)
+
+
+def test_a_cluster_that_is_no_longer_discovered_shows_no_updates_of_then(tmp_path: Path) -> None:
+    document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": {"ads": {}}}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            hosts = {"cluster_name": "app", "endpoints": [{"lb_endpoints": [endpoint(port)]}]}
+            for step in range(3):
+                discovered = step != 1
+                entries = [("cluster", document), ("endpoints", hosts)] if discovered else [cluster(port)]
+                rig.publish(listener(), *entries)
+                await rig.until(lambda n=step: rig.count("cluster_manager.cluster_modified") == n)  # type: ignore[misc]
+                await rig.until(lambda n=discovered: (rig.count("cluster.app.update_success") > 0) == n)  # type: ignore[misc]
+                names = [metric.name for metric in rig.proxy.stats]
+                assert len(names) == len(set(names))
+                assert ("cluster.app.update_time" in names) == discovered
+
+    run(tmp_path, body)
+
+
+def test_traffic_goes_on_while_the_control_plane_is_away(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), cluster(port))
+            await rig.server.__aexit__(None, None, None)
+            await rig.until(lambda: rig.count("control_plane.connected_state") == 0)
+            assert await ask(rig.port("l")) == b"ping"
+            (tmp_path / "xds").unlink(missing_ok=True)
+            await rig.server.__aenter__()
+            before = len(rig.answers)
+            await rig.until(lambda: len(rig.answers) > before)
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+# Listener filters
+
+
+def test_an_extension_that_has_not_arrived_closes(tmp_path: Path) -> None:
+    kind = T + "istio.telemetry.workloadmetadata.v1.WorkloadMetadataResources"
+    discovery = {"config_source": {"ads": {}, "initial_fetch_timeout": "0.2s"}, "type_urls": [kind]}
+    filters = [{"name": "meta", "config_discovery": discovery}]
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(listener_filters=filters), cluster(port))
+            await rig.until(lambda: rig.proxy.listeners.active)
+            assert await ask(rig.port("l")) == b""
+            assert rig.count("listener.127.0.0.1_0.extension_config_missing") == 1
+            extension = {"name": "meta", "typed_config": {"@type": kind}}
+            rig.publish(listener(listener_filters=filters), cluster(port), ("extension", extension))
+            await rig.until(lambda: rig.proxy.listeners.extensions)
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_a_proxy_header_is_believed_where_it_is_demanded(tmp_path: Path) -> None:
+    kind = T + "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol"
+    filters = [{"name": "pp", "typed_config": {"@type": kind}}]
+    match = {"filter_chain_match": {"source_prefix_ranges": [{"address_prefix": "10.0.0.1", "prefix_len": 32}]}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(**match), listener_filters=filters), cluster(port))
+            assert await ask(rig.port("l"), b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\nping") == b"ping"
+            assert await ask(rig.port("l"), b"PROXY TCP4 10.0.0.9 10.0.0.2 1 2\r\nping") == b""
+            assert await ask(rig.port("l"), b"ping, and a bit more, to be sure") == b""
+
+    run(tmp_path, body)
+
+
+def test_a_silent_client_does_not_hold_a_listener_filter_for_ever(tmp_path: Path) -> None:
+    kind = T + "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector"
+    filters = [{"name": "tls", "typed_config": {"@type": kind}}]
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            plain = chain(filter_chain_match={"transport_protocol": "raw_buffer"})
+            await rig.published(
+                listener(plain, listener_filters=filters, listener_filters_timeout="0.2s"), cluster(port)
+            )
+            assert await ask(rig.port("l"), b"no TLS at all") == b"no TLS at all"
+            silent = await Open.to(rig.port("l"))
+            assert await silent.ended()
+            await silent.close()
+            assert rig.count("listener.127.0.0.1_0.downstream_pre_cx_timeout") == 1
+
+    run(tmp_path, body)
+
+
+# The end
+
+
+def test_shutting_down_refuses_new_and_finishes_old(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), cluster(port))
+            number = rig.port("l")
+            first = await Open.to(number)
+            assert await first.say(b"a") == b"a"
+            rig.proxy.shut_down()
+            await rig.until(lambda: rig.count("listener_manager.listener_stopped") == 1)
+            with pytest.raises(ConnectionRefusedError):
+                await ask(number)
+            assert await first.say(b"b") == b"b"
+            await first.close()
+
+    run(tmp_path, body)
+
+
+def test_a_taken_port_is_a_refusal_that_names_it(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            kind, document = listener(name="taken", enable_reuse_port=False)
+            document["address"]["socket_address"]["port_value"] = port
+            error = await rig.published((kind, document), listener(), cluster(port))
+            assert error is not None
+            assert f"127.0.0.1:{port}" in error.replace(" port ", ":")
+            await rig.until(lambda: rig.proxy.listeners.active)
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_the_switch_for_verification_asks_for_the_root(tmp_path: Path) -> None:
+    """A 2022 upstream context verifies nobody; ours asks for ROOTCA unless told to obey."""
+    socket = tls(CLIENT, server=False)
+    del socket["typed_config"]["common_tls_context"]["combined_validation_context"]
+
+    def names(rig: Rig) -> set[str]:
+        return {handle.ref.name for handle in rig.proxy.secrets.dynamic}
+
+    async def strict(rig: Rig) -> None:
+        assert names(rig) == {CLIENT, "ROOTCA"}
+
+    async def obedient(rig: Rig) -> None:
+        assert names(rig) == {CLIENT}
+
+    identities = Identities()
+    resources = (cluster(1, transport_socket=socket), identities.secret(CLIENT), identities.root(), listener())
+    run(tmp_path, strict, *resources)
+    (tmp_path / "xds").unlink(missing_ok=True)
+    run(tmp_path, obedient, *resources, switches=Switches(strict_tls=False))

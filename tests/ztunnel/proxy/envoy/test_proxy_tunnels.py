@@ -1,0 +1,276 @@
+"""The proxy as a whole on loopback: tunnels from one of its listeners to another, and their certificates."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    SERVER,
+    Identities,
+    Json,
+    Open,
+    Rig,
+    access_log,
+    application,
+    ask,
+    chain,
+    cluster,
+    connect_route,
+    http2,
+    inbound,
+    listener,
+    outbound_cluster,
+    rbac,
+    run,
+    tcp,
+    tls,
+    tunnel,
+)
+from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
+from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
+from xds.proto.json import parse_value
+from ztunnel.proxy.envoy.config.settings import Switches
+
+
+async def limited(rig: Rig, everything: list[tuple[str, Json]], **limits: Any) -> None:
+    """Publish it again, with limits of the tunnels' connections in the options of their cluster."""
+    kind, document = outbound_cluster(rig.port("inbound"))
+    options = http2(common_http_protocol_options=limits)
+    changed = (kind, {**document, "typed_extension_protocol_options": options})
+    rig.publish(*(entry for entry in everything if entry[1].get("name") != "tunnel"), changed)
+    await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 1)
+
+
+def test_a_tunnel_end_to_end(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            await tunnel(rig, port, Identities(), rbac(CLIENT), access_log=access_log(tmp_path))
+            assert await ask(rig.port("l"), b"there") == b"hi there"
+            assert await ask(rig.port("l"), b"x" * 1_000_000) == b"hi " + b"x" * 1_000_000
+            assert rig.count("cluster.tunnel.upstream_rq_total") == 2
+            assert rig.count("cluster.tunnel.ssl.handshake") == 1  # one connection carried both
+            assert rig.count("cluster.tunnel.upstream_cx_total") == 1
+            assert rig.count("cluster.tunnel.upstream_cx_http2_total") == 1
+            assert rig.count("http.inbound.downstream_rq_completed") == 2
+            assert rig.count("http.inbound.downstream_cx_ssl_active") == 1
+            assert rig.count("http.inbound.downstream_rq_2xx") == 2
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("idle", "timeout_s"), [("0.2s", 0.2), ("0s", math.inf), (None, 3600)])
+def test_a_tunnel_connection_without_streams_ends_when_its_cluster_says(
+    tmp_path: Path, idle: str | None, timeout_s: float
+) -> None:
+    """0 is never, and Envoy's default an hour."""
+
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            everything = await tunnel(rig, port, Identities())
+            if idle is not None:
+                await limited(rig, everything, idle_timeout=idle)
+            assert await ask(rig.port("l"), b"there") == b"hi there"
+            (pool,) = rig.proxy.connector.pools.values()
+            assert pool.settings.idle_timeout_s == timeout_s
+            prefix = "cluster.tunnel.upstream_cx_"
+            if timeout_s < 1:
+                await rig.until(lambda: not pool.statistics.connections)
+                await rig.until(lambda: rig.count(prefix + "destroy_local") == 1)
+                assert rig.count(prefix + "destroy") == rig.count(prefix + "total") == 1
+                assert rig.count(prefix + "destroy_with_active_rq") == rig.count(prefix + "active") == 0
+            else:
+                assert pool.statistics.connections == rig.count(prefix + "active") == 1
+
+    run(tmp_path, body)
+
+
+def test_a_tunnel_connection_carries_what_its_cluster_allows(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            everything = await tunnel(rig, port, Identities())
+            await limited(rig, everything, max_requests_per_connection=2)
+            for _ in range(5):
+                assert await ask(rig.port("l"), b"there") == b"hi there"
+            assert rig.count("cluster.tunnel.ssl.handshake") == 3
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("size", "answer"), [(100, b"hi there"), (1100, b"")])
+def test_a_manager_may_allow_shorter_heads(tmp_path: Path, size: int, answer: bytes) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            everything = await tunnel(rig, port, Identities())
+            name, document = inbound({"route_config": connect_route("app")})
+            document["filter_chains"][0]["filters"][-1]["typed_config"]["max_request_headers_kb"] = 1
+            rest = [entry for entry in everything if entry[1].get("name") not in ("inbound", "l")]
+            more = [{"header": {"key": "x", "value": "v" * size}}]
+            filters = tcp("tunnel", tunneling_config={"hostname": "app:80", "headers_to_add": more})
+            rig.publish(*rest, (name, document), listener(chain(filters)))
+            await rig.until(lambda: rig.count("listener_manager.listener_in_place_updated") >= 1)
+            await rig.until(lambda: rig.count("listener_manager.total_listeners_draining") == 0)
+            assert await ask(rig.port("l"), b"there") == answer
+            assert rig.count("http.inbound.downstream_rq_total") == bool(answer)
+
+    run(tmp_path, body)
+
+
+def test_an_identity_that_is_not_allowed_gets_no_byte_through(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"secret") as port:
+            log = access_log(tmp_path)
+            await tunnel(rig, port, Identities(), rbac("spiffe://td/ns/a/sa/else"), access_log=log)
+            assert await ask(rig.port("l")) == b""
+            assert rig.count("tcp.rbac.denied") == 1
+            assert rig.count("cluster.app.upstream_cx_total") == 0
+            (line,) = await rig.log()
+            assert line["flags"] == "UF,URX"
+
+    # An attempt that first bytes went along with is final, and whether they do depends on when they come.
+    run(tmp_path, body, switches=Switches(early_data=False))
+
+
+@pytest.mark.parametrize("ports", [True, False])
+def test_a_denied_port_is_the_applications_unless_told_to_do_as_envoy(tmp_path: Path, ports: bool) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await tunnel(rig, port, Identities(), rbac(CLIENT), deny_port(port))
+            answer = await ask(rig.port("l"))
+            if ports:
+                assert answer == b""
+                assert rig.count("cluster.app.upstream_cx_total") == 0
+                assert rig.count("http.inbound.downstream_rq_4xx") == 1
+            else:
+                assert answer == b"ping"  # Envoy compares with the tunnel's own port
+
+    run(tmp_path, body, switches=Switches(judge_ports=ports, check_authority=False))
+
+
+def deny_port(port: int) -> Json:
+    """An RBAC filter that denies one destination port."""
+    filter_ = rbac(None, "DENY")
+    policy = filter_["typed_config"]["rules"]["policies"]["rule"]
+    policy["permissions"] = [{"destination_port": port}]
+    return filter_
+
+
+def test_rotation_serves_new_connections_and_leaves_live_tunnels(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            everything = await tunnel(rig, port, identities)
+            first = await Open.to(rig.port("l"))
+            assert await first.say(b"a") == b"a"
+            kept = [entry for entry in everything if entry[1]["name"] not in (CLIENT, SERVER)]
+            updates = "cluster.tunnel.client_ssl_socket_factory.ssl_context_update_by_sds"
+            before = rig.count(updates)
+            rig.publish(*kept, identities.secret(CLIENT), identities.secret(SERVER))
+            await rig.until(lambda: rig.count(updates) == before + 1)
+            assert await ask(rig.port("l")) == b"ping"
+            assert rig.count("cluster.tunnel.ssl.handshake") == 2
+            assert await first.say(b"b") == b"b"
+            await first.close()
+
+    run(tmp_path, body)
+
+
+def test_a_broken_secret_is_refused_and_the_last_good_one_serves(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            everything = await tunnel(rig, port, Identities())
+            kept = [entry for entry in everything if entry[1]["name"] != SERVER]
+            certificate = {"certificate_chain": {"inline_string": "x"}, "private_key": {"inline_string": "s3cret"}}
+            rig.publish(*kept, ("secret", {"name": SERVER, "tls_certificate": certificate}))
+            await rig.until(lambda: any(error for kind, error in rig.answers if kind == "Secret"))
+            error = next(error for kind, error in rig.answers if kind == "Secret" and error)
+            assert "certificate_chain: no certificate in PEM" in error
+            assert "s3cret" not in error
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_a_server_of_another_trust_domain_is_refused(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            everything = await tunnel(rig, port, identities, access_log=access_log(tmp_path))
+            foreign = identities.authority.issue("spiffe://other/ns/a/sa/server")
+            secret = {
+                "name": SERVER,
+                "tls_certificate": {
+                    "certificate_chain": {"inline_string": foreign.chain_pem.decode()},
+                    "private_key": {"inline_string": foreign.key_pem.decode()},
+                },
+            }
+            updates = "listener.127.0.0.1_0.server_ssl_socket_factory.ssl_context_update_by_sds"
+            before = rig.count(updates)
+            rig.publish(*[e for e in everything if e[1]["name"] != SERVER], ("secret", secret))
+            await rig.until(lambda: rig.count(updates) > before)
+            assert await ask(rig.port("l")) == b""
+            (line,) = await rig.log()
+            assert "SAN_matcher" in line["failure"]
+
+    run(tmp_path, body)
+
+
+def test_routes_come_by_rds(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+            end = inbound({"rds": {"route_config_name": "routes", "config_source": {"ads": {}}}})
+            routes = ("route", connect_route("app"))
+            await rig.published(end, cluster(port), routes, *secrets)
+            await rig.until(lambda: rig.proxy.listeners.active)
+            tunnelling = tcp("tunnel", tunneling_config={"hostname": "app:80"})
+            rest = [listener(chain(tunnelling)), cluster(port), outbound_cluster(rig.port("inbound")), *secrets]
+            await rig.published(end, routes, *rest)
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            assert await ask(rig.port("l")) == b"ping"
+            rig.publish(end, ("route", {"name": "routes"}), *rest)
+            await rig.until(lambda: sum(kind == "RouteConfiguration" for kind, _ in rig.answers) >= 2)
+            assert await ask(rig.port("l")) == b""
+            assert rig.count("http.inbound.no_route") == 1
+
+    run(tmp_path, body)
+
+
+def test_secrets_over_a_stream_of_their_own(tmp_path: Path) -> None:
+    """``api_config_source`` to a static cluster on a Unix socket, as a node agent serves SDS."""
+
+    def extend(bootstrap: Bootstrap) -> None:
+        address = {"pipe": {"path": f"{tmp_path}/xds"}}
+        assignment = {
+            "cluster_name": "sds-grpc",
+            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}],
+        }
+        document = {"name": "sds-grpc", "type": "STATIC", "load_assignment": assignment}
+        bootstrap.static_resources.clusters.append(parse_value(document, Cluster).message)
+
+    source = {
+        "api_config_source": {"api_type": "GRPC", "grpc_services": [{"envoy_grpc": {"cluster_name": "sds-grpc"}}]}
+    }
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            served = chain(tcp(), transport_socket=tls(SERVER, server=True, source=source))
+            dialling = cluster(1, name="c", transport_socket=tls(CLIENT, server=False, source=source))
+            secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+            await rig.published(listener(served, name="inbound"), cluster(port), dialling, *secrets)
+            await rig.until(lambda: rig.proxy.listeners.active)
+            dialling = cluster(
+                rig.port("inbound"), name="c", transport_socket=tls(CLIENT, server=False, source=source)
+            )
+            await rig.published(
+                listener(served, name="inbound"), listener(chain(tcp("c"))), cluster(port), dialling, *secrets
+            )
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            await rig.until(lambda: rig.count("cluster_manager.warming_clusters") == 0)
+            assert await ask(rig.port("l"), b"over TLS without HTTP/2") == b"over TLS without HTTP/2"
+
+    run(tmp_path, body, extend=extend)

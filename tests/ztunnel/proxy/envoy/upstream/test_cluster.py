@@ -1,0 +1,109 @@
+"""Clusters that find their endpoints by name: what happens while a name does not resolve."""
+
+import asyncio
+import random
+
+import pytest
+
+from xds.dialects.envoy import Surroundings
+from xds.model.address import NamedAddress
+from xds.model.cluster import Cluster, Discovery, Endpoint, LoadAssignment, Locality, LocalityGroup
+from xds.proto.well_known import Any as AnyMessage
+from ztunnel.proxy.dataplane.resolver import Answer, ResolveFailed, Resolver
+from ztunnel.proxy.envoy.config.sources import Sources
+from ztunnel.proxy.envoy.secrets.store import SecretStore
+from ztunnel.proxy.envoy.stats.stats import Counter, Stats
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
+from ztunnel.runtime.clock import SystemClock
+
+
+class Names(Resolver):
+    """Says what it is told to, once each, and then the last for ever."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.asked = 0
+
+    async def resolve(self, name: str, family: str) -> Answer:
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if not answer:
+            raise ResolveFailed(name)
+        return Answer((answer,), 3600.0)
+
+
+class Waits(list[float]):
+    """In the place of ``asyncio.sleep``: notes how long, and waits no time."""
+
+    async def __call__(self, delay: float) -> None:
+        self.append(delay)
+        if len(self) == 8:
+            await asyncio.Event().wait()
+
+
+#: Of eight resolutions; the last answer is the one before it once more.
+COUNTED = {"attempt": 8, "failure": 5, "success": 3, "empty": 0, "no_rebuild": 1}
+
+
+def found(cluster: LiveCluster) -> list[str]:
+    return [str(host) for host in cluster.hosts.hosts]
+
+
+@pytest.mark.parametrize(
+    ("backoff", "jitter", "waits"),
+    [
+        (None, 0.0, [5.0] * 8),
+        # Half of it after each answer, and none after a failure.
+        (None, 2.0, [5.0, 5.0, 5.0, 5.0, 6.0, 5.0, 6.0, 6.0]),
+        # Half of a ceiling that doubles from the base up to the maximum; an answer ends it.
+        ((1.0, 4.0), 0.0, [0.5, 1.0, 2.0, 2.0, 5.0, 0.5, 5.0, 5.0]),
+    ],
+)
+def test_a_name_that_does_not_resolve(
+    monkeypatch: pytest.MonkeyPatch, backoff: tuple[float, float] | None, jitter: float, waits: list[float]
+) -> None:
+    async def main() -> None:
+        endpoint = Endpoint(address=NamedAddress("db", 5432))
+        assignment = LoadAssignment(
+            cluster_name="db",
+            groups=(LocalityGroup(locality=Locality("", "", ""), priority=0, weight=0, endpoints=(endpoint,)),),
+        )
+        model = Cluster(
+            name="db",
+            discovery=Discovery.STRICT_DNS,
+            assignment=assignment,
+            dns_failure_backoff=backoff,
+            dns_jitter_s=jitter,
+        )
+        names = Names("", "", "", "", "10.0.0.1", "", "10.0.0.2")
+        stats, slept = Stats(), Waits()
+        rng = random.Random(1)
+        monkeypatch.setattr(rng, "random", lambda: 0.5)
+        monkeypatch.setattr("ztunnel.proxy.envoy.upstream.cluster.asyncio.sleep", slept)
+        sources = Sources(None, None, None)  # type: ignore[arg-type]  # nothing is subscribed to
+        store = SecretStore(sources, Surroundings(read_file=lambda _: b"", environment={}), stats, SystemClock())
+        surround = Surround(
+            sources=sources,
+            secrets=store,
+            stats=stats,
+            clock=SystemClock(),
+            rng=rng,
+            resolver=names,
+            prober=None,  # type: ignore[arg-type]  # no cluster has checks
+            strict_tls=True,
+        )
+        cluster = LiveCluster(model, AnyMessage(), surround)
+        cluster.start()
+        turn = asyncio.Event()
+        while len(slept) < 8:
+            asyncio.get_running_loop().call_soon(turn.set)
+            await turn.wait()
+            turn.clear()
+        assert slept == waits
+        assert found(cluster) == ["10.0.0.2:5432"]
+        names_and_values = {metric.name: metric.value for metric in stats if isinstance(metric, Counter)}
+        assert {name: names_and_values[f"cluster.db.update_{name}"] for name in COUNTED} == COUNTED
+        await cluster.close()
+
+    asyncio.run(main())

@@ -1,0 +1,129 @@
+"""Ejection and return of hosts."""
+
+from collections.abc import Sequence
+
+from xds.model.address import SocketAddress
+from xds.model.cluster import Endpoint, OutlierDetection
+from ztunnel.proxy.envoy.upstream.host import Host
+from ztunnel.proxy.envoy.upstream.outlier import OutlierDetector, Result
+
+
+def hosts(count: int) -> list[Host]:
+    return [Host(Endpoint(address=SocketAddress("10.0.0.1", n + 1))) for n in range(count)]
+
+
+class Watched:
+    def __init__(self, count: int = 10, **settings: object) -> None:
+        self.hosts: Sequence[Host] = hosts(count)
+        self.changes = 0
+        self.detector = OutlierDetector(
+            OutlierDetection(**settings),  # type: ignore[arg-type]
+            self._changed,
+            lambda: 0.0,
+        )
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def report(self, index: int, result: Result, times: int = 1, now: float = 0.0) -> None:
+        for _ in range(times):
+            self.detector.report(self.hosts[index], result, self.hosts, now)
+
+    @property
+    def ejected(self) -> list[int]:
+        return [index for index, host in enumerate(self.hosts) if host.ejected]
+
+
+def test_five_failures_in_a_row_eject() -> None:
+    watched = Watched()
+    watched.report(0, Result.CONNECT_FAILURE, 4)
+    assert watched.ejected == []
+    watched.report(0, Result.CONNECT_FAILURE)
+    assert (watched.ejected, watched.changes) == ([0], 1)
+
+
+def test_a_success_resets_the_row() -> None:
+    watched = Watched()
+    watched.report(0, Result.CONNECT_FAILURE, 4)
+    watched.report(0, Result.SUCCESS)
+    watched.report(0, Result.CONNECT_FAILURE, 4)
+    assert watched.ejected == []
+
+
+def test_ejection_lasts_longer_each_time_and_at_most_so_long() -> None:
+    watched = Watched(base_ejection_time_s=30.0, max_ejection_time_s=50.0)
+    watched.report(0, Result.CONNECT_FAILURE, 5, now=0.0)
+    watched.detector.tick(watched.hosts, 29.0)
+    assert watched.ejected == [0]
+    watched.detector.tick(watched.hosts, 30.0)
+    assert watched.ejected == []
+    watched.report(0, Result.CONNECT_FAILURE, 5, now=31.0)
+    watched.detector.tick(watched.hosts, 80.0)
+    assert watched.ejected == [0]  # twice 30 s, cut to 50
+    watched.detector.tick(watched.hosts, 81.0)
+    assert watched.ejected == []
+
+
+def test_never_more_than_the_allowed_share() -> None:
+    watched = Watched(count=10, max_ejection_percent=20)
+    for index in range(5):
+        watched.report(index, Result.CONNECT_FAILURE, 5)
+    assert watched.ejected == [0, 1]
+    assert watched.detector.ejections_overflow == 3
+
+
+def test_one_of_few_hosts_needs_the_switch() -> None:
+    assert _one_of_three(always=False) == []
+    assert _one_of_three(always=True) == [0]
+
+
+def _one_of_three(*, always: bool) -> list[int]:
+    watched = Watched(count=3, always_eject_one_host=always)
+    watched.report(0, Result.CONNECT_FAILURE, 5)
+    return watched.ejected
+
+
+def test_gateway_failures_have_a_threshold_of_their_own() -> None:
+    watched = Watched(consecutive_gateway_failure=2, enforcing_consecutive_gateway_failure=100)
+    watched.report(0, Result.GATEWAY_FAILURE, 2)
+    assert watched.ejected == [0]
+    watched.report(1, Result.SERVER_ERROR, 4)
+    assert watched.ejected == [0]
+
+
+def test_local_failures_apart_when_split() -> None:
+    watched = Watched(split_external_local_origin_errors=True, consecutive_local_origin_failure=2)
+    watched.report(0, Result.CONNECT_FAILURE, 2)
+    assert watched.ejected == [0]
+
+
+def test_success_rate_far_below_the_others() -> None:
+    watched = Watched(count=10, max_ejection_percent=50, success_rate_request_volume=10, consecutive_5xx=1000)
+    for index in range(10):
+        watched.report(index, Result.SUCCESS, 100 if index else 50)
+        watched.report(index, Result.SERVER_ERROR, 0 if index else 50)
+    watched.detector.tick(watched.hosts, 10.0)
+    assert watched.ejected == [0]
+
+
+def test_failure_percentage_when_enforced() -> None:
+    watched = Watched(
+        count=5,
+        max_ejection_percent=100,
+        enforcing_failure_percentage=100,
+        enforcing_success_rate=0,
+        failure_percentage_request_volume=10,
+        consecutive_5xx=1000,
+    )
+    for index in range(5):
+        watched.report(index, Result.SUCCESS, 10 if index else 1)
+        watched.report(index, Result.SERVER_ERROR, 0 if index else 9)
+    watched.detector.tick(watched.hosts, 10.0)
+    assert watched.ejected == [0]
+
+
+def test_a_host_that_leaves_is_forgotten() -> None:
+    watched = Watched()
+    watched.report(0, Result.CONNECT_FAILURE, 5)
+    watched.detector.forget(watched.hosts[0])
+    assert watched.detector.ejections_active == 0

@@ -1,0 +1,63 @@
+"""The small certificate authority."""
+
+import stat
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from xds.model.identity import SpiffeId
+from ztunnel.proxy.envoy.secrets.verify import check_secret
+from ztunnel.proxy.identity.authority import CaError, CertificateAuthority, now
+
+IDENTITY = SpiffeId("cluster.local", "default", "web")
+
+
+def test_a_leaf_names_one_identity_and_nothing_else(tmp_path: Path) -> None:
+    moment = now()
+    authority = CertificateAuthority.open(tmp_path, "cluster.local", moment)
+    secret = authority.issue(IDENTITY, moment, timedelta(hours=24))
+    check_secret(secret)
+    leaf, root = x509.load_pem_x509_certificates(secret.chain_pem)
+    leaf.verify_directly_issued_by(root)
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    assert names.critical
+    assert names.value.get_values_for_type(x509.UniformResourceIdentifier) == [str(IDENTITY)]
+    assert len(list(names.value)) == 1
+    assert len(leaf.subject) == 0
+    usages = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert set(usages) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
+    assert leaf.not_valid_before_utc <= moment - timedelta(minutes=1)
+    assert abs(leaf.not_valid_after_utc - moment - timedelta(hours=24)) < timedelta(seconds=2)
+
+
+def test_the_root_is_kept_and_its_key_is_the_owners(tmp_path: Path) -> None:
+    first = CertificateAuthority.open(tmp_path / "ca", "cluster.local", now())
+    assert stat.S_IMODE((tmp_path / "ca/root-key.pem").stat().st_mode) == 0o600
+    assert CertificateAuthority.open(tmp_path / "ca", "cluster.local", now()).root_pem == first.root_pem
+
+
+def test_an_exposed_key_is_refused(tmp_path: Path) -> None:
+    CertificateAuthority.open(tmp_path, "cluster.local", now())
+    (tmp_path / "root-key.pem").chmod(0o644)
+    with pytest.raises(CaError, match=r"readable by others \(mode 644\): chmod 600"):
+        CertificateAuthority.open(tmp_path, "cluster.local", now())
+
+
+def test_garbage_and_foreign_keys_are_refused(tmp_path: Path) -> None:
+    CertificateAuthority.open(tmp_path / "a", "cluster.local", now())
+    CertificateAuthority.open(tmp_path / "b", "cluster.local", now())
+    (tmp_path / "a/root-cert.pem").write_bytes((tmp_path / "b/root-cert.pem").read_bytes())
+    with pytest.raises(CaError, match="is not the key of"):
+        CertificateAuthority.open(tmp_path / "a", "cluster.local", now())
+    (tmp_path / "b/root-key.pem").write_text("nonsense")
+    with pytest.raises(CaError, match="cannot use the root"):
+        CertificateAuthority.open(tmp_path / "b", "cluster.local", now())
+
+
+def test_an_expired_root_is_refused(tmp_path: Path) -> None:
+    CertificateAuthority.open(tmp_path, "cluster.local", now() - timedelta(days=4000))
+    with pytest.raises(CaError, match="expired"):
+        CertificateAuthority.open(tmp_path, "cluster.local", now())

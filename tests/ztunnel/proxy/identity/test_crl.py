@@ -1,0 +1,142 @@
+"""Revocation lists: what a file may hold, whom they name, and how a file is followed."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from tests.hbone.certificates import Authority
+from ztunnel.proxy.identity.crl import CrlError, RevocationFile, RevocationLists
+
+WAIT_S = 10.0
+ROOT = Authority("root")
+MIDDLE = Authority("middle", ROOT)
+LEAF = MIDDLE.issue("spiffe://td/ns/a/sa/leaf").certificate
+OTHER = MIDDLE.issue("spiffe://td/ns/a/sa/other").certificate
+CHAIN = (LEAF, MIDDLE.certificate, ROOT.certificate)
+LEAF_LIST = MIDDLE.revoke(LEAF)
+MIDDLE_LIST = ROOT.revoke(MIDDLE.certificate)
+
+
+def test_what_a_file_may_hold() -> None:
+    assert len(RevocationLists.parse(b"")) == 0
+    assert len(RevocationLists.parse(b" \n")) == 0
+    der = x509.load_pem_x509_crl(LEAF_LIST).public_bytes(Encoding.DER)
+    for data in (LEAF_LIST, der, b"a comment\n" + ROOT.pem + LEAF_LIST):
+        lists = RevocationLists.parse(data)
+        assert len(lists) == 1
+        assert lists.is_revoked(CHAIN)
+    assert len(RevocationLists.parse(LEAF_LIST + MIDDLE_LIST)) == 2
+
+
+@pytest.mark.parametrize("data", [b"nonsense", ROOT.pem, LEAF_LIST[:-60], LEAF_LIST + LEAF_LIST[:80]])
+def test_what_it_may_not(data: bytes) -> None:
+    with pytest.raises(CrlError):
+        RevocationLists.parse(data)
+
+
+def test_a_list_cut_anywhere_is_no_list() -> None:
+    for cut in range(1, len(LEAF_LIST) - 1):
+        with pytest.raises(CrlError):
+            RevocationLists.parse(LEAF_LIST[:cut])
+
+
+@pytest.mark.parametrize(
+    ("crls", "chain", "revoked"),
+    [
+        ([], CHAIN, False),
+        ([LEAF_LIST], CHAIN, True),
+        ([MIDDLE_LIST], CHAIN, True),
+        ([MIDDLE.revoke(LEAF, expired=True)], CHAIN, True),
+        ([MIDDLE.revoke(OTHER), ROOT.revoke()], CHAIN, False),
+        ([MIDDLE.revoke(OTHER), MIDDLE.revoke(LEAF)], CHAIN, True),
+        ([ROOT.revoke(LEAF)], CHAIN, False),  # not its issuer
+        ([Authority("middle", ROOT).revoke(LEAF)], CHAIN, False),  # of the same name, with another key
+        ([ROOT.revoke(ROOT.certificate)], CHAIN, True),
+        ([LEAF_LIST], (), False),
+    ],
+)
+def test_whom_they_name(crls: list[bytes], chain: Sequence[x509.Certificate], revoked: bool) -> None:
+    assert RevocationLists.parse(b"".join(crls)).is_revoked(chain) is revoked
+
+
+def follow(path: Path, body: Callable[[RevocationFile, asyncio.Event], Awaitable[None]]) -> None:
+    async def main() -> None:
+        changed = asyncio.Event()
+        async with asyncio.timeout(WAIT_S), RevocationFile(path, check_every_s=0.01) as file:
+            file.watch(changed.set)
+            await body(file, changed)
+
+    asyncio.run(main())
+
+
+def test_a_swapped_link_is_a_change_as_kubernetes_makes_it(tmp_path: Path) -> None:
+    for version, content in (("1", b""), ("2", LEAF_LIST)):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "ca-crl.pem").write_bytes(content)
+    (tmp_path / "..data").symlink_to("1")
+    (tmp_path / "ca-crl.pem").symlink_to("..data/ca-crl.pem")
+
+    async def body(file: RevocationFile, changed: asyncio.Event) -> None:
+        assert not file.current.is_revoked(CHAIN)
+        (tmp_path / "new").symlink_to("2")
+        os.replace(tmp_path / "new", tmp_path / "..data")
+        await changed.wait()
+        assert file.current.is_revoked(CHAIN)
+
+    follow(tmp_path / "ca-crl.pem", body)
+
+
+def test_a_bad_version_leaves_the_good_one_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "crl"
+    path.write_bytes(LEAF_LIST)
+
+    async def body(file: RevocationFile, changed: asyncio.Event) -> None:
+        for bad in (b"nonsense", None):
+            caplog.clear()
+            if bad is None:
+                path.unlink()
+            else:
+                path.write_bytes(bad)
+            while "the last good one stays in force" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert file.current.is_revoked(CHAIN)
+        assert not changed.is_set()
+        path.write_bytes(b"")
+        await changed.wait()
+        assert not file.current.is_revoked(CHAIN)
+
+    follow(path, body)
+
+
+@pytest.mark.parametrize(
+    ("content", "level", "words"),
+    [(None, "WARNING", "nothing is revoked until there is"), (b"nonsense", "ERROR", "EVERY PEER IS REFUSED")],
+)
+def test_a_bad_start_is_said_and_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None, level: str, words: str
+) -> None:
+    path = tmp_path / "later" / "crl"
+    if content is not None:
+        path.parent.mkdir()
+        path.write_bytes(content)
+
+    async def body(file: RevocationFile, changed: asyncio.Event) -> None:
+        assert file.current.is_revoked(CHAIN) is (content is not None)
+        assert file.current.is_revoked((OTHER, *CHAIN[1:])) is (content is not None)
+        again = RevocationLists.decoded(file.current.encoded())
+        assert again.is_revoked((OTHER, *CHAIN[1:])) is (content is not None)
+        assert any(words in record.message and record.levelname == level for record in caplog.records)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(LEAF_LIST)
+        await changed.wait()
+        assert file.current.is_revoked(CHAIN)
+        assert not file.current.is_revoked((OTHER, *CHAIN[1:]))
+
+    with caplog.at_level(logging.INFO):
+        follow(path, body)

@@ -1,0 +1,63 @@
+"""What a peer may say of itself, and how often."""
+
+from dataclasses import replace
+
+from hbone.headers import Baggage
+from xds.model.identity import SpiffeId
+from ztunnel.proxy.istio.accounting.baggage_labels import (
+    PEERS,
+    SETS_PER_PEER,
+    VALUE_CHARACTERS,
+    BaggageLabels,
+)
+from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
+
+WEB, CART = SpiffeId("td", "shop", "web"), SpiffeId("td", "shop", "cart")
+SAID = Baggage(namespace="elsewhere", workload_name="said", service_name="s")
+ALONE = PeerLabels(principal=str(WEB), namespace="shop")
+
+
+def said(number: int) -> Baggage:
+    return replace(SAID, workload_name=f"said-{number}")
+
+
+def test_a_peer_names_its_workload_but_not_its_namespace() -> None:
+    labels = BaggageLabels().labels(SAID, WEB, 0.0)
+    assert (labels.workload, labels.principal, labels.namespace) == ("said", str(WEB), "shop")
+    assert labels.known
+    assert BaggageLabels().labels(SAID, None, 0.0).namespace == "elsewhere"
+    assert BaggageLabels().labels(Baggage(), WEB, 0.0) == PeerLabels(principal=str(WEB))
+
+
+def test_a_peer_has_a_budget_of_its_own() -> None:
+    budget = BaggageLabels()
+    for number in range(SETS_PER_PEER):
+        assert budget.labels(said(number), WEB, 0.0).known
+    for number in range(SETS_PER_PEER, 20_000):
+        assert budget.labels(said(number), WEB, 1.0) == ALONE
+    assert budget.refused == 20_000 - SETS_PER_PEER
+    assert budget.labels(said(0), WEB, 1.0).known
+    assert budget.labels(said(SETS_PER_PEER), CART, 1.0).known
+
+
+def test_what_is_unused_makes_room() -> None:
+    budget = BaggageLabels()
+    for number in range(SETS_PER_PEER):
+        budget.labels(said(number), WEB, 0.0)
+    budget.labels(said(0), WEB, 1.0)
+    assert budget.labels(said(-1), WEB, EXPIRY_S) == ALONE
+    assert budget.labels(said(-1), WEB, EXPIRY_S + 0.5).known
+    assert budget.labels(said(0), WEB, EXPIRY_S + 0.5).known
+
+
+def test_long_values_are_no_names() -> None:
+    budget = BaggageLabels()
+    assert budget.labels(replace(SAID, zone="z" * VALUE_CHARACTERS), WEB, 0.0).known
+    assert budget.labels(replace(SAID, zone="z" * (VALUE_CHARACTERS + 1)), WEB, 0.0) == ALONE
+
+
+def test_peers_are_bounded() -> None:
+    budget = BaggageLabels()
+    for number in range(PEERS + 10):
+        budget.labels(SAID, SpiffeId("td", "shop", f"w{number}"), 0.0)
+    assert len(budget._by_peer) == PEERS

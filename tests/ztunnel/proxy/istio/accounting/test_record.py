@@ -1,0 +1,243 @@
+"""A connection's lines against samples of the Rust ztunnel, and its part in metrics."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tests.ztunnel.proxy.istio.nodes import (
+    LOCAL,
+    Lines,
+    StoppedClock,
+    a_node,
+)
+from tests.ztunnel.proxy.istio.pages import samples
+from xds.model.address import SocketAddress
+from xds.model.service import Service
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.outcome import (
+    DRAINED,
+    RECURSIVE_CALL,
+    Failed,
+    Flags,
+    of_reason,
+)
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.path.node import Node
+
+SERVICE = Service(name="example", namespace="default", hostname="example.com")
+
+
+def with_node(
+    folder: Path, check: Callable[[Node, StoppedClock, Lines], None], env: Mapping[str, str] | None = None
+) -> None:
+    async def main() -> None:
+        with a_node(folder, env) as (node, clock, lines):
+            check(node, clock, lines)
+
+    asyncio.run(main())
+
+
+def a_record(node: Node, *, direction: Direction = Direction.OUTBOUND, port: int = 39204) -> Record:
+    record = Record(node, direction, SocketAddress("127.0.0.1", port), SocketAddress("127.0.0.1", 15008))
+    record.source_workload = record.destination_workload = LOCAL
+    record.source_labels = record.destination_labels = node.labels_of(LOCAL).secured
+    record.source_identity = record.destination_identity = LOCAL.identity
+    record.secured = True
+    record.hbone_authority = "127.0.0.1:8080"
+    return record
+
+
+def move(record: Record, sent: int, received: int) -> None:
+    record.counts._sent, record.counts._received = sent, received
+
+
+def test_a_complete_connection(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.service = SERVICE
+        record.opened()
+        move(record, 5, 5)
+        clock.passed_s = 0.0029
+        record.complete()
+        (line,) = lines
+        assert line == (
+            "2026-11-21T11:14:46.000847Z\tinfo\taccess\tconnection complete\tsrc.addr=127.0.0.1:39204 "
+            'src.workload="local" src.namespace="default" '
+            'src.identity="spiffe://cluster.local/ns/default/sa/default" '
+            'dst.addr=127.0.0.1:15008 dst.hbone_addr=127.0.0.1:8080 dst.service="example.com" '
+            'dst.workload="local" '
+            'dst.namespace="default" dst.identity="spiffe://cluster.local/ns/default/sa/default" '
+            'direction="outbound" bytes_sent=5 bytes_recv=5 duration="2ms"'
+        )
+
+    with_node(tmp_path, check)
+
+
+def test_the_same_as_json(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node, port=33176)
+        record.opened()
+        move(record, 5, 5)
+        clock.passed_s = 0.2125
+        record.complete()
+        (line,) = lines
+        time = json.loads(line)["time"]
+        assert line == (
+            f'{{"level":"info","time":"{time}","scope":"access","message":"connection complete",'
+            '"src.addr":"127.0.0.1:33176","src.workload":"local","src.namespace":"default",'
+            '"src.identity":"spiffe://cluster.local/ns/default/sa/default","dst.addr":"127.0.0.1:15008",'
+            '"dst.hbone_addr":"127.0.0.1:8080","dst.workload":"local","dst.namespace":"default",'
+            '"dst.identity":"spiffe://cluster.local/ns/default/sa/default","direction":"outbound",'
+            '"bytes_sent":5,"bytes_recv":5,"duration":"212ms"}'
+        )
+
+    with_node(tmp_path, check, {"LOG_FORMAT": "json"})
+
+
+def test_an_early_denial(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node, port=39232)
+        record.denied_early(RECURSIVE_CALL)
+        record.complete()
+        (line,) = lines
+        assert line == (
+            "2026-11-21T11:14:45.997947Z\twarn\taccess\tconnection failed\tsrc.addr=127.0.0.1:39232 "
+            'dst.addr=127.0.0.1:15008 direction="outbound" error="attempted recursive call to ourselves"'
+        )
+        assert not node.metrics.series
+
+    with_node(tmp_path, check)
+
+
+def test_an_error_is_last_and_at_error_level(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.dry_run = "denied by ns/p"
+        record.opened()
+        record.complete(Failed('io error: "x"'))
+        (line,) = lines
+        assert line.split("\t")[1:4] == ["error", "access", "connection complete"]
+        assert line.endswith('policy.dry_run="denied by ns/p" duration="0ms" error="io error: \\"x\\""')
+
+    with_node(tmp_path, check)
+
+
+def test_inbound_counts_bytes_as_the_application_does(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node, direction=Direction.INBOUND)
+        record.opened()
+        move(record, 3, 8)
+        record.complete()
+        (line,) = lines
+        assert 'direction="inbound" bytes_sent=8 bytes_recv=3' in line
+        assert list(samples(node.metrics, "istio_tcp_received_bytes_total").values()) == [3]
+        assert list(samples(node.metrics, "istio_tcp_sent_bytes_total").values()) == [8]
+
+    with_node(tmp_path, check)
+
+
+def test_strangers_are_left_out(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = Record(node, Direction.INBOUND, SocketAddress("192.0.2.1", 1), SocketAddress("2001:db8::1", 80))
+        record.opened()
+        record.complete()
+        (line,) = lines
+        assert line.split("\t")[4].startswith(
+            'src.addr=192.0.2.1:1 dst.addr=[2001:db8::1]:80 direction="inbound" bytes_sent=0'
+        )
+
+    with_node(tmp_path, check)
+
+
+def test_names_come_from_baggage_where_the_mesh_knows_nobody(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.source_workload = None
+        record.source_labels = PeerLabels(canonical_service="svc", namespace="far", cluster="c2", known=True)
+        record.opened()
+        record.complete()
+        (line,) = lines
+        assert 'src.workload="svc" src.namespace="far"' in line
+        assert 'src.cluster="c2" dst.addr' in line
+
+    with_node(tmp_path, check)
+
+
+def test_the_opening_is_told_at_debug(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.opened()
+        (line,) = lines
+        assert line.split("\t")[1:4] == ["debug", "access", "connection opened"]
+        assert line.endswith('direction="outbound"')
+
+    with_node(tmp_path, check, {"RUST_LOG": "info,access=debug"})
+
+
+def test_a_filter_silences_what_it_names(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        for failure in (None, Failed("x")):
+            record = a_record(node)
+            record.opened()
+            record.complete(failure)
+        a_record(node).denied_early("y")
+        assert [line.split("\t")[1] for line in lines] == ["error"]
+
+    with_node(tmp_path, check, {"RUST_LOG": "error"})
+
+
+def test_completion_happens_once(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.opened()
+        record.complete(Failed("x", Flags.DENY))
+        record.complete()
+        assert len(list(lines)) == 1
+        (labels,) = samples(node.metrics, "istio_tcp_connections_closed_total")
+        assert 'response_flags="DENY"' in labels
+        assert list(samples(node.metrics, "istio_tcp_connections_failed_total").values()) == [1]
+
+    with_node(tmp_path, check)
+
+
+def test_a_drained_connection_has_not_failed(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.opened()
+        record.complete(of_reason(DRAINED))
+        assert list(samples(node.metrics, "istio_tcp_connections_closed_total").values()) == [1]
+        assert samples(node.metrics, "istio_tcp_connections_failed_total") == {}
+        assert 'error="connection closed due to connection drain"' in next(iter(lines))
+
+    with_node(tmp_path, check)
+
+
+def test_a_connection_that_turns_elsewhere_counts_once(tmp_path: Path) -> None:
+    """Nothing counts before it is known who answers, so that no counter ever falls."""
+
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.opened(settled=False)
+        assert samples(node.metrics, "istio_tcp_connections_opened_total") == {}
+        record.destination_labels = PeerLabels(workload="second", known=True)
+        record.settled()
+        record.settled()
+        (labels,) = samples(node.metrics, "istio_tcp_connections_opened_total")
+        assert 'destination_workload="second"' in labels
+        record.complete()
+        assert list(samples(node.metrics, "istio_tcp_connections_opened_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_closed_total").values()) == [1]
+
+    with_node(tmp_path, check)
+
+
+def test_a_connection_that_never_settles_counts_at_its_end(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        record = a_record(node)
+        record.opened(settled=False)
+        record.complete(Failed("x"))
+        assert list(samples(node.metrics, "istio_tcp_connections_opened_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_failed_total").values()) == [1]
+
+    with_node(tmp_path, check)

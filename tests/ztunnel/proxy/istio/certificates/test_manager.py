@@ -1,0 +1,357 @@
+"""The manager of certificates: who waits for what, what is kept, what is forgotten."""
+
+import asyncio
+import datetime
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+
+from hbone.errors import TlsReason
+from tests.hbone.certificates import Authority
+from tests.ztunnel.proxy.identity.material import (
+    CART,
+    WEB,
+    certificate,
+    handshake,
+)
+from xds.model.identity import SpiffeId
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.certificates.manager import (
+    CertificateManager,
+    IdentityError,
+    IssuedCertificate,
+    TlsPolicy,
+    WorkloadCertificate,
+)
+
+ROOT = Authority()
+WAIT_S = 10.0
+
+
+class Desk:
+    """An authority whose answers the test gives."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[tuple[SpiffeId, asyncio.Future[IssuedCertificate]]] = asyncio.Queue()
+        self.cancelled: list[SpiffeId] = []
+
+    async def issue(self, identity: SpiffeId) -> IssuedCertificate:
+        answer: asyncio.Future[IssuedCertificate] = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait((identity, answer))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.cancelled.append(identity)
+            raise
+
+    async def next(self) -> tuple[SpiffeId, asyncio.Future[IssuedCertificate]]:
+        return await asyncio.wait_for(self.asked.get(), WAIT_S)
+
+
+class Lists:
+    """Revocation lists that the test replaces."""
+
+    def __init__(self) -> None:
+        self.current = RevocationLists()
+        self.changed: Callable[[], None] = lambda: None
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+
+class Fixture:
+    def __init__(self, *, concurrency: int = 8) -> None:
+        self.desk = Desk()
+        self.lists = Lists()
+        self.ahead = datetime.timedelta()
+        self.manager = CertificateManager(
+            self.desk, now=self.now, jitter=lambda: 0.0, concurrency=concurrency, revocations=self.lists
+        )
+
+    def now(self) -> datetime.datetime:
+        return datetime.datetime.now(datetime.UTC) + self.ahead
+
+
+def run(body: Callable[[Fixture], Awaitable[None]], *, concurrency: int = 8) -> None:
+    async def main() -> None:
+        fixture = Fixture(concurrency=concurrency)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await body(fixture)
+        finally:
+            await fixture.manager.close()
+
+    asyncio.run(main())
+
+
+def test_all_who_wait_get_the_one_that_is_fetched() -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(f.manager.fetch(WEB)) for _ in range(5)]
+            identity, answer = await f.desk.next()
+            assert identity == WEB
+            assert f.manager.states() == {WEB: "Initializing"}
+            answer.set_result(certificate(ROOT))
+        assert len({id(task.result()) for task in waiting}) == 1
+        assert f.desk.asked.empty()
+        assert f.manager.current(WEB) is waiting[0].result()
+        assert f.manager.states() == {WEB: waiting[0].result()}
+
+    run(body)
+
+
+def test_a_certificate_is_not_used_in_its_last_second() -> None:
+    """RFC 5280 lets it be; but OpenSSL, at the other end, refuses it from notAfter on."""
+
+    async def main() -> None:
+        issued = certificate(ROOT)
+        now = [issued.not_after - datetime.timedelta(seconds=1)]
+        desk = Desk()
+        manager = CertificateManager(desk, now=lambda: now[0], jitter=lambda: 0.0)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(manager.fetch(WEB))
+            (await desk.next())[1].set_result(issued)
+        assert manager.current(WEB) is waiting.result()
+        now[0] = issued.not_after
+        assert manager.current(WEB) is None
+        await manager.close()
+
+    asyncio.run(main())
+
+
+def test_a_failure_is_told_at_once_until_a_retry_heals_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_exception(IdentityError("signing gRPC error (UNAVAILABLE): away"))
+        assert waiting.result() == "signing gRPC error (UNAVAILABLE): away"
+        assert await _outcome(f.manager, WEB) == "signing gRPC error (UNAVAILABLE): away"
+        assert f.manager.states() == {WEB: "Unavailable: signing gRPC error (UNAVAILABLE): away"}
+        assert f.desk.asked.empty()
+        (await f.desk.next())[1].set_result(certificate(ROOT))  # the first retry, a second later
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+        assert isinstance(await _outcome(f.manager, WEB), WorkloadCertificate)
+
+    run(body)
+    assert "certificate fetch failed" in caplog.text
+
+
+async def _outcome(manager: CertificateManager, identity: SpiffeId) -> WorkloadCertificate | str:
+    try:
+        return await manager.fetch(identity)
+    except IdentityError as error:
+        return str(error)
+
+
+def test_a_bug_of_an_authority_is_a_failure_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_exception(ZeroDivisionError("oops"))
+        assert waiting.result() == "internal error: ZeroDivisionError('oops')"
+
+    run(body)
+    assert "certificate fetch broke" in caplog.text
+
+
+def test_an_answer_that_breaks_us_is_a_failure_that_is_retried(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_result(None)  # type: ignore[arg-type]
+        assert "internal error" in str(waiting.result())
+        f.ahead = datetime.timedelta(seconds=10)
+        f.manager.prefetch((WEB,))
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+
+    run(body)
+    assert "certificate fetch broke" in caplog.text
+
+
+def test_a_watcher_that_breaks_stops_neither_the_others_nor_callers(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[WorkloadCertificate] = []
+
+    def breaks(identity: SpiffeId, certificate: WorkloadCertificate) -> None:
+        raise ValueError("no")
+
+    async def body(f: Fixture) -> None:
+        f.manager.watch(breaks)
+        f.manager.watch(lambda identity, certificate: told.append(certificate))
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(f.manager.fetch(WEB))
+            (await f.desk.next())[1].set_result(certificate(ROOT))
+        assert told == [waiting.result()]
+        f.lists.changed()
+        assert len(told) == 2
+
+    run(body)
+    assert "no" in caplog.text
+
+
+def test_renewal_at_half_life_changes_the_generation_and_a_failed_one_changes_nothing() -> None:
+    async def body(f: Fixture) -> None:
+        seen: list[WorkloadCertificate] = []
+        f.manager.watch(lambda identity, certificate: seen.append(certificate))
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(certificate(ROOT, to_day=1))
+        while not seen:
+            await asyncio.sleep(0)
+        f.ahead = datetime.timedelta(hours=1)  # half of the two days is over an hour later at most
+        f.manager.prefetch([])  # time has passed: look
+        _, answer = await f.desk.next()
+        answer.set_exception(IdentityError("away"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert f.manager.current(WEB) is seen[0]
+        _, answer = await f.desk.next()
+        answer.set_result(certificate(ROOT, to_day=3))
+        while len(seen) < 2:
+            await asyncio.sleep(0)
+        assert f.manager.current(WEB) is seen[1]
+        assert seen[1].generation > seen[0].generation
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("renewed", "words"),
+    [
+        (lambda: certificate(ROOT, from_day=1, to_day=3), "is valid from"),
+        (lambda: certificate(ROOT, CART, to_day=3), "is of spiffe://cluster.local/ns/shop/sa/cart"),
+        (
+            lambda: replace(certificate(ROOT, to_day=3), key_pem=certificate(ROOT).key_pem),
+            "cannot be used: OpenSSL refused",
+        ),
+    ],
+    ids=["not yet valid", "another identity", "another key"],
+)
+def test_a_bad_renewal_does_not_replace_a_good_certificate(
+    renewed: Callable[[], IssuedCertificate], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+        while (good := f.manager.current(WEB)) is None:
+            await asyncio.sleep(0)
+        f.ahead = datetime.timedelta(hours=1)
+        f.manager.prefetch([])
+        (await f.desk.next())[1].set_result(renewed())
+        while words not in caplog.text:
+            await asyncio.sleep(0)
+        assert f.manager.current(WEB) is good
+        (await f.desk.next())[1].set_result(certificate(ROOT, to_day=3))  # the retry
+        while f.manager.current(WEB) is good:
+            await asyncio.sleep(0)
+
+    run(body)
+
+
+def test_without_another_a_certificate_may_be_ahead_of_our_clock_by_minutes() -> None:
+    minute = 1 / 24 / 60
+
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_result(certificate(ROOT, from_day=1))
+        assert "check the clocks" in str(waiting.result())
+        (await f.desk.next())[1].set_result(certificate(ROOT, from_day=5 * minute))
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+
+    run(body)
+
+
+def test_an_expired_certificate_serves_nobody() -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+        f.ahead = datetime.timedelta(days=2)
+        assert f.manager.current(WEB) is None
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_result(certificate(ROOT))
+        assert "check the clocks" in str(waiting.result())
+
+    run(body)
+
+
+def test_the_forgotten_is_no_longer_fetched() -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            await f.desk.next()
+            f.manager.forget([WEB])
+        assert waiting.result() == "the identity is no longer needed"
+        assert f.manager.states() == {}
+        assert f.desk.cancelled == [WEB]
+
+    run(body)
+
+
+def test_a_place_freed_by_forgetting_is_used() -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB, CART])
+        identity, _ = await f.desk.next()
+        assert f.desk.asked.empty()
+        f.manager.forget([identity])
+        assert (await f.desk.next())[0] == ({WEB, CART} - {identity}).pop()
+
+    run(body, concurrency=1)
+
+
+def test_a_caller_who_goes_away_disturbs_nobody() -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            impatient = tasks.create_task(f.manager.fetch(WEB))
+            patient = tasks.create_task(f.manager.fetch(WEB))
+            _, answer = await f.desk.next()
+            impatient.cancel()
+            await asyncio.sleep(0)
+            answer.set_result(certificate(ROOT))
+        assert isinstance(patient.result(), WorkloadCertificate)
+
+    run(body)
+
+
+def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        issued = certificate(ROOT)
+        (await f.desk.next())[1].set_result(issued)
+        while (before := f.manager.current(WEB)) is None:
+            await asyncio.sleep(0)
+        seen: list[WorkloadCertificate] = []
+        f.manager.watch(lambda identity, certificate: seen.append(certificate))
+        f.lists.current = RevocationLists([x509.load_pem_x509_crl(ROOT.revoke(issued.chain[0]))])
+        f.lists.changed()
+        after = f.manager.current(WEB)
+        assert after is not None
+        assert seen == [after]
+        assert after.issued is before.issued
+        assert after.generation > before.generation
+        peer = WorkloadCertificate(issued, 1, TlsPolicy())
+        assert handshake(peer.client_context((str(WEB),)), before.server_context())[1].error is None
+        refused = handshake(peer.client_context((str(WEB),)), after.server_context())[1].error
+        assert refused is not None
+        assert refused.reason is TlsReason.REVOKED
+
+    run(body)
+    assert "our own certificate is revoked" in caplog.text
+
+
+def test_closed_means_closed() -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            await f.desk.next()
+            await f.manager.close()
+        assert waiting.result() == "the identity is no longer needed"
+        assert await _outcome(f.manager, CART) == "the identity is no longer needed"
+        assert f.desk.cancelled == [WEB]
+
+    run(body)

@@ -1,0 +1,152 @@
+"""Who may come in: verdicts, dry runs, policies that are late."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.proxy.istio.nodes import LOCAL, a_node
+from xds.model.address import SocketAddress
+from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.policy import Always, Never
+from xds.model.workload import PolicyKey
+from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
+from ztunnel.proxy.istio.path.node import Node
+
+SOURCE, TARGET = SocketAddress("10.0.0.1", 1), SocketAddress("127.0.0.1", 80)
+FACTS = ConnectionFacts(
+    source=SOURCE, direct_source=SOURCE, destination=TARGET, peer=PeerCertificate(uri_sans=("spiffe://a/b",))
+)
+NAMED = replace(LOCAL, authorization_policies=(PolicyKey("default/late"),))
+
+
+def policy(name: str, action: Action, *, holds: bool = True, dry_run: bool = False) -> AuthorizationPolicy:
+    scope = PolicyScope.WORKLOAD_SELECTOR if name == "late" else PolicyScope.GLOBAL
+    condition = Always() if holds else Never()
+    return AuthorizationPolicy(
+        name=name, namespace="default", scope=scope, action=action, condition=condition, dry_run=dry_run
+    )
+
+
+def judged(folder: Path, work: Callable[[Node, Authorizer, Record], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with a_node(folder, {"AUTHZ_POLICY_INFO_LOGGING": "true"}) as (node, _, _):
+            node.mesh.apply([LOCAL])
+            await work(node, Authorizer(node), Record(node, Direction.INBOUND, SOURCE, TARGET))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("policies", "refusal"),
+    [
+        ([], ""),
+        ([policy("a", Action.ALLOW)], ""),
+        ([policy("a", Action.ALLOW, holds=False)], "allow policies exist, but none allowed"),
+        ([policy("d", Action.DENY)], "explicitly denied by: default/d"),
+        ([policy("d", Action.DENY), policy("a", Action.ALLOW)], "explicitly denied by: default/d"),
+        ([policy("d", Action.DENY, holds=False)], ""),
+        ([policy("d", Action.DENY, dry_run=True)], ""),
+        ([policy("a", Action.ALLOW, holds=False, dry_run=True)], ""),
+    ],
+)
+def test_verdicts(tmp_path: Path, policies: list[AuthorizationPolicy], refusal: str) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply(policies)
+        assert bool(judge.verdict(LOCAL, FACTS).reason) is bool(refusal)
+        if not refusal:
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+            return
+        with pytest.raises(Denied, match=refusal):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+
+    judged(tmp_path, work)
+
+
+def test_decisions_are_counted_by_policy(tmp_path: Path) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        uses = node.metrics.policy_uses
+        await judge.authorize(LOCAL, FACTS, record, 0.0)
+        assert not len(uses), "without a policy there is no decision"
+        node.mesh.apply([policy("a", Action.ALLOW)])
+        await judge.authorize(LOCAL, FACTS, record, 0.0)
+        assert not judge.verdict(LOCAL, FACTS).reason
+        node.mesh.apply([policy("a", Action.ALLOW, holds=False)])
+        with pytest.raises(Denied):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+        node.mesh.apply([policy("d", Action.DENY)])
+        assert judge.verdict(LOCAL, FACTS).reason
+        with pytest.raises(Denied):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+        with pytest.raises(Denied):
+            await judge.authorize(NAMED, FACTS, record, 0.0)
+        now_s = node.clock.wall()
+        assert {use.policy: (use.allowed, use.denied, use.ended) for use in uses} == {
+            "default/a": (1, 0, 0),
+            NONE_MATCHED: (0, 1, 0),
+            "default/d": (0, 1, 1),
+            "default/late": (0, 1, 0),
+        }
+        assert all(0 <= now_s - use.last_s < 60 for use in uses)
+
+    judged(tmp_path, work)
+
+
+def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply(
+            [
+                policy("d", Action.DENY, dry_run=True),
+                policy("n", Action.ALLOW, holds=False, dry_run=True),
+            ]
+        )
+        await judge.authorize(LOCAL, FACTS, record, 0.0)
+        assert record.dry_run == "denied by default/d"
+        assert node.metrics.authorization_dry_run == {
+            ("default/d", "DENY", "denied"): 1,
+            ("default/n", "ALLOW", "denied"): 1,
+        }
+
+    caplog.set_level("INFO")
+    judged(tmp_path, work)
+    assert "dry-run: deny policy match policy=default/d" in caplog.messages
+    assert "dry-run: no allow policies match" in caplog.messages
+
+
+def test_a_policy_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply([NAMED])
+        assert judge.verdict(NAMED, FACTS).reason
+        async with asyncio.TaskGroup() as group:
+            admitted = group.create_task(judge.authorize(NAMED, FACTS, record, 10.0))
+            await asyncio.sleep(0)
+            assert not admitted.done()
+            node.mesh.apply([policy("late", Action.ALLOW)])
+        assert not judge.verdict(NAMED, FACTS).reason
+
+    judged(tmp_path, work)
+
+
+def test_a_policy_that_never_comes_lets_nobody_in(tmp_path: Path) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply([NAMED])
+        with pytest.raises(Denied, match="policy default/late has not arrived"):
+            await judge.authorize(NAMED, FACTS, record, 0.01)
+
+    judged(tmp_path, work)
+
+
+def test_a_workload_that_stops_naming_it_is_let_in(tmp_path: Path) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply([NAMED])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(judge.authorize(NAMED, FACTS, record, 10.0))
+            await asyncio.sleep(0)
+            node.mesh.apply([LOCAL])
+
+    judged(tmp_path, work)

@@ -1,0 +1,365 @@
+"""Connections that pods open: how they end, SOCKS5, and double tunnels."""
+
+import asyncio
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hbone.aio.relay import ByteCounts, relay
+from hbone.aio.server import Request
+from hbone.aio.socket import PlainSocket
+from hbone.errors import ErrorCode
+from tests.ztunnel.proxy.istio.outbound_case import (
+    FAR,
+    FAR_SIDE,
+    GATEWAY,
+    GATEWAY_HOST,
+    POD,
+    REMOTE,
+    through_gateway,
+)
+from tests.ztunnel.proxy.istio.pods import (
+    APP_PORT,
+    CLIENT,
+    ELSEWHERE,
+    OTHER,
+    ROOT,
+    SERVER,
+    VIP,
+    Cluster,
+    certificate,
+    echo,
+    endpoint,
+    identity,
+    pass_on,
+    play,
+    refusing,
+    shop,
+    workload,
+)
+from xds.model.address import SocketAddress
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.outcome import DRAINED
+from ztunnel.proxy.istio.settings.config import OUTBOUND_PORT
+
+# Ends of relays
+
+
+def test_a_reset_of_the_client_reaches_the_far_side_as_an_ordinary_end(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        client = cluster.dial(f"{SERVER}:{APP_PORT}")
+        await client.send(b"hello")
+        assert await client.read(5) == b"hello"
+        client.reset()
+        line = await cluster.line()
+        assert "error" not in line
+        assert cluster.closed() == {"-": 1}
+
+    play(tmp_path, body)
+
+
+def test_a_broken_tunnel_connection_is_an_error_of_the_peer(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        peer = cluster.peer("server", SERVER)
+
+        async def breaks(request: Request) -> None:
+            request.accept()
+            await asyncio.sleep(0.01)
+            request.connection.abort("dies")
+
+        peer.answer = breaks
+        client = cluster.dial(f"{SERVER}:{APP_PORT}")
+        assert await client.read_all() == b""
+        assert (await cluster.line())["error"].startswith("receive: ")
+        assert cluster.closed() == {"CONNECT": 1}
+
+    play(tmp_path, body)
+
+
+def test_a_connect_error_is_the_reset_of_the_application(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        peer = cluster.peer("server", SERVER)
+
+        async def resets(request: Request) -> None:
+            tunnel = request.accept()
+            await asyncio.sleep(0.01)
+            request.connection.reset(tunnel, ErrorCode.CONNECT_ERROR)
+
+        peer.answer = resets
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").is_reset()
+        assert "error" not in await cluster.line()
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("host", [SERVER, VIP], ids=["waiting for a gate", "relaying"])
+def test_stopping_the_pod_ends_what_runs(tmp_path: Path, host: str) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        cluster.wire.gates[SocketAddress(SERVER, APP_PORT)] = asyncio.Event()
+        cluster.application(VIP, APP_PORT, greeting=b"hi")
+        client = cluster.dial(f"{host}:{APP_PORT}")
+        if host == VIP:
+            assert await client.read(2) == b"hi"
+        else:
+            await cluster.until(lambda: cluster.wire.dialled)
+        await cluster.pods["client"].stop()
+        await client.read_all()
+        line = await cluster.line()
+        assert line["error"] == DRAINED
+        assert cluster.closed() == {"-": 1}
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("gone", ["captured", "socks"])
+def test_a_client_that_is_gone_leaves_nothing(tmp_path: Path, gone: str) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        if gone == "captured":
+            client = cluster.sockets["client"].arrives(OUTBOUND_PORT, None, CLIENT)
+        else:
+            client = cluster.socks()
+            await client.send(b"\x05")
+            client.reset()
+        await cluster.until(lambda: cluster.is_idle)
+        if gone == "captured":
+            assert await client.read_all() == b""
+        assert cluster.lines() == []
+        began_s = cluster.node.clock.monotonic()
+        await cluster.pods["client"].drain(20.0)
+        assert cluster.node.clock.monotonic() - began_s < 0.5, "it still counts as arriving"
+
+    play(tmp_path, body)
+
+
+# Cancelled before the first step: what a callback was given must not leak
+
+
+@pytest.mark.parametrize("port", [15001, 15080, 15006, 15008])
+def test_a_connection_that_ends_before_it_begins_leaves_nothing(tmp_path: Path, port: int) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        client = cluster.sockets["client"].arrives(port, SocketAddress(SERVER, 80), OTHER)
+        await cluster.pods["client"].stop()
+        assert await client.read_all() == b""
+        assert cluster.is_idle
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("port", [15001, 15080, 15006, 15008])
+def test_a_connection_that_is_accepted_after_the_end_leaves_nothing(tmp_path: Path, port: int) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        await cluster.pods["client"].stop()
+        client = cluster.sockets["client"].arrives(port, SocketAddress(SERVER, 80), OTHER)
+        assert await client.read_all() == b""
+        assert cluster.is_idle
+
+    play(tmp_path, body)
+
+
+# SOCKS5
+
+
+class Names:
+    """A pod's names."""
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        return SERVER if name == "server.example" else None
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+def test_a_socks_client_dials_by_name(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD, dns=Names())
+        cluster.peer("server", SERVER)
+        client = cluster.socks()
+        await client.send(b"\x05\x01\x00")
+        assert await client.read(2) == b"\x05\x00"
+        await client.send(b"\x05\x01\x00\x03\x0eserver.example" + APP_PORT.to_bytes(2, "big"))
+        assert (await client.read(10))[:2] == b"\x05\x00"
+        assert await client.ask() == b"ping"
+        assert (await cluster.line())["dst.workload"] == "server"
+
+    play(tmp_path, body)
+
+
+def test_a_socks_client_without_names_is_refused(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        client = cluster.socks()
+        await client.send(b"\x05\x01\x00" + b"\x05\x01\x00\x03\x0eserver.example\x00\x50")
+        assert await client.read_all() == b"\x05\x00" + b"\x05\x04\x00\x01" + bytes(6)
+        assert cluster.lines() == []
+
+    play(tmp_path, body)
+
+
+# Double tunnels
+
+
+def double(cluster: Cluster) -> None:
+    far = endpoint("far-server", network=FAR, network_gateway=GATEWAY, node=ELSEWHERE)
+    names = (identity("far-server"),)
+    cluster.mesh.apply([shop(subject_alt_names=names), far, workload("gateway", GATEWAY_HOST, node=ELSEWHERE)])
+
+
+@pytest.mark.parametrize("where", ["outer", "inner", "inner certificate", "silence"])
+def test_a_double_tunnel_that_fails_closes_both(tmp_path: Path, where: str) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        shown = certificate(identity("another")) if where == "inner certificate" else None
+        inner = cluster.peer("far-server", "127.0.2.1", shown=shown)
+        gateway = cluster.peer("gateway", GATEWAY_HOST)
+
+        async def answer(request: Request) -> None:
+            await pass_on(cluster, request.accept(), FAR_SIDE)
+
+        async def never(request: Request) -> None:
+            await asyncio.sleep(100)
+
+        gateway.answer = refusing(503) if where == "outer" else answer
+        if where == "inner":
+            inner.answer = refusing(401)
+        elif where == "silence":
+            inner.answer = never
+        assert await cluster.dial(f"{VIP}:80").ask() == b""
+        line = await cluster.line()
+        error = line["error"]
+        if where == "outer":  # nobody knows more than the gateway
+            assert (line["dst.workload"], line["dst.identity"]) == ("gateway", identity("gateway"))
+            (series,) = cluster.node.metrics.series
+            assert identity("gateway") in series.labels
+            assert identity("far-server") not in series.labels
+        expected = {
+            "outer": "http status: 503 Service Unavailable",
+            "inner": "http status: 401 Unauthorized",
+            "inner certificate": "io error: identity verification error",
+            "silence": "http status: the peer did not answer in time",
+        }
+        assert error.startswith(expected[where])
+
+    play(tmp_path, body)
+
+
+def test_the_last_words_of_a_double_tunnel_have_limited_time(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        gateway, inner = await through_gateway(cluster, far="far-server")
+        hold = asyncio.Event()
+
+        async def holds(request: Request) -> None:
+            """A gateway that never ends its side."""
+            sock = await cluster.wire.connect(FAR_SIDE, GATEWAY_HOST, None)
+            end = PlainSocket(sock, cluster.node.poller)
+            tunnel = request.accept()
+            running = relay(tunnel, end, ByteCounts())
+            await hold.wait()
+            running.abort("over")
+            end.close()
+
+        async def ends(request: Request) -> None:
+            await echo(request.accept())
+
+        gateway.answer, inner.answer = holds, ends
+        began_s = cluster.node.clock.monotonic()
+        assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+        await cluster.line()
+        assert cluster.node.clock.monotonic() - began_s < 40
+        hold.set()
+
+    play(tmp_path, body)
+
+
+def test_a_double_tunnel_that_is_ended_has_no_last_words(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        await through_gateway(cluster, far="far-server")
+        client = cluster.dial(f"{VIP}:80")
+        await client.send(b"hello")
+        assert await client.read(5) == b"hello"
+        await cluster.pods["client"].stop()
+        await client.read_all()
+        assert (await cluster.line())["error"] == DRAINED
+
+    play(tmp_path, body)
+
+
+def test_a_revoked_far_side_ends_its_double_tunnel(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        _, inner = await through_gateway(cluster, far="far-server")
+        client = cluster.dial(f"{VIP}:80")
+        await client.send(b"hello")
+        assert await client.read(5) == b"hello"
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(inner.shown.issued.chain[0])))
+        await client.read_all()
+        line = await cluster.line()
+        assert line["error"] == "connection closed: peer certificate revoked by CRL"
+        assert cluster.closed() == {"CERT_REVOKED": 1}
+        assert cluster.node.metrics.crl_rejections["source"] == 1
+
+    play(tmp_path, body)
+
+
+def test_a_revoked_peer_loses_its_connection(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        peer = cluster.peer("server", SERVER)
+        client = cluster.dial(f"{SERVER}:{APP_PORT}")
+        await client.send(b"hello")
+        assert await client.read(5) == b"hello"
+        cluster.revoke(RevocationLists())
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(peer.shown.issued.chain[0])))
+        await client.read_all()
+        assert cluster.closed() == {"CERT_REVOKED": 1}
+        await cluster.line()
+
+    play(tmp_path, body)
+
+
+def test_a_double_tunnel_without_descriptors_closes_its_outer_tunnel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        gateway = cluster.peer("gateway", GATEWAY_HOST)
+
+        async def hold(request: Request) -> None:
+            tunnel = request.accept()
+            while not tunnel.gone:
+                await asyncio.sleep(0.1)
+
+        gateway.answer = hold
+
+        def full() -> tuple[socket.socket, socket.socket]:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        client = cluster.dial(f"{VIP}:80")
+        monkeypatch.setattr(socket, "socketpair", full)
+        assert await client.ask() == b""
+        assert "Too many open files" in (await cluster.line())["error"]
+        await cluster.until(lambda: not gateway.connections[0].open_streams)
+
+    play(tmp_path, body)

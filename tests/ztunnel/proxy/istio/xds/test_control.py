@@ -1,0 +1,153 @@
+"""What the control plane says, from the embedded one over a Unix socket: when it counts as heard, and as away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.istio.nodes import LOCAL
+from xds.errors import ConfigError
+from xds.model.mesh import Mesh
+from xds.protocol.resource import Update, UpdateRejected
+from ztunnel.control_plane.server import ControlPlane as Server
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.environment import config_from
+from ztunnel.proxy.istio.xds import control as module
+from ztunnel.proxy.istio.xds.control import ADDRESS, AUTHORIZATION, ControlPlane
+
+MESH = """
+nodes: {w1: {}, w2: {}}
+pods:
+  a: {node: w1, addresses: [10.0.0.1]}
+  b: {node: w2, addresses: [10.0.0.2]}
+"""
+WAIT_S = 10.0
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def server(folder: Path) -> AsyncIterator[None]:
+    (folder / "mesh.yaml").write_text(MESH)
+    plane = Server(folder / "mesh.yaml", [f"unix:{folder}/xds"], folder / "ca")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(plane.run())
+        await plane.ready.wait()
+        yield
+        running.cancel()
+
+
+def client(folder: Path, env: Mapping[str, str] | None = None) -> tuple[ControlPlane, Mesh, Metrics]:
+    given = {"XDS_ADDRESS": f"unix:{folder}/xds", "NODE_NAME": "w1", "ISTIO_META_DNS_CAPTURE": "false"}
+    config = config_from({**given, **(env or {})}, cpus=1, read_file=lambda path: None)
+    mesh, metrics = Mesh(node="w1"), Metrics("v", 100)
+    return ControlPlane(config, mesh, metrics), mesh, metrics
+
+
+def test_both_kinds_make_ready(tmp_path: Path) -> None:
+    async def main() -> None:
+        control, mesh, metrics = client(tmp_path)
+        async with control:
+            assert not control.ready.is_set()
+            await until(lambda: metrics.xds_terminations().get("ConnectionError", 0) >= 2)
+            assert control.staleness_s > 0
+            async with server(tmp_path):
+                async with asyncio.timeout(WAIT_S):
+                    await control.ready.wait()
+                assert control.staleness_s == 0
+                assert {workload.name for workload in mesh.workloads()} == {"a", "b"}
+                assert metrics.xds_messages == {ADDRESS: 1, AUTHORIZATION: 1}
+                assert metrics.xds_bytes[ADDRESS] > 50
+                assert metrics.xds_bytes[AUTHORIZATION] == 0
+            await until(lambda: control.staleness_s > 0.1)
+            assert control.ready.is_set()
+            assert {workload.name for workload in mesh.workloads()} == {"a", "b"}
+            ended = metrics.xds_terminations()
+            assert set(ended) <= {"ConnectionError", "Error", "Reconnect", "Complete"}
+            assert sum(ended.values()) >= 3
+
+    asyncio.run(main())
+
+
+def test_a_refused_answer_makes_nobody_ready(tmp_path: Path) -> None:
+    async def main() -> None:
+        control, _, metrics = client(tmp_path)
+
+        async def refuse(update: Update) -> None:
+            raise UpdateRejected("no")
+
+        async def take(update: Update) -> None:
+            pass
+
+        for type_url, receive in ((ADDRESS, take), (AUTHORIZATION, refuse)):
+            with contextlib.suppress(UpdateRejected):
+                await control._counted(type_url, receive)(Update(type_url=type_url, version="", resources=()))
+        assert not control.ready.is_set()
+        assert metrics.xds_messages == {ADDRESS: 1, AUTHORIZATION: 1}
+        await control._counted(AUTHORIZATION, take)(Update(type_url=AUTHORIZATION, version="", resources=()))
+        assert control.ready.is_set()
+
+    asyncio.run(main())
+
+
+def test_on_demand_only_policies_make_ready(tmp_path: Path) -> None:
+    async def main() -> None:
+        control, mesh, _ = client(tmp_path, {"XDS_ON_DEMAND": "true"})
+        assert control.on_demand
+        async with server(tmp_path), control:
+            async with asyncio.timeout(WAIT_S):
+                await control.ready.wait()
+            await control.ask("/10.0.0.2")
+            assert mesh.workload_at("", "10.0.0.2") is not None
+            for unknown in ("/192.0.2.1", "default/nobody.example.com", "Kubernetes//Pod/default/nobody"):
+                await control.ask(unknown)
+            assert mesh.workload_at("", "192.0.2.1") is None
+
+    asyncio.run(main())
+
+
+def test_on_demand_a_question_outlives_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.05)
+
+    async def main() -> None:
+        control, mesh, _ = client(tmp_path, {"XDS_ON_DEMAND": "true"})
+        async with control:
+            results = await asyncio.gather(*(control.ask("/10.0.0.2") for _ in range(3)), return_exceptions=True)
+            assert [type(result) for result in results] == [TimeoutError] * 3
+            async with server(tmp_path):
+                await until(lambda: mesh.workload_at("", "10.0.0.2") is not None)
+
+    asyncio.run(main())
+
+
+def test_without_a_control_plane_it_is_ready_at_once(tmp_path: Path) -> None:
+    workload = f"{{uid: {LOCAL.uid}, name: local, namespace: default, workloadIps: [127.0.0.1], services: {{}}}}"
+    local = f"workloads: [{workload}]\npolicies: []\nservices: []\n"
+
+    async def main() -> None:
+        control, mesh, metrics = client(tmp_path, {"XDS_ADDRESS": "", "LOCAL_XDS": local})
+        async with control:
+            assert control.ready.is_set()
+            assert not control.on_demand
+            assert control.staleness_s == 0
+            assert metrics.xds_terminations() == {}
+            assert mesh.workload_at("", "127.0.0.1") is not None
+
+    asyncio.run(main())
+
+
+def test_a_local_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        control, _, _ = client(tmp_path, {"XDS_ADDRESS": "", "LOCAL_XDS_PATH": str(tmp_path / "nothing.yaml")})
+        with pytest.raises(ConfigError, match=r"nothing\.yaml"):
+            async with control:
+                pass
+
+    asyncio.run(main())

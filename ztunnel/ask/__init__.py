@@ -1,0 +1,1 @@
+"""Commands that ask a running proxy, or judge saved state: inspect, simulate, limits."""

@@ -1,0 +1,195 @@
+"""Completion in a shell: ``ztunnel completion bash`` prints what makes the shell ask this program at each TAB.
+
+The words come back to ``ztunnel completion --words``, which answers with the candidates for the last one, a line
+each: commands and flags from their parsers, names from a running proxy and from kubectl.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ztunnel.ask.inspect.parts import (
+    NoSuchPart,
+    names_of,
+    part,
+    parts_of,
+)
+from ztunnel.ask.inspect.source import AskFailed, ask_json
+from ztunnel.runtime.console.subcommands import subcommands
+
+#: The longest that somebody waits for names after a TAB.
+_NAMES_S: Final = 1.0
+
+SCRIPTS: Final[Mapping[str, str]] = {
+    # The line is parted again: the shell's own words end at colons, which addresses and services have.
+    "bash": r"""_ztunnel() {
+    local line=${COMP_LINE:0:COMP_POINT} words last
+    read -ra words <<< "$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    last=${words[-1]}
+    mapfile -t COMPREPLY < <(ztunnel completion --words "${words[@]:1}" 2>/dev/null)
+    COMPREPLY=("${COMPREPLY[@]#"${last%"${last##*:}"}"}")
+}
+complete -o default -F _ztunnel ztunnel
+""",
+    "zsh": r"""#compdef ztunnel
+_ztunnel() {
+    local -a found
+    found=(${(f)"$(ztunnel completion --words "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    (( $#found )) && compadd -- $found || _files
+}
+compdef _ztunnel ztunnel
+""",
+    "fish": r"""function __ztunnel
+    ztunnel completion --words (commandline -opc)[2..] (commandline -ct) 2>/dev/null
+end
+complete -c ztunnel -a '(__ztunnel)'
+""",
+}
+
+
+def candidates(
+    parser: argparse.ArgumentParser, words: Sequence[str], names: Callable[[str], Iterable[str]] = lambda _: ()
+) -> list[str]:
+    """Return what the last word may become, in order; nothing where it may be a file.
+
+    Args:
+        parser: of the whole program.
+        words: after the program's name; the last one is begun, perhaps empty.
+        names: returns names for an argument, by its name in the parser.
+    """
+    *given, last = words or [""]
+    waiting: argparse.Action | None = None
+    place = 0
+    for word in given:
+        if waiting is not None:
+            waiting = None
+        elif word.startswith("-"):
+            option = parser._option_string_actions.get(word)
+            waiting = option if option is not None and option.nargs != 0 else None
+        elif word in subcommands(parser):
+            parser, place = subcommands(parser)[word], 0
+        else:
+            place += 1
+    found: Iterable[str]
+    if waiting is not None:
+        found = map(str, waiting.choices) if waiting.choices else names(waiting.dest)
+    elif last.startswith("-"):
+        found = parser._option_string_actions
+    elif below := subcommands(parser):
+        found = below
+    else:
+        arguments = [action for action in parser._actions if not action.option_strings]
+        argument = arguments[place] if place < len(arguments) else None
+        choices = argument.choices if argument is not None else None
+        found = map(str, choices) if choices else names(argument.dest) if argument is not None else ()
+    return sorted({each for each in found if each.startswith(last)})
+
+
+def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[str]]:
+    """Return what gives :func:`candidates` names: of the proxy that a line asks, and of the cluster of kubectl.
+
+    None where there is no answer within :data:`_NAMES_S`. A proxy behind ``--pod`` or ``--node`` is not asked: to
+    reach it takes longer than that.
+    """
+    command = words[0] if words else ""
+    if "--address" in words[:-2]:
+        address = words[words.index("--address") + 1]
+    remote = "--pod" in words[:-1] or "--node" in words[:-1]
+
+    def names(argument: str) -> Iterable[str]:
+        try:
+            if argument in _OF_CLUSTER and (command, argument) not in _OF_DUMP:
+                return _of_cluster(_OF_CLUSTER[argument], words)
+            if (command, argument) == ("log", "level"):
+                return _LEVELS
+            if remote:
+                return ()
+            if argument == "connection":
+                return list(_sources(ask_json(address, "/connections", limit_s=_NAMES_S)))
+            read = _OF_DUMP.get((command, argument)) or _OF_DUMP.get(("", argument))
+            if read is None:
+                return ()
+            return list(read(ask_json(address, "/config_dump", limit_s=_NAMES_S), words))
+        except (AskFailed, NoSuchPart, TypeError, AttributeError, KeyError):
+            return ()  # at a TAB nothing is said, whatever answers there
+
+    return names
+
+
+def _of_cluster(kind: str, words: Sequence[str]) -> list[str]:
+    from ztunnel.ask.inspect.kubectl import Kubectl, Unreachable  # what starts processes takes a while to import
+
+    context = words[words.index("--context") + 1] if "--context" in words[:-2] else ""
+    try:
+        return list(Kubectl(context).names(kind, _NAMES_S))
+    except Unreachable:
+        return []
+
+
+def _sources(page: Any) -> Iterator[str]:
+    if isinstance(page.get("connections"), list):
+        yield from (str(each["source"]) for each in page["connections"])
+        return
+    for state in page.values():
+        for entries in (state.get("connections") or {}).values():
+            yield from (str(each["src"]) for each in entries)
+
+
+def _pods(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    for each in dump.get("workloads") or []:
+        yield f"{each.get('namespace')}/{each.get('name')}"
+
+
+def _services(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    for each in dump.get("services") or []:
+        yield from (f"{each.get('hostname')}:{port}" for port in each.get("ports", {}))
+
+
+def _namespaces(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    for key in ("workloads", "services", "policies"):
+        yield from (str(each["namespace"]) for each in dump.get(key) or [] if each.get("namespace"))
+
+
+def _identities(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    for each in dump.get("workloads") or []:
+        domain = each.get("trustDomain") or "cluster.local"
+        account = each.get("serviceAccount") or "default"
+        yield f"spiffe://{domain}/ns/{each.get('namespace')}/sa/{account}"
+
+
+def _policies(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    for each in dump.get("policies") or []:
+        yield f"{each.get('namespace')}/{each.get('name')}"
+
+
+def _parts(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    yield from parts_of(dump)
+
+
+def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
+    """Yield the names of the entries of the part that the line names: its last word but one."""
+    found = part(dump, words[-2])
+    listed = found if isinstance(found, list) else []
+    if isinstance(found, Mapping):
+        yield from (key for key, value in found.items() if not isinstance(value, list))
+        listed = [each for value in found.values() if isinstance(value, list) for each in value]
+    for each in listed:
+        yield from list(names_of(each))[:1]
+
+
+#: What kubectl lists for a flag.
+_OF_CLUSTER: Final[Mapping[str, str]] = {"pod": "pods", "node": "nodes"}
+_LEVELS: Final = ("error", "warn", "info", "debug", "trace", "off")
+#: What of a dump names a command's argument; without a command, that of any.
+_OF_DUMP: Final[Mapping[tuple[str, str], Callable[[Any, Sequence[str]], Iterator[str]]]] = {
+    ("explain", "source"): _pods,
+    ("explain", "destination"): _services,
+    ("", "identity"): _identities,
+    ("", "namespace"): _namespaces,
+    ("tap", "pod"): _pods,  # on the node of the proxy, by its admin server
+    ("simulate", "remove"): _policies,
+    ("simulate", "enforce"): _policies,
+    ("config", "part"): _parts,
+    ("config", "entry"): _entries,
+}

@@ -1,0 +1,289 @@
+"""``ztunnel explain``: asks what would become of a connection, or why one became what it did.
+
+Exit status: 0: every connection asked about would be allowed; 1: one would be refused; 2: about one there is no
+answer.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ztunnel.ask.inspect.outline import outline
+from ztunnel.ask.inspect.seen import (
+    BadLine,
+    Seen,
+    live,
+    logged,
+    told_of,
+)
+from ztunnel.ask.inspect.source import (
+    AskFailed,
+    add_source,
+    ask_json,
+    failed,
+    reaching,
+    read_json,
+)
+from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
+from ztunnel.proxy.envoy.path.verdict import verdict_of
+from ztunnel.runtime.console.terminal import print_outline
+
+if TYPE_CHECKING:
+    from ztunnel.ask.inspect.saved import SavedMesh
+    from ztunnel.ask.inspect.saved_envoy import SavedEnvoy
+
+Answer = dict[str, Any]
+
+_NOT_FOUND: Final = 404
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``explain`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
+    explain = subparsers.add_parser(
+        "explain",
+        help="say what would become of a connection, and why",
+        usage="ztunnel explain [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE)",
+        description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies. "
+        "Of a live or logged one it is said what the present configuration decides, and which way it took. "
+        "Exit status 1 where one would be refused, 2 where there is no answer.",
+    )
+    explain.add_argument(
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="an address; in an Istio mesh also NAMESPACE/POD or a SPIFFE id",
+    )
+    explain.add_argument(
+        "destination",
+        nargs="?",
+        metavar="DESTINATION",
+        help="ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE[:PORT] and NAMESPACE/POD:PORT",
+    )
+    explain.add_argument("--from", dest="given_source", metavar="SOURCE", help="the same as the first word")
+    explain.add_argument("--to", dest="given_destination", metavar="DESTINATION", help="the same as the second")
+    explain.add_argument(
+        "--connection",
+        metavar="SRC:PORT[-DST:PORT]",
+        help="a live one, by what `ztunnel connections` shows; in Envoy's dialect also its id",
+    )
+    explain.add_argument(
+        "--log-line", metavar="LINE", help="one of the access log; - reads lines from standard input"
+    )
+    explain.add_argument(
+        "--identity", metavar="ID", help="SPIFFE id that the client shows, if not the source's own"
+    )
+    explain.add_argument("--listener", metavar="NAME", help="that accepts it (Envoy's dialect)")
+    explain.add_argument(
+        "--far",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="admin server of another node's proxy, which adds its verdict about tunnels that end there "
+        "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",
+    )
+    add_source(explain)
+    explain.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
+    explain.set_defaults(run=reaching(run))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, and return the exit status."""
+    words = [each for each in (args.source, args.destination) if each is not None]
+    # What is not given as a flag are the words, in their order.
+    args.source = args.given_source or (words.pop(0) if words else None)
+    args.destination = args.given_destination or (words.pop(0) if words else None)
+    ways = (args.source is not None, args.connection is not None, args.log_line is not None)
+    if words or sum(ways) != 1 or (args.source is None) != (args.destination is None):
+        return failed(args, "give SOURCE and DESTINATION, or --connection, or --log-line; see --help")
+    if args.file == "-" and args.log_line == "-":
+        return failed(args, "standard input is either --file or --log-line")
+    try:
+        asked = _Answers(args)
+        if args.source is not None:
+            answers = [asked.ask({"source": args.source, "destination": args.destination})]
+        else:
+            answers = list(_of_seen(args, asked))
+    except AskFailed as error:
+        return failed(args, str(error))
+    except (TypeError, AttributeError, KeyError) as error:  # JSON of another shape
+        return failed(args, f"{args.file or args.address}: not a page or dump of a proxy: {error}")
+    if args.source is not None:
+        _print(args, answers[0], answers)
+    else:
+        _print(args, answers, answers)
+    if any("no_answer" in answer for answer in answers):
+        return 2
+    return 1 if any(map(_is_refusal, answers)) else 0
+
+
+class _Answers:
+    """Answers of a running proxy, or from a dump: a saved one, or that of a proxy without ``/explain``."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._address = args.address
+        self._file = args.file
+        self._given = {"identity": args.identity, "listener": args.listener}
+        self._far: Sequence[str] = args.far
+        self._dump: Mapping[str, Any] = {}
+        self._identity_at: Mapping[str, str] = {}
+        self._saved: SavedMesh | SavedEnvoy | None = None
+        if args.file is not None:
+            self._read(read_json(args.file))
+
+    def ask(self, question: Mapping[str, str]) -> Answer:
+        """Return the answer to the parameters of ``/explain``.
+
+        Raises:
+            AskFailed: there is none; with a status where another question may have one.
+        """
+        asked = {**{name: value for name, value in self._given.items() if value}, **question}
+        answer = self._near(asked)
+        if "hop" in answer and self._far:
+            for end in _tunnel_ends(answer["hop"]):
+                self._ask_far(answer["source"], end)
+            answer["verdict"] = verdict_of(answer["hop"])
+        return answer
+
+    def _near(self, asked: Mapping[str, str]) -> Answer:
+        if self._saved is None:
+            try:
+                answer: Answer = ask_json(self._address, "/explain", asked)
+            except AskFailed as error:
+                if error.status != _NOT_FOUND or not self._has_no_page(error):
+                    raise
+            else:
+                return answer
+        assert self._saved is not None
+        try:
+            return self._saved.ask(asked)
+        except ValueError as error:  # a BadQuestion, each dialect has its own
+            raise AskFailed(str(error), status=400) from None
+
+    def _ask_far(self, source: str, end: Answer) -> None:
+        """Add what the proxy says that ends a tunnel; one that has no such pod ends no TLS for it."""
+        asked = {
+            "source": source,
+            "destination": end["tunnel"]["authority"],
+            "identity": end["tls"]["identity"][0],
+        }
+        for address in self._far:
+            told = ask_json(address, "/explain", asked)
+            if "tls" in told.get("hop", {}):
+                end["inbound"] = told["hop"]
+                return
+
+    def live(self, wanted: str) -> Iterator[Seen]:
+        """Yield the live connections that are meant.
+
+        Raises:
+            AskFailed: there is no table of them.
+        """
+        if self._saved is None:
+            try:
+                return live(ask_json(self._address, "/connections"), wanted)
+            except AskFailed as error:
+                if error.status != _NOT_FOUND or not self._has_no_page(error):
+                    raise
+        assert self._saved is not None
+        if is_envoy_dump(self._dump):
+            raise AskFailed(f"{self._file or self._address}: a dump of Envoy's dialect has no connections")
+        return live(self._dump.get("workloadState") or {}, wanted, self._identity_at)
+
+    def _has_no_page(self, error: AskFailed) -> bool:
+        """Take the dump of a proxy without the page, a Rust ztunnel or an Envoy; return whether it is one.
+
+        A proxy of ours in Envoy's dialect answers 404, too, about a listener that it does not have.
+        """
+        dump = ask_json(self._address, "/config_dump", {"include_eds": ""})
+        if is_envoy_dump(dump) and "invalid path" not in str(error):
+            return False
+        self._read(dump)
+        return True
+
+    def _read(self, dump: Any) -> None:
+        from xds.errors import ConfigError
+        from ztunnel.runtime.clock import SystemClock
+
+        name = self._file or self._address
+        try:
+            # Either front end takes a while to import, and only answers without a proxy need one.
+            if is_envoy_dump(dump):
+                from ztunnel.ask.inspect.saved_envoy import SavedEnvoy
+
+                self._dump, self._saved = dump, SavedEnvoy(dump, SystemClock())
+            else:
+                from ztunnel.ask.inspect.saved import SavedMesh
+
+                self._dump = mesh_dump(dump)
+                self._saved = mesh = SavedMesh(self._dump, SystemClock().wall())
+                self._identity_at = mesh.identity_at
+        except (NotAMesh, ConfigError) as error:
+            raise AskFailed(f"{name}: {error}") from None
+
+
+def _tunnel_ends(hop: Mapping[str, Any]) -> Iterator[Answer]:
+    """Yield the endpoints of tunnels whose far end has not been judged yet (Envoy's dialect)."""
+    for cluster in hop.get("clusters") or ():
+        for endpoint in cluster.get("endpoints") or ():
+            if "hop" in endpoint:
+                yield from _tunnel_ends(endpoint["hop"])
+            elif "tunnel" in endpoint and "inbound" not in endpoint and (endpoint["tls"] or {}).get("identity"):
+                yield endpoint
+
+
+def _of_seen(args: argparse.Namespace, answers: _Answers) -> Iterator[Answer]:
+    """Yield an answer for each connection that is meant.
+
+    Raises:
+        AskFailed: none is, or the proxy does not answer at all.
+    """
+    found = False
+    is_live = args.connection is not None
+    for seen in answers.live(args.connection) if is_live else _logged(args.log_line, args.identity or ""):
+        found = True
+        if isinstance(seen, str):
+            yield {"no_answer": seen}
+            continue
+        try:
+            yield told_of(seen, answers.ask(seen.asked))
+        except AskFailed as error:
+            if not error.status:
+                raise
+            yield {"seen": dict(seen.shown), "no_answer": str(error)}
+    if not found:
+        nothing = f"no live connection is {args.connection}; `ztunnel connections` lists them"
+        raise AskFailed(nothing if is_live else "not a line of an access log")
+
+
+def _logged(line: str, identity: str) -> Iterator[Seen | str]:
+    """Yield the connections of access lines, each question once, and for a line that cannot be used, why."""
+    asked: set[tuple[tuple[str, str], ...]] = set()
+    for each in sys.stdin if line == "-" else [line]:
+        try:
+            seen = logged(each, identity)
+        except BadLine as error:
+            yield f"{error}: {each.strip()}"
+            continue
+        if seen is None:
+            continue
+        # The client's port is another one each time, and no policy asks for it.
+        question = {**seen.asked, "source": seen.asked["source"].rpartition(":")[0]}
+        key = (*sorted(question.items()), ("error", seen.shown.get("error", "")))
+        if key not in asked:
+            asked.add(key)
+            yield seen
+
+
+def _print(args: argparse.Namespace, whole: object, answers: list[Answer]) -> None:
+    if args.json:
+        print(json.dumps(whole, indent=2))
+    else:
+        for number, answer in enumerate(answers):
+            print_outline(["", *outline(answer)] if number else outline(answer))
+
+
+def _is_refusal(answer: Mapping[str, Any]) -> bool:
+    """Return whether an answer has a verdict that is not "allowed"."""
+    return not str(answer.get("verdict", "allowed")).startswith("allowed")

@@ -1,0 +1,121 @@
+"""Answers from a ``config_dump``: of a Rust ztunnel, which has no ``/explain``, or saved in a file. Pure.
+
+The words are the proxy's own, because its functions are asked. What a dump does not have is said with each answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from xds.dialects.istio.dumped_mesh import DumpedMesh, entries, read_dump
+from xds.errors import ConfigError
+from xds.model.identity import SpiffeId
+from xds.model.workload import Protocol
+from ztunnel.proxy.istio.path.explain import (
+    Answer,
+    BadQuestion,
+    Surroundings,
+    certificate,
+    explain,
+    question,
+)
+
+#: Of our own proxies; the Rust ztunnel has neither of them.
+_LACKS_OF_OURS: Final = ("endpoints that failed a moment ago, which come last", "Calico's policies")
+_LACKS_OF_RUST: Final = "what an inbound client has proven: it is taken for the workload at its address"
+#: Lines of unreadable entries; of more, only their number.
+_MOST_TOLD: Final = 8
+
+
+class SavedMesh:
+    """The mesh of one dump, which can be asked again and again.
+
+    Attributes:
+        identity_at: of workloads that take tunnels, by their addresses.
+    """
+
+    def __init__(self, dump: Mapping[str, Any], now_s: float) -> None:
+        """Read a dump.
+
+        Args:
+            dump: parsed; of an Istio mesh's proxy.
+            now_s: seconds of the wall clock, for certificates.
+
+        Raises:
+            ConfigError: it has no such form.
+        """
+        found: DumpedMesh = read_dump(dump)
+        config = dump.get("config") or {}
+        if not isinstance(config, dict):
+            raise ConfigError("config: must be a mapping")
+        self._now_s = now_s
+        self._certificates = list(entries(dump, "certificates"))
+        self._around = Surroundings(
+            mesh=found.mesh,
+            network=str(config.get("network") or ""),
+            illegal_ports=[port for port in config.get("illegalPorts") or () if isinstance(port, int)],
+        )
+        self._lacks = [_LACKS_OF_RUST, *_unread(found)]
+        if str((dump.get("version") or {}).get("rustVersion")).startswith("Python"):
+            self._lacks[:1] = _LACKS_OF_OURS
+        if not config:
+            self._lacks.append("config, with the network and the proxy's own ports")
+        self.identity_at = {
+            address: str(workload.identity)
+            for workload in found.mesh.workloads()
+            if workload.protocol is Protocol.HBONE
+            for address in workload.addresses
+        }
+
+    def ask(self, asked: Mapping[str, str]) -> Answer:
+        """Return the answer to the parameters of ``/explain``.
+
+        Raises:
+            BadQuestion: there is no such party, or no such parameter.
+        """
+        given = {name: value for name, value in asked.items() if value}
+        if "listener" in given:
+            raise BadQuestion("listener: only in Envoy's dialect")
+        identity = given.get("identity", "")
+        if identity:
+            try:
+                SpiffeId.parse(identity)
+            except ValueError as error:
+                raise BadQuestion(str(error)) from None
+        direction = given.get("direction", "")
+        inbound = direction == "inbound"
+        question_ = question(
+            given.get("source", ""),
+            given.get("destination", ""),
+            identity,
+            self._around,
+            inbound=inbound,
+            captured=direction == "outbound",
+            endpoint=given.get("endpoint", ""),
+        )
+        answer = explain(question_, self._around)
+        own = question_.source
+        if not inbound and own is not None and question_.identity == str(own.identity):
+            answer["certificate"] = self._certificate(str(own.identity))
+        return answer | {"not_in_the_dump": self._lacks}
+
+    def _certificate(self, identity: str) -> Answer:
+        for entry in self._certificates:
+            if entry.get("identity") == identity:
+                chain = entry.get("certChain") or []
+                if entry.get("state") == "Available" and chain:
+                    time = str(chain[0].get("expirationTime"))
+                    try:
+                        return certificate("", datetime.fromisoformat(time), self._now_s)
+                    except ValueError:
+                        return certificate(f"Available; its time cannot be read: {time}", None, 0.0)
+                return certificate(str(entry.get("state")), None, 0.0)
+        return certificate("", None, 0.0)
+
+
+def _unread(found: DumpedMesh) -> list[str]:
+    told = list(found.unread[:_MOST_TOLD])
+    more = len(found.unread) - len(told)
+    return [*told, f"and {more} entries more that cannot be read"] if more else told

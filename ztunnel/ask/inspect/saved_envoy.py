@@ -1,0 +1,52 @@
+"""Answers from a ``config_dump`` of Envoy's dialect, ours or an Envoy's; see :mod:`ztunnel.ask.inspect.saved`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xds.model.address import SocketAddress
+from ztunnel.ask.inspect.envoy_listeners import read_configuration
+from ztunnel.proxy.envoy.path.explain import (
+    Answer,
+    Question,
+    client_address,
+    explain,
+)
+from ztunnel.runtime.clock import Clock
+
+
+class BadQuestion(ValueError):
+    """An end is no address, or there is no such listener; the text says which."""
+
+
+class SavedEnvoy:
+    """The configuration of a dump of Envoy's dialect; as :class:`~ztunnel.ask.inspect.saved.SavedMesh`."""
+
+    def __init__(self, dump: Mapping[str, Any], clock: Clock) -> None:
+        """Read a dump.
+
+        Raises:
+            ConfigError: it has no such form.
+        """
+        self._configuration, self._lacks = read_configuration(dump, clock)
+
+    def ask(self, asked: Mapping[str, str]) -> Answer:
+        """Return the answer to the parameters of ``/explain``.
+
+        Raises:
+            BadQuestion: an end is no address, or there is no such listener.
+        """
+        try:
+            wanted = Question(
+                source=client_address(asked.get("source", "")),
+                destination=SocketAddress.parse(asked.get("destination", "")),
+                identity=asked.get("identity", ""),
+                listener=asked.get("listener", ""),
+            )
+            answer = explain(wanted, self._configuration)
+        except ValueError as error:
+            raise BadQuestion(str(error)) from None
+        except LookupError as error:
+            raise BadQuestion(str(error.args[0])) from None
+        return answer | {"not_in_the_dump": self._lacks}

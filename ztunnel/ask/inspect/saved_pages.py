@@ -1,0 +1,141 @@
+"""Admin pages of Envoy's dialect, as far as a saved ``config_dump`` has what is in them.
+
+The tables that come from pages of a running proxy (:mod:`ztunnel.ask.inspect.envoy_tables`) are made of these.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from cryptography import x509
+
+from xds.errors import ConfigError
+from ztunnel.ask.inspect.envoy_listeners import read_configuration
+from ztunnel.proxy.envoy.admin.certs import details
+from ztunnel.proxy.envoy.admin.decisions import policies
+from ztunnel.runtime.clock import Clock
+
+#: Where a dump has certificates, and the lists of ``/certs`` that show them: of own chains the leaf, of roots all.
+_HELD: Final = {"certificate_chain": "cert_chain", "trusted_ca": "ca_cert"}
+
+_NO_STATUS: Final = "state, uptime, what is not ready, health of endpoints, connections, denials"
+
+
+class _Elsewhere(Exception):
+    """The certificates are in a file or a variable of the proxy's node."""
+
+
+class SavedPages(NamedTuple):
+    """What a table needs, and what it cannot have.
+
+    Attributes:
+        pages: by path.
+        lacks: what the dump does not say, a line each.
+    """
+
+    pages: Mapping[str, Any]
+    lacks: tuple[str, ...]
+
+
+def policy_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
+    """Return what the table of policies needs; how often each decided is known to the running proxy only.
+
+    Raises:
+        ConfigError: it is no dump of Envoy's dialect.
+    """
+    configuration, lacks = read_configuration(dump, clock)
+    unread = [each for each in lacks if each.startswith("listener ")]
+    lines = ("what each policy decided", *unread)
+    return SavedPages({"/rbac": {"policies": policies(configuration.listeners)}}, lines)
+
+
+def certificate_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
+    """Return what the table of certificates needs.
+
+    Raises:
+        ConfigError: it is no dump of Envoy's dialect.
+    """
+    now = datetime.fromtimestamp(clock.wall(), UTC)
+    lacks: dict[str, None] = {}
+    shown: list[dict[str, object]] = []
+    for kind, source in _certificates(_sections(dump)):
+        try:
+            held = x509.load_pem_x509_certificates(_pem(source))
+        except _Elsewhere as elsewhere:
+            lacks[f"the certificates of {elsewhere}"] = None
+            continue
+        except ValueError as error:
+            lacks[f"certificates that can be read: {error}"] = None
+            continue
+        shown.append({kind: details(held[:1] if kind == "cert_chain" else held, now)})
+    return SavedPages({"/certs": {"certificates": shown}}, tuple(lacks))
+
+
+def _sections(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    sections = dump.get("configs")
+    if not isinstance(sections, list) or not all(isinstance(each, Mapping) for each in sections):
+        raise ConfigError("configs: must be a list of mappings")
+    return sections
+
+
+def _certificates(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Find certificates wherever they are: in secrets, and inline in the contexts of listeners and clusters."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key in _HELD and isinstance(inner, Mapping):
+                yield _HELD[key], inner
+            else:
+                yield from _certificates(inner)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _certificates(each)
+
+
+def _pem(source: Mapping[str, Any]) -> bytes:
+    """Return the PEM of a data source.
+
+    Raises:
+        _Elsewhere: a dump has its place only.
+        ValueError: no base64.
+    """
+    text = source.get("inline_string")
+    if text:
+        return str(text).encode()
+    if source.get("inline_bytes"):
+        return b64decode(str(source["inline_bytes"]))
+    where = source.get("filename") or source.get("environment_variable")
+    raise _Elsewhere(where or "a source without a name")
+
+
+def status_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
+    """Return what the table of the status needs.
+
+    Raises:
+        ConfigError: it is no dump of Envoy's dialect.
+    """
+    found = certificate_pages(dump, clock)
+    node: Mapping[str, Any] = {}
+    clusters = 0
+    for section in _sections(dump):
+        kind = str(section.get("@type")).rpartition(".")[2]
+        if kind == "BootstrapConfigDump":
+            node = (section.get("bootstrap") or {}).get("node") or {}
+        elif kind == "ClustersConfigDump":
+            clusters += sum(
+                len(section.get(name) or []) for name in ("static_clusters", "dynamic_active_clusters")
+            )
+    pages = {
+        "/server_info": {"node": node, "version": node.get("user_agent_name")},
+        "/clusters": {"cluster_statuses": [{}] * clusters},
+        "/init_dump": {},
+        "/connections": None,
+        "/denials": None,
+    }
+    return SavedPages({**found.pages, **pages}, (_NO_STATUS, *found.lacks))
+
+
+#: What makes the pages of a table from a dump; of the others a dump has nothing.
+SAVED_PAGES: Final = {"policies": policy_pages, "certificates": certificate_pages, "status": status_pages}

@@ -1,0 +1,162 @@
+"""Where the answers come from: a proxy's admin server, or a page of it that was kept in a file."""
+
+import argparse
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
+
+ADDRESS: Final = "127.0.0.1:15000"
+#: The longest time that an admin server may take for a page.
+_ANSWER_S: Final = 30.0
+
+
+class AskFailed(Exception):
+    """There is no answer; the text names the server or file, and what to do about it.
+
+    Attributes:
+        status: of HTTP, where a server refused; else 0.
+    """
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def add_source(parser: argparse.ArgumentParser, *, of_agent: str = "") -> None:
+    """Add the flags of every command that asks a proxy; :func:`reaching` obeys them.
+
+    Args:
+        parser: of the command.
+        of_agent: the command asks the node agent instead, by default at this address.
+    """
+    title = "the agent that is asked" if of_agent else "the proxy that is asked"
+    where = parser.add_argument_group(title).add_mutually_exclusive_group()
+    default = of_agent or ADDRESS
+    what = "its pages (its --metrics), by a loopback address of its node" if of_agent else "its admin server"
+    where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"of {what} (default {default})")
+    beside = "of a pod's node" if of_agent else "that of a pod, on its node or beside it"
+    where.add_argument("--pod", metavar="NAME.NAMESPACE", help=f"by kubectl: {beside}; also NAMESPACE/NAME")
+    daemon = "agent" if of_agent else "ztunnel"
+    where.add_argument("--node", metavar="NAME", help=f"by kubectl: the {daemon} of a node")
+    parser.add_argument("--context", default="", metavar="NAME", help="of kubectl's configuration")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def reaching(
+    run: Callable[[argparse.Namespace], int], *, agent: bool = False
+) -> Callable[[argparse.Namespace], int]:
+    """Return a command that runs with ``args.address`` of what ``--pod`` or ``--node`` means.
+
+    Args:
+        run: the command.
+        agent: it asks the node agent, not the proxy.
+    """
+
+    def reached(args: argparse.Namespace) -> int:
+        if args.pod is None and args.node is None:
+            return run(args)
+        if getattr(args, "file", None) is not None:
+            return failed(args, "--file is a dump that was saved: not with --pod or --node")
+        from ztunnel.ask.inspect.kubectl import (
+            AGENT,
+            PROXY,
+            Kubectl,
+            Unreachable,
+        )
+
+        kubectl, daemon = Kubectl(args.context), AGENT if agent else PROXY
+        try:
+            pod = kubectl.of_pod(args.pod, daemon) if args.pod is not None else kubectl.of_node(args.node, daemon)
+            with kubectl.forwarded(*pod, daemon.port) as args.address:
+                return run(args)
+        except Unreachable as error:
+            return failed(args, str(error))
+
+    return reached
+
+
+def failed(args: argparse.Namespace, reason: str) -> int:
+    """Say why a command has no answer, and return its exit status."""
+    print(f"ztunnel {args.command}: {reason}", file=sys.stderr)
+    return 2
+
+
+def ask(
+    server: str,
+    path: str,
+    parameters: Mapping[str, str | None] | None = None,
+    method: str = "GET",
+    *,
+    limit_s: float = _ANSWER_S,
+) -> str:
+    """Return a page of an admin server.
+
+    Args:
+        server: ``HOST:PORT`` or a URL.
+        path: of the page, from ``/``.
+        parameters: of the query; those that are ``None`` are left out.
+        method: of the request.
+        limit_s: how long the server may take for each step of its answer.
+
+    Raises:
+        AskFailed: there is no such server or page, or it refuses.
+    """
+    base = server if "://" in server else f"http://{server}"
+    given = {name: value for name, value in (parameters or {}).items() if value is not None}
+    query = f"?{urllib.parse.urlencode(given)}" if given else ""
+    try:
+        request = urllib.request.Request(f"{base.rstrip('/')}{path}{query}", method=method)
+        with urllib.request.urlopen(request, timeout=limit_s) as response:
+            page: bytes = response.read()
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace").strip().partition("\n")[0]
+        raise AskFailed(f"{server}: {path}: {error.code} {reason}", error.code) from None
+    except urllib.error.URLError as error:
+        reason = getattr(error.reason, "strerror", None) or str(error.reason)
+        raise AskFailed(f"{server}: {reason}; is a proxy's admin server there? --address names another") from None
+    except (http.client.InvalidURL, ValueError) as error:
+        raise AskFailed(f"{server}: not an address, HOST:PORT or a URL ({error})") from None
+    except http.client.HTTPException:
+        raise AskFailed(f"{server}: {path}: no whole answer of HTTP; is a proxy's admin server there?") from None
+    except OSError as error:
+        raise AskFailed(f"{server}: {plain_reason(error)}") from None
+    return page.decode(errors="replace")
+
+
+def ask_json(
+    server: str, path: str, parameters: Mapping[str, str | None] | None = None, *, limit_s: float = _ANSWER_S
+) -> Any:
+    """Return a page of JSON; see :func:`ask`."""
+    return _parsed(ask(server, path, parameters, limit_s=limit_s), f"{server}: {path}")
+
+
+def read_json(file: str) -> Any:
+    """Return the JSON in a file; ``-`` is standard input.
+
+    Raises:
+        AskFailed: it cannot be read, or is no JSON.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else read_text(Path(file))
+    except OSError as error:
+        raise AskFailed(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise AskFailed(f"{file}: not text") from None
+    return _parsed(text, "standard input" if file == "-" else file)
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise AskFailed(f"{name}: not JSON{where}") from None

@@ -1,0 +1,229 @@
+"""``ztunnel tap``: writes what a proxy captures of one pod to a file, or to a pipe.
+
+Exit status: 0; 2 when there is no capture, or it broke off.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import h11
+
+from ztunnel.proxy.tap.request import (
+    DROPPED,
+    DROPPED_BYTES,
+    ENDED,
+    MOST_S,
+    OPEN,
+    PACKETS,
+    PATH,
+    STREAMS,
+    VARIABLE,
+    BadRequest,
+    TapRequest,
+)
+from ztunnel.runtime.settings import plain_reason
+
+DEFAULT_SOCKET: Final = "/run/ztunnel/tap.sock"
+_READ_BYTES: Final = 256 * 1024
+
+
+class TapFailed(Exception):
+    """There is no capture, or it broke off; the text says why, and what to do about it."""
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add the command to ``argparse``'s sub-commands; ``args.run`` runs it."""
+    tap = subparsers.add_parser(
+        "tap",
+        help="write the decrypted streams of a pod as a capture for Wireshark",
+        description="Write the decrypted streams of one pod as pcapng, both directions, for Wireshark and tshark. "
+        "For root, on the node of the pod, where the proxy's configuration permits it "
+        f"({VARIABLE}). Only connections that begin while it runs are seen. Interrupt it to end it early.",
+        epilog="ztunnel tap default/web --port 8080 -w - | tshark -r -",
+    )
+    tap.add_argument("pod", metavar="POD", help="NAMESPACE/NAME; in Envoy's dialect the pod's address")
+    tap.add_argument("--port", metavar="N", help="only connections to this port")
+    tap.add_argument(
+        "--peer",
+        metavar="ADDR|NAME",
+        help="only connections with this address, workload, service or SPIFFE id (Envoy's dialect: address or id)",
+    )
+    tap.add_argument(
+        "--for", dest="duration", default="60s", metavar="TIME", help=f"how long (default 60s, most {MOST_S:g}s)"
+    )
+    tap.add_argument("--limit", default="64MiB", metavar="SIZE", help="longest capture (default 64MiB, most 1GiB)")
+    tap.add_argument("-w", "--write", required=True, metavar="FILE", help="to write; - is standard output")
+    tap.add_argument(
+        "--socket",
+        default=os.environ.get(VARIABLE) or DEFAULT_SOCKET,
+        metavar="PATH",
+        help=f"of the proxy (default ${VARIABLE}, else {DEFAULT_SOCKET})",
+    )
+    tap.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    asked = {"pod": args.pod, "port": args.port, "peer": args.peer, "for": args.duration, "limit": args.limit}
+    given = {name: value for name, value in asked.items() if value is not None}
+    try:
+        request = TapRequest.parse(given)
+        with _connected(args.socket) as sock, _interruptible(sock), _output(args.write) as output:
+            for line in _captured(sock, args.socket, given, request, output):
+                print(f"ztunnel tap: {line}", file=sys.stderr, flush=True)
+    except (BadRequest, TapFailed) as error:
+        print(f"ztunnel tap: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextlib.contextmanager
+def _connected(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(path)
+        except PermissionError:
+            raise TapFailed(f"{path}: permission denied; a tap is for root only") from None
+        except (FileNotFoundError, ConnectionRefusedError):
+            hint = f"is a proxy here, and does its configuration permit taps ({VARIABLE})? --socket names another"
+            raise TapFailed(f"{path}: no proxy listens there; {hint}") from None
+        except OSError as error:
+            raise TapFailed(f"{path}: {error.strerror or error}") from None
+        yield sock
+
+
+@contextlib.contextmanager
+def _interruptible(sock: socket.socket) -> Iterator[None]:
+    """Let the first interrupt end the tap in order: its last packets and its end still come."""
+
+    def interrupted(number: int, frame: object) -> None:
+        signal.signal(number, signal.default_int_handler)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise TapFailed("interrupted twice; the capture is not complete") from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_STDOUT: Final = 1
+
+
+class _Output:
+    """Where a capture goes. A file keeps its content until the first bytes of the new capture arrive.
+
+    Unbuffered, because a reader follows, and because the interpreter must find nothing to flush into a pipe whose
+    reader has gone.
+    """
+
+    def __init__(self, descriptor: int, *, is_file: bool) -> None:
+        self._descriptor = descriptor
+        self._is_file = is_file
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        """Write all of it.
+
+        Raises:
+            OSError: as of write(2); BrokenPipeError when the reader has gone.
+        """
+        if self._is_file and not self.written:
+            os.ftruncate(self._descriptor, 0)
+        left = memoryview(data)
+        while left:
+            size = os.write(self._descriptor, left)
+            self.written += size
+            left = left[size:]
+
+
+@contextlib.contextmanager
+def _output(name: str) -> Iterator[_Output]:
+    """Open where the capture goes: a file that only its owner can read, or standard output."""
+    if name == "-":
+        if sys.stdout.isatty():
+            raise TapFailed("a capture is nothing for a terminal: -w FILE, or pipe it into tshark -r -")
+        yield _Output(_STDOUT, is_file=False)
+        return
+    was_there = os.path.lexists(name)
+    try:
+        # A file that is there keeps its mode: its owner has chosen it.
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise TapFailed(f"{name}: {error.strerror or error}") from None
+    output = _Output(descriptor, is_file=stat.S_ISREG(os.fstat(descriptor).st_mode))
+    try:
+        yield output
+    finally:
+        os.close(descriptor)
+        if not was_there and not output.written:
+            os.unlink(name)
+
+
+def _captured(
+    sock: socket.socket, path: str, given: dict[str, str], request: TapRequest, output: _Output
+) -> Iterator[str]:
+    """Write a capture; yield what to tell its reader, one line each.
+
+    Raises:
+        TapFailed: it is refused, or breaks off.
+    """
+    http = h11.Connection(h11.CLIENT, max_incomplete_event_size=64 * 1024)
+    size = 0
+    try:
+        head = h11.Request(method="GET", target=f"{PATH}?{urlencode(given)}", headers=[("host", "localhost")])
+        sock.sendall((http.send(head) or b"") + (http.send(h11.EndOfMessage()) or b""))
+        response = _event(http, sock)
+        if not isinstance(response, h11.Response):
+            raise TapFailed(f"{path}: no answer")
+        if response.status_code != 200:
+            raise TapFailed(_refusal(http, sock).strip() or f"{path}: {response.status_code}")
+        number = _fields(response.headers).get(OPEN, "0")
+        yield f"{request} for {request.for_s:g}s; {_not_seen(number)}"
+        while isinstance(event := _event(http, sock), h11.Data):
+            size += len(event.data)
+            try:
+                output.write(event.data)
+            except BrokenPipeError:
+                return  # it has enough, as tshark -c 10
+    except (OSError, h11.RemoteProtocolError) as error:
+        raise TapFailed(f"the capture broke off after {size} bytes: {plain_reason(error)}") from None
+    if not isinstance(event, h11.EndOfMessage):
+        raise TapFailed(f"the capture broke off after {size} bytes")
+    found = _fields(event.headers)
+    yield f"{found.get(STREAMS)} connections, {found.get(PACKETS)} packets, {size} bytes; {found.get(ENDED)}"
+    if found.get(DROPPED, "0") != "0":
+        yield f"{found[DROPPED]} packets with {found.get(DROPPED_BYTES)} bytes are missing: this end was too slow"
+
+
+def _not_seen(number: str) -> str:
+    if number == "0":
+        return "no connection is open yet"
+    return f"{number} connection{'s are' if number != '1' else ' is'} open already and will not be seen"
+
+
+def _event(http: h11.Connection, sock: socket.socket) -> Any:
+    while (event := http.next_event()) is h11.NEED_DATA:
+        http.receive_data(sock.recv(_READ_BYTES))
+    return event
+
+
+def _refusal(http: h11.Connection, sock: socket.socket) -> str:
+    text = b""
+    while isinstance(event := _event(http, sock), h11.Data):
+        text += event.data
+    return text.decode(errors="replace")
+
+
+def _fields(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in headers}

@@ -1,0 +1,228 @@
+"""``ztunnel simulate``: reads a mesh, policies and connections, prints what would change.
+
+Exit status: 0: nothing would be newly refused; 1: something would; 2: there is no answer.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from xds.dialects.istio.local_file import LocalMesh
+from xds.errors import ConfigError
+from xds.model.workload import Protocol
+from ztunnel.ask.inspect.source import (
+    AskFailed,
+    add_source,
+    ask_json,
+    reaching,
+    read_json,
+)
+from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
+from ztunnel.ask.simulate.changes import (
+    Change,
+    Simulation,
+    allowed,
+    simulate,
+)
+from ztunnel.ask.simulate.policies import applied, mesh_of, read_policies
+from ztunnel.ask.simulate.seen import (
+    Log,
+    Seen,
+    open_now,
+    read_log,
+)
+from ztunnel.ask.simulate.suggest import suggest
+from ztunnel.runtime.console.terminal import print_table, progress
+from ztunnel.runtime.settings import duration_s, plain_reason
+from ztunnel.runtime.text_file import read_text
+
+#: Between two looks at the live connections: those that are shorter may be missed, as the help says.
+_LOOK_S: Final = 0.5
+_OTHER_DIALECT: Final = (
+    "simulates the policies of an Istio mesh; in Envoy's dialect shadow_rules of an RBAC filter show what others "
+    "would do, and `ztunnel policies` counts that"
+)
+
+
+class _Failed(Exception):
+    """There is no answer; the text says why."""
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``simulate`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
+    command = subparsers.add_parser(
+        "simulate",
+        help="say what a change of authorization policies would do",
+        description="Judge connections that were seen, by the authorization policies of a running proxy of an "
+        "Istio mesh and by the same with changes. Says by pair of workloads what would be newly refused or newly "
+        "allowed. Exit status 1 where something would be newly refused.",
+    )
+    changes = command.add_argument_group("changes")
+    changes.add_argument(
+        *("-p", "--policy"),
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="AuthorizationPolicies in YAML, in the place of their namesakes; repeatable",
+    )
+    changes.add_argument(
+        "--remove", action="append", default=[], metavar="NAMESPACE/NAME", help="without this policy; repeatable"
+    )
+    changes.add_argument(
+        *("--enforce",),
+        action="append",
+        default=[],
+        metavar="NAMESPACE/NAME",
+        help="with this dry-run policy in force; repeatable",
+    )
+    changes.add_argument(
+        *("--same-selector",),
+        action="append",
+        default=[],
+        metavar="NAMESPACE/NAME",
+        help="the selector in FILE is the active policy's, whose labels the mesh does not tell; repeatable",
+    )
+    changes.add_argument(
+        "--suggest", action="store_true", help="instead print the least policies that let in what was allowed"
+    )
+    seen = command.add_argument_group("connections").add_mutually_exclusive_group(required=True)
+    seen.add_argument(
+        "--from-log", metavar="FILE", help="an access log of the destinations' proxies; - is standard input"
+    )
+    seen.add_argument(
+        "--live",
+        metavar="DURATION",
+        help="the proxy's inbound connections for so long; ones shorter than half a second may be missed",
+    )
+    mesh = command.add_argument_group("mesh")
+    mesh.add_argument(
+        "-f", "--file", metavar="FILE", help="a saved config_dump instead, ours or the Rust ztunnel's"
+    )
+    mesh.add_argument(
+        "--root-namespace",
+        default="istio-system",
+        metavar="NAME",
+        help="whose policies without a selector are for the whole mesh (default istio-system)",
+    )
+    add_source(command)
+    command.set_defaults(run=reaching(run))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, and return the exit status."""
+    try:
+        found = read_json(args.file) if args.file else ask_json(args.address, "/config_dump")
+        if is_envoy_dump(found):
+            raise _Failed(f"{args.file or args.address}: {_OTHER_DIALECT}")
+        dump = mesh_dump(found)
+        before = mesh_of(dump)
+        proposals = [
+            each for file in args.policy for each in read_policies(_read(file), file, args.root_namespace)
+        ]
+        after = applied(
+            before,
+            proposals,
+            removed=args.remove,
+            enforced=args.enforce,
+            same_selector=args.same_selector,
+        )
+        if not (proposals or args.remove or args.enforce or args.suggest):
+            raise _Failed("nothing to simulate: give --policy, --remove, --enforce or --suggest")
+        log = _logged(args.from_log) if args.from_log else _watched(args, before)
+    except (AskFailed, NotAMesh, ConfigError, _Failed) as error:
+        print(f"ztunnel simulate: {error}", file=sys.stderr)
+        return 2
+    if args.suggest:
+        if not log.seen:
+            print("ztunnel simulate: no connection was seen, so there is nothing to suggest", file=sys.stderr)
+        print(suggest(allowed(after, log.seen)), end="")
+        return 0
+    answer = simulate(before, after, log.seen)
+    if args.json:
+        print(json.dumps(_shown(answer, log), indent=2))
+    else:
+        _print(answer, log)
+    return 1 if answer.total(Change.NEWLY_REFUSED) else 0
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else read_text(Path(file))
+    except OSError as error:
+        raise _Failed(plain_reason(error)) from None
+
+
+def _logged(file: str) -> Log:
+    lines = _read(file).splitlines()
+    log = read_log(lines)
+    if lines and log.others == len(lines):
+        raise _Failed(f"{file}: none of its {len(lines)} lines is an access line of a ztunnel")
+    return log
+
+
+def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
+    """Look at the live connections for a time; each is counted once."""
+    try:
+        limit_s = duration_s(args.live)
+    except ValueError as error:
+        raise _Failed(f"--live {args.live}: {error}") from None
+    if args.file:
+        raise _Failed("--live asks a running proxy: not with --file")
+    identities = {
+        address: str(workload.identity)
+        for workload in mesh.workloads
+        if workload.protocol is Protocol.HBONE
+        for address in workload.addresses
+    }
+    sockets: dict[tuple[str, str, str], Seen] = {}
+    began_s = time.monotonic()
+    with progress("watching connections", limit_s) as advance:
+        while True:
+            pods: Mapping[str, Any] = ask_json(args.address, "/connections")
+            for uid, state in pods.items():
+                for each in (state.get("connections") or {}).get("inbound") or []:
+                    alone = {uid: {"connections": {"inbound": [each]}}}
+                    for seen in open_now(alone, identities):
+                        sockets[uid, str(each.get("src")), str(each.get("actualDst"))] = seen
+            passed_s = time.monotonic() - began_s
+            advance(passed_s, f"{len(sockets)} seen")
+            if passed_s >= limit_s:
+                break
+            time.sleep(min(_LOOK_S, limit_s - passed_s))
+    found: dict[Seen, int] = {}
+    for seen in sockets.values():
+        found[seen] = found.get(seen, 0) + 1
+    return Log(found, 0, 0)
+
+
+def _print(answer: Simulation, log: Log) -> None:
+    if answer.rows:
+        rows = [("CHANGE", "SOURCE", "IDENTITY", "DESTINATION", "CONNECTIONS", "BECAUSE")]
+        rows += [
+            (each.change.value, each.source, each.identity or "-", each.destination, str(each.times), each.because)
+            for each in answer.rows
+        ]
+        print_table(rows)
+    counts = ", ".join(f"{answer.total(change)} {change.value}" for change in Change)
+    print(f"{sum(log.seen.values())} connections: {counts}")
+    if answer.unknown:
+        print(f"{answer.unknown} went to addresses that are no workload of the mesh: not judged")
+    if log.unread:
+        print(f"lines of the log that do not say enough, not judged: {log.unread}")
+    if log.others:
+        print(f"lines of the log that are no access lines: {log.others}")
+
+
+def _shown(answer: Simulation, log: Log) -> Mapping[str, Any]:
+    return {
+        "connections": sum(log.seen.values()),
+        "pairs": [{**each._asdict(), "change": each.change.value} for each in answer.rows],
+        "totals": {change.value: answer.total(change) for change in Change},
+        "unknown_destinations": answer.unknown,
+        "unread_lines": log.unread,
+        "other_lines": log.others,
+    }

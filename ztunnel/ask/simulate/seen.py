@@ -1,0 +1,103 @@
+"""Connections that were seen: in access logs, ours or the Rust ztunnel's, or as they are open now. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from xds.model.address import SocketAddress, canonical
+from ztunnel.ask.inspect.seen import fields_of
+
+_MESSAGE: Final = "connection complete"
+
+
+class Seen(NamedTuple):
+    """What policies judge of one connection into a workload.
+
+    Attributes:
+        source: the client's address.
+        identity: that it has proven; empty for plain text.
+        destination: the workload's address and the application's port.
+    """
+
+    source: str
+    identity: str
+    destination: SocketAddress
+
+
+class Log(NamedTuple):
+    """The inbound connections of a log.
+
+    Attributes:
+        seen: how often each came.
+        unread: lines about inbound connections that do not say enough.
+        others: lines that are no access lines.
+    """
+
+    seen: dict[Seen, int]
+    unread: int
+    others: int
+
+
+def read_log(lines: Iterable[str]) -> Log:
+    """Read access lines, plain or JSON; other lines are counted and passed over.
+
+    Only what the destination's proxy wrote counts: it is the one that judges, and it has the proven identity.
+    """
+    found: dict[Seen, int] = {}
+    unread = others = 0
+    for line in lines:
+        if _MESSAGE not in line:
+            others += 1
+            continue
+        fields = fields_of(line)
+        if fields.get("direction") != "inbound":
+            continue
+        try:
+            # A tunnel names the application; its TCP connection went to port 15008. Of a host name the address of
+            # the TCP connection is the workload's, and the port is the name's.
+            host, port = _split(fields["dst.addr"])
+            if authority := fields.get("dst.hbone_addr"):
+                named, port = _split(authority)
+                host = _address(named) or host
+            connection = Seen(
+                canonical(_split(fields["src.addr"])[0]),
+                fields.get("src.identity", ""),
+                SocketAddress(canonical(host), port),
+            )
+        except (KeyError, ValueError):
+            unread += 1
+            continue
+        found[connection] = found.get(connection, 0) + 1
+    return Log(found, unread, others)
+
+
+def open_now(pods: Mapping[str, Any], identity_at: Mapping[str, str]) -> Iterator[Seen]:
+    """Yield the inbound connections of ``/connections`` (``workloadState`` of a dump).
+
+    Args:
+        pods: the page.
+        identity_at: the identities of workloads by their address; a Rust ztunnel's page does not show what was
+            proven.
+    """
+    for state in pods.values():
+        for each in (state.get("connections") or {}).get("inbound") or []:
+            host, port = _split(each["actualDst"])
+            source = canonical(_split(each["src"])[0])
+            identity = identity_at.get(source, "") if each.get("protocol") != "TCP" else ""
+            if "srcIdentity" in each:
+                identity = each["srcIdentity"] or ""
+            yield Seen(source, identity, SocketAddress(canonical(host), port))
+
+
+def _split(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    number = int(port)
+    if not host or not 0 < number < 1 << 16:
+        raise ValueError(text)
+    return host.strip("[]"), number
+
+
+def _address(host: str) -> str | None:
+    try:
+        return canonical(host)
+    except ValueError:
+        return None

@@ -1,7 +1,0 @@
-"""Commands that ask a running proxy: ``ztunnel status``, ``connections``, ``explain`` and their like."""
-
-from ztunnel.inspect.command import add_arguments
-from ztunnel.inspect.completion import candidates, names_for
-from ztunnel.inspect.source import ADDRESS, add_source, reaching
-
-__all__ = ["ADDRESS", "add_arguments", "add_source", "candidates", "names_for", "reaching"]

@@ -1,5 +1,0 @@
-"""``ztunnel intercept``: applies the kernel's part of a node in Envoy's dialect from a description of the node."""
-
-from ztunnel.intercept.command import add_arguments
-
-__all__ = ["add_arguments"]

@@ -1,0 +1,214 @@
+"""What an audit shows of each pod of the node: one answer per question, and each difference by name. Pure."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from ztunnel.node.agent.comparison import (
+    LISTENER_MISSING,
+    NO_CERTIFICATE,
+    NOT_SERVED,
+    TWO_AGENTS,
+    WORKLOAD_WRONG,
+    Finding,
+)
+from ztunnel.node.agent.enrolment import Decision, Pod, Step
+from ztunnel.node.agent.phase import Phase
+
+NOT_ENROLLED, NOT_RELEASED, ANNOTATION_WRONG, RULES_CHANGED = (
+    "MeshNotEnrolled",
+    "MeshNotReleased",
+    "MeshAnnotationWrong",
+    "MeshRulesChanged",
+)
+
+
+class Check(StrEnum):
+    """A question about a pod; a column of the table."""
+
+    LABEL = "label"
+    ANNOTATION = "annotation"
+    RULES = "rules"
+    LISTENERS = "listeners"
+    WORKLOAD = "workload"
+    CERTIFICATE = "certificate"
+
+
+class Answer(StrEnum):
+    """What a question about a pod was answered with."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    NONE = "-"
+    """It does not arise: the pod is not in the mesh, or not yet."""
+    UNKNOWN = "?"
+    """It could not be asked: no proxy answers, or the pod's namespace cannot be entered."""
+
+
+#: The question that each kind of finding answers.
+CHECK_OF: Final[Mapping[str, Check]] = {
+    NOT_ENROLLED: Check.LABEL,
+    NOT_RELEASED: Check.LABEL,
+    ANNOTATION_WRONG: Check.ANNOTATION,
+    RULES_CHANGED: Check.RULES,
+    TWO_AGENTS: Check.RULES,
+    LISTENER_MISSING: Check.LISTENERS,
+    NOT_SERVED: Check.WORKLOAD,
+    WORKLOAD_WRONG: Check.WORKLOAD,
+    NO_CERTIFICATE: Check.CERTIFICATE,
+}
+#: What the agent puts right itself, each minute and when it is asked to.
+OWN: Final = frozenset({NOT_ENROLLED, NOT_RELEASED, ANNOTATION_WRONG, RULES_CHANGED, LISTENER_MISSING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """One pod, compared.
+
+    Attributes:
+        phase: with the node agent; ``None``: it has no rules of this agent.
+        compared: its namespace was looked at; else rules and listeners are not known.
+        asked: a proxy of the node has said what it knows.
+        findings: everything that is wrong.
+        fault: of the agent's last step for it; empty without one.
+    """
+
+    pod: Pod
+    decision: Decision
+    phase: Phase | None
+    compared: bool
+    asked: bool
+    findings: frozenset[Finding]
+    fault: str = ""
+
+    def answers(self) -> dict[Check, Answer]:
+        """Return the answer to each question, in the order of the columns."""
+        wrong = {CHECK_OF[finding.reason] for finding in self.findings}
+        inside = self.decision.enrol and self.phase is not None
+        found = {}
+        for check in Check:
+            if check in wrong:
+                found[check] = Answer.WRONG
+            elif check is Check.LABEL:
+                found[check] = Answer.OK
+            elif not inside:
+                found[check] = Answer.NONE
+            elif check is Check.ANNOTATION:
+                found[check] = Answer.OK
+            elif check in (Check.RULES, Check.LISTENERS):
+                found[check] = Answer.OK if self.compared else Answer.UNKNOWN
+            elif not self.asked:
+                found[check] = Answer.UNKNOWN
+            elif check is Check.CERTIFICATE and Check.WORKLOAD in wrong:
+                found[check] = Answer.UNKNOWN  # which account it has is what is wrong
+            else:
+                found[check] = Answer.OK
+        return found
+
+
+def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Finding]:
+    """Return what is wrong with a pod of what this agent writes itself.
+
+    Args:
+        pod: the pod.
+        what: the step that the agent would take next.
+        rule_changes: how many changes would make its rules what they should be.
+        fault: why the last step failed; empty if it did not.
+    """
+    because = f": {fault}" if fault else ""
+    says = f"says {pod.annotation!r}" if pod.annotation is not None else "says nothing"
+    found = []
+    match what:
+        case Step.ENROL:
+            found.append(Finding(NOT_ENROLLED, f"its labels want it in the mesh, and it is not{because}"))
+        case Step.RELEASE | Step.DROP:
+            found.append(Finding(NOT_RELEASED, f"it is not for the mesh, and has its rules{because}"))
+        case Step.SAY_ENABLED:
+            found.append(Finding(ANNOTATION_WRONG, f"it {says}, and is in the mesh{because}"))
+        case Step.SAY_PENDING:
+            found.append(Finding(ANNOTATION_WRONG, f"it {says}, and no proxy listens in it yet{because}"))
+        case Step.SAY_OUT:
+            found.append(Finding(ANNOTATION_WRONG, f"it {says}, and is not in the mesh{because}"))
+        case Step.NOTHING:
+            pass
+    if rule_changes:
+        found.append(Finding(RULES_CHANGED, f"its rules are not what was written: {rule_changes} differences"))
+    return found
+
+
+def repaired(before: Audited, now: Audited | None) -> list[Finding]:
+    """Return the findings of a pod that a repair has put right, by what the pod is now.
+
+    A finding that is only replaced by another one, or whose pod is gone, was not repaired; nor was what the agent
+    does not write itself.
+    """
+    if now is None:
+        return []
+    left = {finding.reason for finding in now.findings}
+    answers = now.answers()
+    right = {
+        NOT_ENROLLED: now.phase is not None and now.phase is not Phase.LEAVING,
+        NOT_RELEASED: now.phase is None or now.phase is Phase.LEAVING,
+        ANNOTATION_WRONG: now.pod.annotation != before.pod.annotation and answers[Check.LABEL] is Answer.OK,
+        RULES_CHANGED: answers[Check.RULES] is Answer.OK,
+        LISTENER_MISSING: answers[Check.LISTENERS] is Answer.OK,
+    }
+    return [each for each in before.findings if right.get(each.reason, False) and each.reason not in left]
+
+
+def counted(audited: Iterable[Audited]) -> Counter[str]:
+    """Return how many pods have each kind of finding; every kind has a number, so that a gauge has all of them."""
+    found = Counter(dict.fromkeys(CHECK_OF, 0))
+    for each in audited:
+        found.update(finding.reason for finding in each.findings)
+    return found
+
+
+def page(
+    node: str, proxies: int, audited: Collection[Audited], repaired: Collection[tuple[str, Finding]] = ()
+) -> dict[str, Any]:
+    """Return an audit as JSON shows it.
+
+    Args:
+        node: its name.
+        proxies: how many have answered.
+        audited: every pod of the node.
+        repaired: what is not wrong any more, by pod.
+    """
+    return {
+        "node": node,
+        "proxies": proxies,
+        "pods": [_entry(each) for each in sorted(audited, key=lambda each: _named(each.pod))],
+        "repaired": [
+            {"pod": pod, "reason": finding.reason, "text": finding.text}
+            for pod, finding in sorted(repaired, key=lambda each: (each[0], each[1].reason))
+        ],
+    }
+
+
+def _entry(audited: Audited) -> dict[str, Any]:
+    pod, decision = audited.pod, audited.decision
+    return {
+        "pod": _named(pod),
+        "uid": pod.uid,
+        "wanted": decision.enrol,
+        "because": decision.reason.value,
+        "annotation": pod.annotation,
+        "phase": audited.phase.value if audited.phase is not None else None,
+        "checks": {check.value: answer.value for check, answer in audited.answers().items()},
+        "findings": [
+            {
+                "check": CHECK_OF[finding.reason].value,
+                "reason": finding.reason,
+                "text": finding.text,
+                "repairable": finding.reason in OWN,
+            }
+            for finding in sorted(audited.findings, key=lambda each: (each.reason, each.text))
+        ],
+    }
+
+
+def _named(pod: Pod) -> str:
+    return f"{pod.info.namespace}/{pod.info.name}"

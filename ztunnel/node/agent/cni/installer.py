@@ -1,0 +1,289 @@
+"""Keeps our plugin installed on the host: the program first, then the configuration; removal is the reverse.
+
+The network's own installer, or a second mesh, may rewrite the configuration at any time. The folder is watched by
+inotify, and what is wrong is put right; two installers that both insist are named in the log, for they would
+rewrite for ever. In the owned mode our plugin is in a file of its own, a copy of the network's with our entry,
+which sorts before it: that survives a reboot of the node, on which pods start before any agent does.
+
+A runtime takes the first file by name that it can load, of those that end in .conf, .conflist or .json. Only a
+list can have a second plugin, so that a plain file NAME.conf becomes NAME.conflist. The network's installer may
+write the plain file again: beside a list of ours with its name it is what the network wants now. After each look
+"installed" means that the file that a runtime takes has our plugin.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from xds.aio.inotify import IN_CLOSE_WRITE, IN_DELETE, IN_MOVED_TO, RenameWatcher
+from ztunnel.node.agent.cni.conflist import (
+    ORIGIN,
+    TYPE,
+    BadConfiguration,
+    OnlyOurs,
+    has_plugin,
+    origin,
+    read,
+    with_plugin,
+    without_plugin,
+    written,
+)
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
+
+log = logging.getLogger(__name__)
+
+OWNED: Final = f"02-{TYPE}.conflist"
+_OWN_ENDING: Final = f"-{TYPE}.conflist"
+_SUFFIXES: Final = (".conf", ".conflist", ".json")
+_LIST: Final = ".conflist"
+#: The first line of the program: isolated, without site packages, so that nothing of the host's can disturb it.
+_FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
+#: So many rewrites in a row mean that somebody else insists.
+_QUARREL: Final = 5
+_CALM_S: Final = 60.0
+#: A burst of events leads to one look.
+_SETTLE_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """What is to be installed, and where.
+
+    Attributes:
+        binaries: where container runtimes look for plugins, such as ``/opt/cni/bin``.
+        configurations: where they look for networks, such as ``/etc/cni/net.d``.
+        owned: a file of its own instead of an entry in the network's.
+        options: members of our entry, see ``plugin.py``.
+    """
+
+    binaries: Path
+    configurations: Path
+    owned: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Our entry in the list of plugins."""
+        return {"type": TYPE, "name": TYPE, **self.options}
+
+
+class NoNetwork(Exception):
+    """No network is configured on this host yet, or the runtime takes a file without our plugin."""
+
+
+def install(wanted: Installation) -> list[str]:
+    """Make the host's files what they should be; idempotent. Blocks for some small files.
+
+    Returns:
+        What was written.
+
+    Raises:
+        NoNetwork: there is no configuration to add to; the program is there already.
+        OSError: a file cannot be written.
+    """
+    done = []
+    program = wanted.binaries / TYPE
+    text = _FIRST_LINE + Path(__file__).with_name("plugin.py").read_text()
+    if _text_of(program) != text or program.stat().st_mode & 0o777 != 0o755:
+        _replace(program, text, 0o755)
+        done.append(str(program))
+    path, found = _primary(wanted)
+    target = _target(wanted, path)
+    made_from = path.name if path != target and not _is_own(target) else origin(found)
+    entry = {**wanted.entry, **({ORIGIN: made_from} if made_from else {})}
+    text = written(with_plugin(found, entry))
+    if _text_of(target) != text:
+        mode = 0o600 if wanted.owned or not target.exists() else target.stat().st_mode & 0o777
+        _replace(target, text, mode)
+        done.append(str(target))
+    for other in _candidates(wanted.configurations):
+        if _is_own(other) and other != target:
+            other.unlink()  # a copy of a file that is not the first any more, or of another mode
+            done.append(str(other))
+    if path != target and not _is_own(target):
+        path.unlink()  # its one plugin is the first of the list now
+        done.append(str(path))
+    taken = taken_by_runtime(wanted.configurations)
+    if taken != target:
+        raise NoNetwork(f"the runtime takes {taken} instead of {target}")
+    return done
+
+
+def taken_by_runtime(folder: Path) -> Path | None:
+    """Return the file of a folder that container runtimes use: the first by name that libcni can load."""
+    for path in _candidates(folder):
+        try:
+            read(read_text(path), listed=path.name.endswith(_LIST))
+        except OnlyOurs:
+            return path
+        except (BadConfiguration, OSError):
+            continue
+        return path
+    return None
+
+
+def uninstall(wanted: Installation) -> list[str]:
+    """Take our plugin out of every configuration, then remove the program; idempotent. Returns what changed."""
+    done = []
+    for path in _candidates(wanted.configurations):
+        if _is_own(path):
+            path.unlink()
+            done.append(str(path))
+            continue
+        try:
+            found = read(read_text(path), listed=path.name.endswith(_LIST))
+        except (BadConfiguration, OSError):
+            continue
+        if has_plugin(found):
+            _replace(path, written(without_plugin(found)), path.stat().st_mode & 0o777)
+            done.append(str(path))
+    # Last: a configuration whose program is missing lets no pod start.
+    program = wanted.binaries / TYPE
+    if program.exists():
+        program.unlink()
+        done.append(str(program))
+    return done
+
+
+class Installer:
+    """Keeps an installation as it should be; :meth:`run` until cancelled.
+
+    Attributes:
+        installed: everything is as it should be, as far as is known.
+        rewrites: how often something had to be written again.
+    """
+
+    def __init__(self, wanted: Installation) -> None:
+        self._wanted = wanted
+        self._news = asyncio.Event()
+        self._fault = ""
+        self.installed = False
+        self.rewrites = 0
+
+    async def run(self) -> None:
+        """Install, and again whenever somebody changes the folders.
+
+        Raises:
+            OSError: a folder cannot be watched.
+        """
+        loop = asyncio.get_running_loop()
+        in_a_row, last_s = 0, 0.0
+        async with RenameWatcher() as watcher:
+            for folder in (self._wanted.configurations, self._wanted.binaries):
+                watcher.watch(str(folder), self._moved, IN_MOVED_TO | IN_CLOSE_WRITE | IN_DELETE)
+            first = True
+            while True:
+                self._news.clear()
+                done = self._install()
+                if done:
+                    log.info("cni: written %s", ", ".join(done))
+                    if not first:
+                        self.rewrites += 1
+                        in_a_row = in_a_row + 1 if loop.time() - last_s < _CALM_S else 1
+                        last_s = loop.time()
+                    if in_a_row == _QUARREL:
+                        log.warning(
+                            "cni: something else rewrites %s again and again; Cilium: set cni.exclusive=false; "
+                            "a node must have only one mesh's plugin", self._wanted.configurations,
+                        )  # fmt: skip
+                first = False
+                await self._news.wait()
+                await asyncio.sleep(_SETTLE_S)
+
+    def _install(self) -> list[str]:
+        try:
+            done = install(self._wanted)
+        except (NoNetwork, OSError) as error:
+            self.installed = False
+            if plain_reason(error) != self._fault:
+                self._fault = plain_reason(error)
+                log.warning("cni: not installed: %s", plain_reason(error))
+            return []
+        self.installed, self._fault = True, ""
+        return done
+
+    def _moved(self, name: str | None) -> None:
+        # Our own temporary files are written and renamed, too; the look finds nothing to do then.
+        if name is None or name == TYPE or name.endswith(_SUFFIXES):
+            self._news.set()
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Return the files that a runtime would read, in its order; hidden files count."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and not path.is_dir())
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is a copy of ours, named so by us."""
+    return path.name == OWNED or path.name.endswith(_OWN_ENDING)
+
+
+def _target(wanted: Installation, path: Path) -> Path:
+    """Return the file for our plugin, given the network's: the runtime takes it instead of that one."""
+    copy = wanted.configurations / OWNED
+    if copy.name > path.name:
+        # "-" sorts before the "." of the network's file and its namesakes.
+        copy = path.with_name(path.name[: path.name.rfind(".")] + _OWN_ENDING)
+    if wanted.owned:
+        return copy
+    target = path.with_name(path.name[: path.name.rfind(".")] + _LIST)
+    if target == path or not target.exists():
+        return target
+    try:
+        # A list without our entry is another one of the network's, and not ours to replace.
+        return target if has_plugin(read(read_text(target), listed=True)) else copy
+    except OnlyOurs:
+        return target
+    except (BadConfiguration, OSError):
+        return copy
+
+
+def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
+    """Return the network's own configuration, that a runtime would take without us."""
+    faults = []
+    paths = [path for path in _candidates(wanted.configurations) if not _is_own(path)]
+    for path in paths:
+        try:
+            found = read(read_text(path), listed=path.name.endswith(_LIST))
+        except OnlyOurs:
+            path.unlink()  # what is left of a list of ours
+            continue
+        except (BadConfiguration, OSError) as error:
+            faults.append(f"{path.name}: {plain_reason(error)}")
+            continue
+        if made_from := origin(found):
+            # A plain file that is written again can stand behind the list in the runtime's order.
+            with contextlib.suppress(BadConfiguration, OSError):
+                again = path.with_name(made_from)
+                return again, read(read_text(again), listed=False)
+        return path, found
+    reason = "; ".join(faults) or "it has none"
+    raise NoNetwork(f"no network configuration in {wanted.configurations}: {reason}")
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    making.unlink(missing_ok=True)
+    descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(file.fileno(), mode)  # whatever the umask is
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        making.rename(path)
+    except BaseException:
+        making.unlink(missing_ok=True)
+        raise

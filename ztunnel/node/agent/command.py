@@ -1,0 +1,179 @@
+"""The command ``ztunnel agent``."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from ztunnel.runtime.console.arguments import seconds, whole_number
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
+
+_DEFAULT_SOCKET = Path("/var/run/ztunnel/ztunnel.sock")
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``agent`` to ``argparse``'s sub-commands."""
+    text = "put pods of this node into the mesh: those that a Kubernetes API server labels, or those of a file"
+    parser: argparse.ArgumentParser = subparsers.add_parser("agent", help=text, description=text)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--state", type=Path, metavar="FILE", help="YAML: which pods shall be in the mesh; edits are taken up"
+    )
+    source.add_argument("--kube", action="store_true", help="follow the API server: labels of pods and namespaces")
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        default=_DEFAULT_SOCKET,
+        metavar="PATH",
+        help=f"for proxies (default {_DEFAULT_SOCKET})",
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="where enrolled pods are written down (default: beside the socket)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=seconds,
+        metavar="SECONDS",
+        help="how long open connections of a pod that leaves may go on (default 10; with --kube 3600)",
+    )
+    parser.add_argument(
+        "--remove",
+        action="store_true",
+        help="take all pods out of the mesh at the end; else they stay, for an upgrade",
+    )
+    parser.add_argument(
+        "--probe-user",
+        type=_probe_user,
+        metavar="UID",
+        help="the user kubelet runs as; what that user's processes on the node send to pods is not captured "
+        "(with --kube default auto: that of the node's kubelet; none: capture all)",
+    )
+    parser.add_argument("--check", action="store_true", help="only read the file and list its faults")
+    cluster = parser.add_argument_group("with --kube")
+    cluster.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
+    cluster.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
+    cluster.add_argument(
+        "--proc", type=Path, default=Path("/proc"), metavar="DIR", help="the node's processes (default /proc)"
+    )
+    cluster.add_argument(
+        "--exclude",
+        default="kube-system",
+        metavar="NS,...",
+        help="namespaces that are never in the mesh (default kube-system)",
+    )
+    cluster.add_argument(
+        "--system-namespace", default="istio-system", metavar="NS", help="of the proxies (default istio-system)"
+    )
+    cluster.add_argument(
+        "--cni-socket",
+        type=Path,
+        metavar="PATH",
+        help="answer a CNI plugin there (POST /cmdadd, as istio-cni's: /var/run/istio-cni/pluginevent.sock)",
+    )
+    cluster.add_argument(
+        "--install-cni",
+        metavar="BIN:CONF",
+        help="keep our CNI plugin installed in these folders of the host, such as /opt/cni/bin:/etc/cni/net.d; "
+        "it needs python3 on the host, and --cni-socket",
+    )
+    cluster.add_argument(
+        "--cni-owned",
+        action="store_true",
+        help="the plugin is in a network configuration of its own, which survives a reboot of the node",
+    )
+    cluster.add_argument(
+        "--daemonset",
+        metavar="NS/NAME",
+        help="the agent's own: when it is gone or leaves this node, SIGTERM takes all pods out of the mesh",
+    )
+    cluster.add_argument("--metrics", metavar="[IP:]PORT", help="serve /healthz, /readyz and /metrics there")
+    cluster.add_argument(
+        "--established",
+        choices=("keep", "capture"),
+        default="keep",
+        help="connections that are open when a pod is enrolled: keep them outside of the mesh until they end "
+        "(default), or redirect their next packet too, which ends them",
+    )
+    cluster.add_argument(
+        "--no-dns-capture", action="store_true", help="leave DNS alone, but for pods that ask for its capture"
+    )
+    parser.set_defaults(run=run)
+
+
+def _probe_user(text: str) -> int | str:
+    if text in ("auto", "none"):
+        return text
+    return whole_number(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
+    from ztunnel.kube.errors import KubeError
+    from ztunnel.node.agent.description import PodFaults, parse_pods
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    try:
+        if args.check:
+            if args.state is None:
+                raise ValueError("--check needs --state FILE")
+            pods = parse_pods(read_text(args.state))
+            print(f"{args.state}: {len(pods)} pods")
+            return 0
+        asyncio.run(_serve(args))
+    except PodFaults as error:
+        for fault in error.faults:
+            print(f"{args.state}: {fault}", file=sys.stderr)
+        return 1
+    except (KubeError, ValueError) as error:
+        print(f"ztunnel agent: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"ztunnel agent: {plain_reason(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from ztunnel.node.agent.node import NodeAgent
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    record = args.record or args.socket.with_name(f"{args.socket.name}.pods.json")
+    if args.kube:
+        from ztunnel.node.agent.cluster import serve
+
+        await serve(args, record, stop)
+        return
+    agent = NodeAgent(
+        args.socket,
+        record=record,
+        grace_s=10.0 if args.grace is None else args.grace,
+        remove_on_exit=args.remove,
+        probe_user=args.probe_user if isinstance(args.probe_user, int) else None,
+    )
+    async with agent:
+        if args.state is None:
+            await stop.wait()
+            return
+        following = loop.create_task(agent.follow(args.state), name="follow")
+        stopping = loop.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            for task in (following, stopping):
+                task.cancel()
+            await asyncio.wait((following, stopping))

@@ -1,0 +1,294 @@
+"""Decides which of a node's pods are in the mesh, and what to do next about one. Pure.
+
+Intent is a label, status an annotation: ``istio.io/dataplane-mode`` on a pod or its namespace says what is wanted,
+and the agent writes ``ambient.istio.io/redirection`` once it is so. Control planes send tunnels to a pod only
+while that annotation is ``enabled``. Labels, annotations and their meaning are istio-cni's.
+
+:func:`decide` says whether a pod is wanted. :func:`step` compares that with the annotation and with what the node
+agent holds, and names one action; repeated until it names none, the three agree. Neither remembers anything, so an
+agent that starts anew, a node that was rebooted, and an annotation that somebody changed are all the same case.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from ipaddress import ip_address
+from typing import Any, Final
+
+from tproxy.resources import IpAddress
+from ztunnel.kube.objects import Object
+from ztunnel.node.agent.description import PodDescription
+from ztunnel.node.agent.phase import Phase
+from ztunnel.proxy.istio.zds.messages import AddPod, request_bytes
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.formats.config_reader import ConfigReader
+from ztunnel.runtime.formats.go_values import parse_bool
+
+MODE: Final = "istio.io/dataplane-mode"
+REDIRECTION: Final = "ambient.istio.io/redirection"
+SIDECAR: Final = "sidecar.istio.io/status"
+BYPASS_INBOUND: Final = "ambient.istio.io/bypass-inbound-capture"
+DNS_CAPTURE: Final = "ambient.istio.io/dns-capture"
+VIRTUAL_INTERFACES: Final = "istio.io/reroute-virtual-interfaces"
+#: What the kubelet calls a static pod; its mirror in the API has another uid.
+_STATIC_ID: Final = "kubernetes.io/config.hash"
+
+
+class Reason(StrEnum):
+    """The row of the table that decided; a word in logs."""
+
+    MISSHAPEN = "misshapen"
+    ENDED = "ended"
+    HOST_NETWORK = "host-network"
+    SIDECAR = "sidecar"
+    PROXY = "proxy"
+    EXCLUDED_NAMESPACE = "excluded-namespace"
+    POD_IN = "pod-label"
+    POD_OUT = "pod-opted-out"
+    NAMESPACE_IN = "namespace-label"
+    NOT_ASKED = "not-asked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The configured part of the table.
+
+    Attributes:
+        excluded: namespaces whose pods are never in the mesh, whatever their labels say.
+        system_namespace: of the proxies, which are labelled ``app: ztunnel`` there; empty if there are none.
+        dns: capture DNS of pods that do not say otherwise.
+        new_connections_only: see :class:`~tproxy.inpod.Capture`.
+    """
+
+    excluded: frozenset[str] = frozenset({"kube-system"})
+    system_namespace: str = "istio-system"
+    dns: bool = True
+    new_connections_only: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """What a node agent needs to know of a pod.
+
+    Attributes:
+        ids: the uid, and what a static pod's cgroup has in its place.
+        addresses: its IPs; none until the kubelet has reported them.
+        ended: it has run to completion, and nothing in it will run again.
+        annotation: the value of ``REDIRECTION``, None without one.
+    """
+
+    uid: PodUid
+    info: PodInfo
+    ids: frozenset[str] = frozenset()
+    addresses: frozenset[IpAddress] = frozenset()
+    ended: bool = False
+    host_network: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def annotation(self) -> str | None:
+        """The value of the annotation that says whether the pod is in the mesh."""
+        value = self.annotations.get(REDIRECTION)
+        return value if isinstance(value, str) else None
+
+
+class Misshapen(ValueError):
+    """An object that is no pod the agent can handle; the text says why."""
+
+
+def read_pod(value: Object) -> Pod:
+    """Return a pod as the API server wrote it.
+
+    Raises:
+        Misshapen: it has no name or uid, or they are too long for the protocol to proxies.
+    """
+    metadata, spec, status = (_mapping(value, name) for name in ("metadata", "spec", "status"))
+    name, namespace, uid = (metadata.get(key) for key in ("name", "namespace", "uid"))
+    if not (isinstance(name, str) and name and isinstance(namespace, str) and namespace):
+        raise Misshapen("it has no name or namespace")
+    if not (isinstance(uid, str) and uid):
+        raise Misshapen("it has no uid")
+    account = spec.get("serviceAccountName")
+    info = PodInfo(
+        name=name,
+        namespace=namespace,
+        service_account=account if isinstance(account, str) and account else "default",
+    )
+    try:
+        request_bytes(AddPod(PodUid(uid), info))
+    except ValueError:
+        raise Misshapen("its names and uid are too long to be announced") from None
+    annotations = _mapping(metadata, "annotations")
+    static = annotations.get(_STATIC_ID)
+    listed = status.get("podIPs")
+    ips = [entry.get("ip") for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
+    return Pod(
+        uid=PodUid(uid),
+        info=info,
+        ids=frozenset({uid, static} if isinstance(static, str) and static else {uid}),
+        addresses=frozenset(_addresses([status.get("podIP"), *ips])),
+        ended=status.get("phase") in ("Succeeded", "Failed"),
+        host_network=spec.get("hostNetwork") is True,
+        labels=_mapping(metadata, "labels"),
+        annotations=annotations,
+    )
+
+
+def kept(value: Object) -> Object:
+    """Return of a pod what :func:`read_pod` reads; an informer keeps no more of it."""
+    metadata, spec, status = (_mapping(value, name) for name in ("metadata", "spec", "status"))
+    return {
+        "kind": value.get("kind"),
+        "metadata": {
+            key: metadata[key] for key in ("name", "namespace", "uid", "labels", "annotations") if key in metadata
+        },
+        "spec": {key: spec[key] for key in ("serviceAccountName", "hostNetwork") if key in spec},
+        "status": {key: status[key] for key in ("phase", "podIP", "podIPs") if key in status},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether a pod shall be in the mesh, and the row that says so."""
+
+    enrol: bool
+    reason: Reason
+
+
+def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) -> Decision:
+    """Return whether a pod shall be in the mesh: the first row that matches.
+
+    Args:
+        pod: the pod.
+        namespace: the labels of its namespace; None if that is not known, which asks for nothing.
+        settings: the configuration.
+    """
+    mode = pod.labels.get(MODE)
+    if pod.host_network:
+        # Its connections are the node's, in whose namespace no rule may redirect.
+        return Decision(False, Reason.HOST_NETWORK)
+    if SIDECAR in pod.annotations:
+        return Decision(False, Reason.SIDECAR)
+    if pod.info.namespace == settings.system_namespace and pod.labels.get("app") == "ztunnel":
+        return Decision(False, Reason.PROXY)
+    if pod.info.namespace in settings.excluded:
+        return Decision(False, Reason.EXCLUDED_NAMESPACE)
+    if pod.ended:
+        return Decision(False, Reason.ENDED)
+    if mode == "ambient":
+        return Decision(True, Reason.POD_IN)
+    if mode == "none":
+        return Decision(False, Reason.POD_OUT)
+    # Another word of a pod is no answer, as in Istio: the namespace's counts.
+    if namespace is not None and namespace.get(MODE) == "ambient":
+        return Decision(True, Reason.NAMESPACE_IN)
+    return Decision(False, Reason.NOT_ASKED)
+
+
+def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescription, list[str]]:
+    """Return the pod as the node agent enrols it, and what of its annotations is ignored, and why."""
+    ignored = ConfigReader()
+
+    def flag(key: str, default: bool) -> bool:
+        value = pod.annotations.get(key)
+        if value is None:
+            return default
+        try:
+            return parse_bool(value if isinstance(value, str) else "")
+        except ValueError:
+            ignored.fault(f"annotation {key}", f"is ignored: it must be true or false, not {value!r}")
+            return default
+
+    listed = pod.annotations.get(VIRTUAL_INTERFACES)
+    devices = []
+    for name in str(listed).split(",") if listed else ():
+        before = len(ignored.faults)
+        device = ignored.interface(name.strip(), f"annotation {VIRTUAL_INTERFACES}")
+        if len(ignored.faults) == before:
+            devices.append(device)
+    description = PodDescription(
+        uid=pod.uid,
+        info=pod.info,
+        netns=netns,
+        dns=flag(DNS_CAPTURE, settings.dns),
+        inbound=not flag(BYPASS_INBOUND, False),
+        virtual_interfaces=tuple(dict.fromkeys(devices)),
+        new_connections_only=settings.new_connections_only,
+    )
+    return description, ignored.faults
+
+
+class Step(Enum):
+    """What to do next about a pod; each is safe to repeat."""
+
+    NOTHING = "nothing"
+    ENROL = "enrol"  # rules, then the proxy
+    SAY_ENABLED = "say enabled"
+    SAY_PENDING = "say pending"
+    SAY_OUT = "say out"  # remove the annotation
+    RELEASE = "release"  # let its connections end, then remove the rules
+    DROP = "drop"  # its processes have ended: nothing to wait for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known of one pod at one moment.
+
+    Attributes:
+        enrol: the decision.
+        ended: it is gone from the API, or will not run again.
+        reachable: it has an address, or the container runtime has named its namespace.
+        annotation: in the API; None also for a pod that is gone from there.
+        phase: with the node agent; None if that has no rules in it, as far as it knows.
+        left_over: an earlier agent put rules into it, which this one has not seen.
+        current: the rules it has are those of its annotations, in the namespace where it is now.
+        failing: enrolment has failed more than once, and nothing redirects into a proxy.
+    """
+
+    enrol: bool
+    ended: bool = False
+    reachable: bool = True
+    annotation: str | None = None
+    phase: Phase | None = None
+    left_over: bool = False
+    current: bool = True
+    failing: bool = False
+
+
+def step(at: Situation) -> Step:
+    """Return what to do next."""
+    held = at.phase is not None or at.left_over
+    if at.ended:
+        if held:
+            return Step.DROP
+        return Step.SAY_OUT if at.annotation is not None else Step.NOTHING
+    if not at.enrol:
+        # First, so that peers stop sending tunnels while the proxy still takes them.
+        if at.annotation is not None:
+            return Step.SAY_OUT
+        return Step.RELEASE if held and at.phase is not Phase.LEAVING else Step.NOTHING
+    if at.phase is None or at.phase is Phase.LEAVING or not at.current:
+        if at.failing and at.phase is None and at.annotation is not None:
+            # Peers would send tunnels to a pod that takes none.
+            return Step.SAY_OUT
+        return Step.ENROL if at.reachable else Step.NOTHING
+    if at.phase is Phase.ENABLED:
+        return Step.NOTHING if at.annotation == "enabled" else Step.SAY_ENABLED
+    # Pending. A pod that was enabled stays so: its proxy may well serve it, and only be away from this agent.
+    return Step.NOTHING if at.annotation in ("pending", "enabled") else Step.SAY_PENDING
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = value.get(name)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _addresses(texts: Collection[object]) -> list[IpAddress]:
+    found = []
+    for text in texts:
+        try:
+            found.append(ip_address(text if isinstance(text, str) else ""))
+        except ValueError:
+            pass
+    return found

@@ -1,0 +1,695 @@
+"""The node agent: enrols pods in the mesh and releases them.
+
+A pod is enrolled in two steps: its rules, then its announcement to the proxy. From the first step on its traffic
+passes only through a proxy. So a pod whose announcement fails has no network (it fails closed), and it is
+announced again until a proxy takes it.
+
+A pod is released in four steps. The redirects are removed, so that new connections are direct. Connections that
+are open through the proxy get the grace period. The proxies are notified, and abort those that are left. The other
+rules are removed. Notifying the proxies first would abort the connections that the grace period is for.
+
+When the agent ends, rules stay, because a successor usually starts soon; meanwhile proxies keep their pods. The
+successor's snapshot asks them to keep every recorded pod that it has not examined yet, since a proxy ends the pods
+that a snapshot lacks.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, Self, TypeVar
+from weakref import WeakValueDictionary
+
+from tproxy.aio.netns import Netns
+from tproxy.errors import TproxyError
+from tproxy.inpod import Probed
+from ztunnel.node.agent.description import PodDescription, PodFaults, parse_pods
+from ztunnel.node.agent.errors import AgentError, EnrolFailed, TwoAgents
+from ztunnel.node.agent.namespaces import (
+    addresses,
+    apply_probes,
+    apply_rules,
+    foreign_rules,
+    open_namespace,
+    proxied_connections,
+    remove_probes,
+    remove_rules,
+    take_over_rules,
+)
+from ztunnel.node.agent.phase import Phase
+from ztunnel.node.agent.record import Enrolled, read_record, write_record
+from ztunnel.node.agent.server import Announced, ZdsServer
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.text_file import read_text
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Between two announcements of a pod that no proxy has taken; the proxy retries its starts at the same interval.
+RETRY_S = 5.0
+#: Between two checks of a pod's rules; a guess.
+RECHECK_S = 30.0
+_POLL_FILE_S = 0.2
+#: Between two counts of a leaving pod's connections; the wait doubles from the first to the second.
+_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S = 0.1, 2.0
+_FIRST_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PodStatus:
+    """A pod with our rules; ``error`` is the reason why no proxy listens in it."""
+
+    description: PodDescription
+    phase: Phase
+    error: str = ""
+
+
+class _Pod:
+    __slots__ = ("announced", "description", "error", "leave_at", "netns", "news", "phase", "recalled")
+
+    def __init__(self, description: PodDescription, netns: Netns) -> None:
+        self.description = description
+        self.netns = netns
+        self.phase = Phase.PENDING
+        self.error = ""
+        self.announced = True  # false: not in snapshots, because proxies are being notified of its end
+        # Of a leaving pod: when it goes at the latest, whether it is wanted again, and that either has changed.
+        self.leave_at = 0.0
+        self.recalled = False
+        self.news = asyncio.Event()
+
+    @property
+    def info(self) -> PodInfo:
+        return self.description.info
+
+
+class NodeAgent:
+    """Serves proxies while entered; :meth:`enrol` and :meth:`remove`, or :meth:`want`, change its pods.
+
+    Args:
+        socket: path of the socket for proxies.
+        record: file that lists the enrolled pods, see ``record.py``; None keeps no record.
+        grace_s: time that open connections of a leaving pod have to end.
+        remove_on_exit: release all pods when the agent ends.
+        probe_user: numeric user of the node's kubelet, whose probes bypass the proxy; None if there is no kubelet.
+        on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
+        is_still: whether a description still names the namespace it was enrolled in; a pod that it denies is
+            released. By default the name is looked up again.
+        held: proxies get no snapshot before :meth:`expect`.
+
+    Raises:
+        OSError: on entering, the socket cannot be bound or the record not read.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        *,
+        record: Path | None = None,
+        grace_s: float = 10.0,
+        remove_on_exit: bool = False,
+        probe_user: int | None = None,
+        on_change: Callable[[PodUid], object] = lambda uid: None,
+        is_still: "Callable[[PodDescription, Netns], bool] | None" = None,
+        held: bool = False,
+    ) -> None:
+        self._record = record
+        self._grace_s = grace_s
+        self._remove_on_exit = remove_on_exit
+        self._probe_user = probe_user
+        self._pods: dict[PodUid, _Pod] = {}
+        self._wanted: dict[PodUid, PodDescription] = {}
+        self._edited = asyncio.Event()
+        self._steering: set[PodUid] = set()
+        self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
+        self._recorded: dict[PodUid, Enrolled] = {}
+        self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined yet
+        self._expected: set[PodUid] = set()  # pods that another agent enrolled, and that this one has not yet
+        self._probed: dict[PodUid, Probed] = {}
+        self._probes = asyncio.Lock()
+        self._probes_wanted = self._probes_applied = 0
+        self._on_change = on_change
+        self._is_still = is_still or _is_still
+        #: Pods whose rules others had changed, and that were repaired.
+        self.repaired = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._server = ZdsServer(socket, self._announced, on_answer=self._answered, held=held)
+        self._tasks = Tasks("agent")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pods")
+
+    @property
+    def proxies(self) -> int:
+        """The number of connected proxies."""
+        return self._server.proxies
+
+    def pods(self) -> Mapping[PodUid, PodStatus]:
+        """Return every pod with our rules."""
+        return {uid: PodStatus(pod.description, pod.phase, pod.error) for uid, pod in self._pods.items()}
+
+    def pod(self, uid: PodUid) -> PodStatus | None:
+        """Return a pod with our rules."""
+        pod = self._pods.get(uid)
+        return None if pod is None else PodStatus(pod.description, pod.phase, pod.error)
+
+    def netns(self, uid: PodUid) -> Netns | None:
+        """Return the open namespace of a pod with our rules; it stays the agent's, which may close it later."""
+        pod = self._pods.get(uid)
+        return None if pod is None else pod.netns
+
+    @property
+    def left_over(self) -> Mapping[PodUid, Enrolled]:
+        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor forgotten."""
+        return {uid: self._recorded[uid] for uid in self._unseen}
+
+    async def __aenter__(self) -> Self:
+        if self._record is not None:
+            try:
+                self._recorded = read_record(self._record)
+                self._unseen = set(self._recorded)
+            except ValueError as error:
+                # Pods that left meanwhile keep their rules. Refusing to start would affect all others as well.
+                log.error("record of enrolled pods not usable error=%s", error)
+        await self._server.__aenter__()
+        self._tasks.keep(self._keep, "keep")
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._tasks.close()
+        if self._remove_on_exit:
+            await asyncio.gather(*(self.remove(uid) for uid in list(self._pods)))
+            if self._probe_user is not None:
+                await self._in_thread(remove_probes)
+        await self._server.__aexit__(*exception)
+        for pod in self._pods.values():
+            pod.netns.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``work`` in the thread; returns, or raises CancelledError, only once it has finished.
+
+        Callers close namespaces afterwards. With an early return the thread would use a closed descriptor, or one
+        that the kernel has given to another file.
+        """
+        working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+        cancelled: asyncio.CancelledError | None = None
+        while not working.done():
+            try:
+                await asyncio.wait([working])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            working.exception()  # retrieved, so that asyncio does not log it as unhandled
+            raise cancelled
+        return working.result()
+
+    def _lock(self, uid: PodUid) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
+    # Pods
+
+    async def enrol(self, description: PodDescription) -> Phase:
+        """Enrol a pod, or apply a changed description to an enrolled one; idempotent.
+
+        A pod that is leaving stays, with its connections, if it is the same one in the same namespace.
+
+        Returns:
+            ``ENABLED`` if a proxy listens in it. ``PENDING`` if none does: the pod has no network, and its
+            announcement is repeated.
+
+        Raises:
+            EnrolFailed: the namespace or the rules failed; a pod that was not enrolled is left as it was.
+        """
+        leaving = self._pods.get(description.uid)
+        if leaving is not None and leaving.phase is Phase.LEAVING:
+            leaving.recalled = leaving.info == description.info and _is_still(description, leaving.netns)
+            if not leaving.recalled:
+                leaving.leave_at = 0.0
+            leaving.news.set()
+        async with self._lock(description.uid):
+            netns = self._open(description)
+            pod = self._pods.get(description.uid)
+            adopted = False
+            try:
+                while pod is not None and (pod.netns.inode, pod.info) != (netns.inode, description.info):
+                    # In another namespace it is a new sandbox, and the processes of the old one are gone.
+                    await self._leave(pod, self._grace_s if pod.netns.inode == netns.inode else 0)
+                    pod = self._pods.get(description.uid)
+                if pod is None:
+                    pod = await self._enter(description, netns)
+                    adopted = True
+                else:
+                    await self._change(pod, description)
+            finally:
+                if not adopted:
+                    netns.close()
+            if pod.phase is Phase.PENDING:
+                await self._announce(pod)
+            return pod.phase
+
+    def _open(self, description: PodDescription) -> Netns:
+        try:
+            netns = open_namespace(description)
+        except (TproxyError, ValueError) as error:
+            raise EnrolFailed(_named(description), str(error)) from error
+        for other in self._pods.values():
+            if other.netns.inode == netns.inode and other.description.uid != description.uid:
+                netns.close()
+                taken = f"{description.netns} is the namespace of {_named(other.description)}"
+                raise EnrolFailed(_named(description), taken)
+        return netns
+
+    async def _enter(self, description: PodDescription, netns: Netns) -> _Pod:
+        # Recorded first: after a crash, rules without a record would stay until the namespace goes.
+        self._recorded[description.uid] = Enrolled(description.netns, netns.inode)
+        self._write_record()
+        try:
+            # Before its rules: kubelet would restart a pod whose probes fail while it waits for a proxy.
+            found = await self._in_thread(addresses, netns)
+            self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
+            await self._let_probe()
+            removed = await self._in_thread(take_over_rules, netns, description)
+        except (TproxyError, OSError) as error:
+            if description.uid in self._expected:
+                # Ours beside the other agent's do no harm: they do the same.
+                raise TwoAgents(_named(description), plain_reason(error)) from error
+            await self._forget(description.uid, netns)
+            raise EnrolFailed(_named(description), plain_reason(error)) from error
+        if removed:
+            log.info("pod taken over uid=%s removed=%s", description.uid, ", ".join(sorted(removed)))
+        pod = self._pods[description.uid] = _Pod(description, netns)
+        self._unseen.discard(description.uid)
+        self._expected.discard(description.uid)
+        log.info("pod captured uid=%s pod=%s netns=%s", description.uid, _named(description), description.netns)
+        return pod
+
+    async def _change(self, pod: _Pod, description: PodDescription) -> None:
+        try:
+            found = await self._in_thread(addresses, pod.netns)
+            await self._in_thread(apply_rules, pod.netns, description)
+        except (TproxyError, OSError) as error:
+            raise EnrolFailed(_named(description), plain_reason(error)) from error
+        pod.description = description
+        probed = Probed(uid=description.uid, addresses=found)
+        if self._probed.get(description.uid) != probed:
+            self._probed[description.uid] = probed
+            await self._let_probe()
+
+    async def _announce(self, pod: _Pod) -> None:
+        uid = pod.description.uid
+        try:
+            await self._server.add(uid, pod.info, pod.netns)
+        except AgentError as error:
+            self._answered(uid, str(error))
+        else:
+            self._answered(uid, "")
+
+    async def hand_over(self, uid: PodUid) -> bool:
+        """Leave an enrolled pod to another agent, if that has its rules in the pod: only ours go.
+
+        Proxies are not notified, so that the pod's connections live on.
+
+        Returns:
+            Whether the pod was left.
+        """
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is None or pod.phase is Phase.LEAVING:
+                return False
+            try:
+                if not await self._in_thread(foreign_rules, pod.netns):
+                    return False
+                await self._in_thread(remove_rules, pod.netns)
+            except (TproxyError, OSError) as error:
+                log.error("pod not left to another agent uid=%s error=%s", uid, plain_reason(error))
+                return False
+            del self._pods[uid]
+            pod.netns.close()
+            self._recorded.pop(uid, None)
+            self._write_record()
+            log.info("pod left to another agent uid=%s pod=%s", uid, _named(pod.description))
+            self._notify_watchers(uid)
+            return True
+
+    async def announce_anew(self, uid: PodUid) -> None:
+        """Have the proxies end and start the proxy of an enrolled pod, which has lost its listeners."""
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is None or pod.phase is Phase.LEAVING:
+                return
+            await self._server.delete(uid)
+            pod.phase = Phase.PENDING
+            await self._announce(pod)
+
+    def _announced(self) -> Iterator[Announced]:
+        for uid, pod in self._pods.items():
+            if pod.announced:
+                yield Announced(uid, pod.info, pod.netns)
+        for uid in self._unseen | self._expected:
+            yield Announced(uid)
+
+    @property
+    def expected(self) -> frozenset[PodUid]:
+        """Pods that another agent enrolled by its rules, and that this one has neither enrolled nor forgotten."""
+        return frozenset(self._expected)
+
+    def expect(self, uids: Iterable[PodUid]) -> None:
+        """Have proxies keep pods that another agent enrolled until this one enrols them, and send snapshots.
+
+        They keep their proxy and their open connections, and are not released by a failure to enrol them.
+        """
+        self._expected |= {uid for uid in uids if uid not in self._pods and uid not in self._unseen}
+        self._server.release()
+
+    def _answered(self, uid: PodUid, error: str) -> None:
+        pod = self._pods.get(uid)
+        if pod is None or pod.phase is Phase.LEAVING:
+            return
+        if error and error != pod.error:
+            log.warning("pod pending uid=%s pod=%s error=%s", uid, _named(pod.description), error)
+        elif not error and pod.phase is Phase.PENDING:
+            log.info("pod enabled uid=%s pod=%s", uid, _named(pod.description))
+        pod.error = error
+        pod.phase = Phase.PENDING if error else Phase.ENABLED
+        self._notify_watchers(uid)
+
+    async def remove(self, uid: PodUid, *, grace_s: float | None = None) -> None:
+        """Release a pod from the mesh; idempotent.
+
+        Args:
+            uid: the pod.
+            grace_s: time for its open connections to end; None takes the agent's. A pod that is leaving already
+                gets no more time by this, and may get less.
+        """
+        wait_s = self._grace_s if grace_s is None else grace_s
+        leaving = self._pods.get(uid)
+        if leaving is not None and leaving.phase is Phase.LEAVING:
+            leaving.leave_at = min(leaving.leave_at, asyncio.get_running_loop().time() + wait_s)
+            leaving.recalled = False
+            leaving.news.set()
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is not None:
+                await self._leave(pod, wait_s)
+
+    async def _leave(self, pod: _Pod, grace_s: float) -> None:
+        """Release a pod, unless it is wanted again while it drains: then it is pending."""
+        uid = pod.description.uid
+        pod.phase = Phase.LEAVING
+        pod.recalled = False
+        pod.leave_at = asyncio.get_running_loop().time() + grace_s
+        self._notify_watchers(uid)
+        if grace_s > 0:
+            try:
+                await self._in_thread(apply_rules, pod.netns, pod.description, draining=True)
+            except (TproxyError, OSError) as error:
+                log.warning("pod's redirects not taken away uid=%s error=%s", uid, plain_reason(error))
+            else:
+                await self._ended(pod)
+        if pod.recalled:
+            log.info("pod stays uid=%s pod=%s", uid, _named(pod.description))
+            pod.phase = Phase.PENDING
+            self._notify_watchers(uid)
+            return
+        pod.announced = False
+        await self._forget(uid, pod.netns)
+        # Last: as long as the pod is listed, no other pod can be enrolled in its namespace.
+        del self._pods[uid]
+        pod.netns.close()
+        self._notify_watchers(uid)
+        log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
+
+    async def expect_probes(self, pods: Iterable[Probed]) -> None:
+        """Let kubelet probe these pods before they are enrolled; idempotent.
+
+        A successor calls it with all pods of its predecessor, or else the first pod that it enrols would be the
+        only one that is probed until the last one is.
+        """
+        self._probed = {PodUid(pod.uid): pod for pod in pods} | self._probed
+        await self._let_probe()
+
+    async def _let_probe(self) -> None:
+        """Bring the node's set of probed pods up to date; calls that come meanwhile share the next update."""
+        if self._probe_user is None:
+            return
+        self._probes_wanted += 1
+        wanted = self._probes_wanted
+        async with self._probes:
+            if self._probes_applied >= wanted:
+                return
+            self._probes_applied = self._probes_wanted
+            try:
+                await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
+            except (TproxyError, OSError) as error:
+                log.error("kubelet's probes will be captured error=%s", plain_reason(error))
+
+    async def _ended(self, pod: _Pod) -> None:
+        """Wait until no connection through the proxy is left in the pod, it must go, or it is wanted again."""
+        loop = asyncio.get_running_loop()
+        waits = Backoff(_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S)
+        while not pod.recalled:
+            rest_s = pod.leave_at - loop.time()
+            if rest_s <= 0:
+                log.info("pod leaves with open connections uid=%s", pod.description.uid)
+                return
+            if not await self._in_thread(proxied_connections, pod.netns):
+                return
+            pod.news.clear()
+            if pod.recalled or pod.leave_at <= loop.time():
+                continue
+            try:
+                await asyncio.wait_for(pod.news.wait(), min(waits.next(), rest_s))
+            except TimeoutError:
+                pass
+
+    async def forget(self, uid: PodUid) -> None:
+        """Release a pod of :attr:`left_over` without waiting; idempotent."""
+        async with self._lock(uid):
+            enrolled = self._recorded.get(uid)
+            if uid in self._expected:
+                # Its rules are those of another agent, but for what an enrolment that failed has changed.
+                self._expected.discard(uid)
+                await self._server.delete(uid)
+                self._recorded.pop(uid, None)
+                self._write_record()
+                return
+            if uid not in self._unseen or enrolled is None:
+                return
+            try:
+                netns = Netns.open(enrolled.netns)
+            except TproxyError:
+                await self._forget(uid, None)  # the rules went with their namespace
+                return
+            with netns:
+                await self._forget(uid, netns if netns.inode == enrolled.inode else None)
+
+    async def _forget(self, uid: PodUid, netns: Netns | None) -> None:
+        """Notify proxies that a pod is gone, remove our rules from its namespace, and delete its record."""
+        self._unseen.discard(uid)
+        await self._server.delete(uid)
+        if netns is not None:
+            try:
+                await self._in_thread(remove_rules, netns)
+            except (TproxyError, OSError) as error:
+                log.error("pod's rules not taken away uid=%s error=%s", uid, plain_reason(error))
+        if self._probed.pop(uid, None) is not None:
+            await self._let_probe()
+        self._recorded.pop(uid, None)
+        self._write_record()
+
+    def _write_record(self) -> None:
+        if self._record is not None:
+            try:
+                write_record(self._record, self._recorded)
+            except OSError as error:
+                log.error("record of enrolled pods not written error=%s", plain_reason(error))
+
+    def _notify_watchers(self, uid: PodUid) -> None:
+        for event in self._watchers:
+            event.set()
+        self._on_change(uid)
+
+    async def until_enabled(self, *uids: PodUid) -> None:
+        """Wait until proxies listen in all of these pods."""
+        event = asyncio.Event()
+        self._watchers.add(event)
+        try:
+            while not all(uid in self._pods and self._pods[uid].phase is Phase.ENABLED for uid in uids):
+                event.clear()
+                await event.wait()
+        finally:
+            self._watchers.discard(event)
+
+    # Wanted pods
+
+    def want(self, pods: Iterable[PodDescription]) -> None:
+        """Enrol exactly these pods from now on, and release all others.
+
+        Returns at once. The changes happen in the background; a pod that fails is retried with back-off.
+        """
+        self._wanted = {pod.uid: pod for pod in pods}
+        edited, self._edited = self._edited, asyncio.Event()
+        edited.set()
+        for uid in {*self._wanted, *self._pods}:
+            self._steer(uid)
+
+    async def follow(self, path: Path) -> None:
+        """Want the pods of a description file, and follow its edits until cancelled.
+
+        Raises:
+            PodFaults, OSError: the file is not usable now. Faults of later edits are only logged, and the last
+                good state stays current.
+        """
+        file = _File(path)
+        pods = file.read()
+        await self._release_strangers({pod.uid: pod for pod in pods})
+        self.want(pods)
+        while True:
+            await asyncio.sleep(_POLL_FILE_S)
+            edited = file.edited()
+            if edited is not None:
+                log.info("%s changed: %d pods", path, len(edited))
+                self.want(edited)
+
+    async def _release_strangers(self, wanted: Mapping[PodUid, PodDescription]) -> None:
+        """Remove the rules of recorded pods that left, or moved to another namespace, while no agent ran."""
+        for uid in list(self._unseen):
+            enrolled = self._recorded[uid]
+            try:
+                netns = Netns.open(enrolled.netns)
+            except TproxyError:
+                await self._forget(uid, None)  # the rules went with their namespace
+                continue
+            with netns:
+                same = netns.inode == enrolled.inode
+                if same and uid in wanted and wanted[uid].netns == enrolled.netns:
+                    continue
+                log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
+                await self._forget(uid, netns if same else None)
+
+    def _steer(self, uid: PodUid) -> None:
+        if uid not in self._steering:
+            self._steering.add(uid)
+            self._tasks.start(self._steered(uid), f"steer {uid}")
+
+    async def _steered(self, uid: PodUid) -> None:
+        """Bring one pod to its wanted state, which may change meanwhile; retries failures with back-off."""
+        waits = Backoff(_FIRST_WAIT_S)
+        logged = ""
+        try:
+            while True:
+                edited, wanted, pod = self._edited, self._wanted.get(uid), self._pods.get(uid)
+                if wanted == (None if pod is None else pod.description):
+                    return
+                try:
+                    if wanted is None:
+                        await self.remove(uid)
+                    else:
+                        await self.enrol(wanted)
+                except EnrolFailed as error:
+                    if str(error) != logged:
+                        log.error("%s; trying again", error)
+                        logged = str(error)
+                    try:
+                        async with asyncio.timeout(waits.next()):
+                            await edited.wait()
+                    except TimeoutError:
+                        pass
+        finally:
+            self._steering.discard(uid)
+
+    async def repair(self, uid: PodUid) -> None:
+        """Compare an enrolled pod's rules with what they should be now, and put them right; idempotent."""
+        await self._maintain(uid, repair=True)
+
+    async def _keep(self) -> None:
+        """Periodically announce pending pods, release pods whose namespace is gone, and repair rules."""
+        loop = asyncio.get_running_loop()
+        recheck_at = loop.time() + RECHECK_S
+        while True:
+            await asyncio.sleep(RETRY_S)
+            repair = loop.time() >= recheck_at
+            if repair:
+                recheck_at = loop.time() + RECHECK_S
+            for uid in list(self._pods):
+                await self._maintain(uid, repair=repair)
+            if repair and self._probed:
+                await self._let_probe()
+
+    async def _maintain(self, uid: PodUid, *, repair: bool) -> None:
+        lock = self._lock(uid)
+        if lock.locked():
+            return  # another task changes this pod
+        async with lock:
+            pod = self._pods.get(uid)
+            if pod is None:
+                return
+            description = pod.description
+            if not self._is_still(description, pod.netns):
+                # A name or process id that means another namespace now is another pod under an old description.
+                log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
+                await self._leave(pod, 0)
+                if uid in self._wanted:
+                    self._steer(uid)
+                return
+            if pod.phase is Phase.PENDING and self._server.proxies:
+                await self._announce(pod)
+            if repair:
+                try:
+                    if changes := await self._in_thread(apply_rules, pod.netns, description):
+                        self.repaired += 1
+                        log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
+                except (TproxyError, OSError) as error:
+                    log.error("pod's rules not repaired uid=%s error=%s", uid, plain_reason(error))
+
+
+class _File:
+    """The description file, read once and then polled for edits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._text = ""
+
+    def read(self) -> tuple[PodDescription, ...]:
+        """Read and parse the file.
+
+        Raises:
+            PodFaults, OSError: it is not usable.
+        """
+        self._text = read_text(self._path)
+        return parse_pods(self._text)
+
+    def edited(self) -> tuple[PodDescription, ...] | None:
+        """Return the file's pods if it changed and is usable, else None; its faults are logged once per edit."""
+        before = self._text
+        try:
+            pods = self.read()
+        except PodFaults as error:
+            if self._text != before:
+                for fault in error.faults:
+                    log.error("%s: %s", self._path, fault)
+                log.error("%s: %d faults; the last good state stays in force", self._path, len(error.faults))
+            return None
+        except OSError as error:
+            if self._text:
+                log.error("%s: %s; the last good state stays in force", self._path, error.strerror)
+                self._text = ""
+            return None
+        return None if self._text == before else pods
+
+
+def _is_still(description: PodDescription, netns: Netns) -> bool:
+    try:
+        with Netns.open(description.netns) as now:
+            return now.inode == netns.inode
+    except TproxyError:
+        return False
+
+
+def _named(description: PodDescription) -> str:
+    return f"{description.info.namespace}/{description.info.name}"

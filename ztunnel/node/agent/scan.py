@@ -1,0 +1,133 @@
+"""Finds things by looking at all processes of the node: the network namespaces of pods, and kubelet's user.
+
+For pods that exist before the agent, no container runtime says where their namespaces are. A process's cgroup
+names its pod, and its ``ns/net`` the namespace. A process of another pod or of the node may have entered that
+namespace, and one of the pod may have made its own: only a namespace with one of the pod's addresses counts.
+
+The functions block; the agent's thread runs them.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tproxy.aio.netns import Netns
+from tproxy.errors import TproxyError
+from tproxy.resources import IpAddress
+from ztunnel.node.agent.cgroup import pod_of
+from ztunnel.node.agent.namespaces import addresses
+
+PROC: Final = Path("/proc")
+#: Names of the programs that are, or contain, a kubelet.
+_KUBELETS: Final = {"kubelet", "kubelite", "k3s", "k3s-server", "k3s-agent"}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A pod's network namespace.
+
+    Attributes:
+        path: by which it is opened, below the process it was found at.
+        inode: its number.
+    """
+
+    path: str
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    path: Path
+    started: int
+    inode: int
+    device: int
+
+
+def pod_namespaces(
+    wanted: Mapping[str, frozenset[IpAddress]], proc: Path = PROC, *, taken: Iterable[int] = ()
+) -> dict[str, Found]:
+    """Return where the network namespaces of these pods are; one that is not found is left out.
+
+    Args:
+        wanted: the addresses of each pod, by uid or static hash. A pod without addresses is not found.
+        proc: where the node's processes are shown.
+        taken: inodes of namespaces that are other pods'.
+    """
+    others = set(taken)
+    candidates: dict[str, dict[int, _Process]] = {}
+    own = _own(proc)
+    for process in _processes(proc):
+        if (process.inode, process.device) in own or process.inode in others:
+            continue
+        pod = _read_pod(process.path)
+        if pod is None or not wanted.get(pod):
+            continue
+        # The oldest process of a namespace is the sandbox's, which lives as long as the pod.
+        known = candidates.setdefault(pod, {}).get(process.inode)
+        if known is None or process.started < known.started:
+            candidates[pod][process.inode] = process
+    found = {}
+    for pod, processes in candidates.items():
+        for process in sorted(processes.values(), key=lambda each: each.started):
+            # Opened anew there: the process may have ended, and its number be another's.
+            if is_pods(str(process.path / "ns/net"), process.inode, wanted[pod]):
+                found[pod] = Found(str(process.path / "ns/net"), process.inode)
+                break
+    return found
+
+
+def is_pods(where: str | int, inode: int, wanted: frozenset[IpAddress]) -> bool:
+    """Return whether a namespace is still where it was, and has one of these addresses."""
+    try:
+        with Netns.open(where) as netns:
+            return netns.inode == inode and not wanted.isdisjoint(addresses(netns))
+    except (TproxyError, OSError):
+        return False
+
+
+def kubelet_user(proc: Path = PROC) -> int | None:
+    """Return the user that the node's kubelet runs as, None if there is no kubelet."""
+    for entry in _numbered(proc):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if (entry / "comm").read_text().strip() in _KUBELETS:
+                for line in (entry / "status").read_text().splitlines():
+                    if line.startswith("Uid:"):
+                        return int(line.split()[2])  # the effective one, which sockets have
+    return None
+
+
+def _own(proc: Path) -> set[tuple[int, int]]:
+    """Return the namespaces of the node and of this process, which are no pod's to enrol."""
+    found = set()
+    for name in ("1", "self"):
+        with contextlib.suppress(OSError):
+            status = (proc / name / "ns/net").stat()
+            found.add((status.st_ino, status.st_dev))
+    return found
+
+
+def _numbered(proc: Path) -> Iterator[Path]:
+    with os.scandir(proc) as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield proc / entry.name
+
+
+def _processes(proc: Path) -> Iterator[_Process]:
+    for path in _numbered(proc):
+        # Processes end while they are read.
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            status = (path / "ns/net").stat()
+            # The program's name, in parentheses, may contain anything; starttime is field 22 (proc_pid_stat(5)).
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            yield _Process(path, int(fields[19]), status.st_ino, status.st_dev)
+
+
+def _read_pod(path: Path) -> str | None:
+    try:
+        return pod_of((path / "cgroup").read_text(errors="replace"))
+    except OSError:
+        return None

@@ -1,0 +1,134 @@
+"""Pages of ``ztunnel agent --kube``: health, readiness, metrics, and why each pod is or is not in the mesh."""
+
+import json
+from collections import Counter
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+from xds.model.address import SocketAddress
+from ztunnel.kube.informer import Informer
+from ztunnel.node.agent.audit import counted
+from ztunnel.node.agent.auditor import Auditor
+from ztunnel.node.agent.cni_server import CniServer
+from ztunnel.node.agent.enroller import Enroller
+from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.http.exposition import (
+    Family,
+    family,
+    page,
+    process_families,
+)
+from ztunnel.runtime.http.page import (
+    JSON,
+    Page,
+    PageRequest,
+    not_found,
+    text,
+)
+from ztunnel.runtime.http.server import PageServer
+
+_PATHS = ("/healthz", "/readyz", "/metrics", "/pods", "/audit")
+
+
+def status_server(
+    address: SocketAddress,
+    enroller: Enroller,
+    informer: Informer,
+    auditor: Auditor,
+    cni: CniServer | None = None,
+) -> PageServer:
+    """Return a server of the agent's pages; it serves while entered."""
+
+    def pages(request: PageRequest) -> Page | Awaitable[Page]:
+        match request.path:
+            case "/audit":
+                return audit(auditor, request)
+            case "/healthz":
+                return text("ok\n")
+            case "/readyz":
+                missing = unready(enroller, informer)
+                return text(f"{missing}\n", 503) if missing else text("ready\n")
+            case "/metrics":
+                return page(families(enroller, informer, auditor, cni), request)
+            case "/pods":
+                return text(json.dumps(pods(enroller, auditor), indent=1) + "\n", content_type=JSON)
+            case _:
+                return not_found(_PATHS)
+
+    return PageServer("status", address, pages, SystemClock())
+
+
+async def audit(auditor: Auditor, request: PageRequest) -> Page:
+    """Return a comparison of every pod, made now; ``POST`` has repaired what is the agent's own.
+
+    From this node only: it costs a dump of the proxy, and strangers shall not choose the time of repairs.
+    """
+    if not request.local:
+        return text("only from this node, by a loopback address\n", 403)
+    report = await auditor.report(repair=request.method == "POST")
+    return text(json.dumps(report, indent=1) + "\n", content_type=JSON)
+
+
+def unready(enroller: Enroller, informer: Informer) -> str:
+    """Return why a new pod could not be enrolled now; empty if it could."""
+    if not enroller.synced:
+        return "; ".join(informer.faults.values()) or "the API server has not answered yet"
+    if not enroller.agent.proxies:
+        return "no ztunnel is connected: pods of the mesh cannot start on this node"
+    return ""
+
+
+def pods(enroller: Enroller, auditor: Auditor) -> dict[str, dict[str, Any]]:
+    """Return each pod of the node: whether it is wanted and why, what it says, and what it is."""
+    found = {}
+    for uid, (pod, decision, fault) in sorted(enroller.pods().items()):
+        held = enroller.agent.pod(uid)
+        found[f"{pod.info.namespace}/{pod.info.name}"] = {
+            "uid": uid,
+            "wanted": decision.enrol,
+            "because": decision.reason,
+            "annotation": pod.annotation,
+            "phase": None if held is None else held.phase.value,
+            "netns": None if held is None else held.description.netns,
+            "fault": fault or ("" if held is None else held.error),
+            "findings": sorted(f"{each.reason}: {each.text}" for each in auditor.findings.get(uid, ())),
+        }
+    return found
+
+
+def families(enroller: Enroller, informer: Informer, auditor: Auditor, cni: CniServer | None) -> Iterator[Family]:
+    """Yield the families of one scrape."""
+    phases = Counter(held.phase.value for held in enroller.agent.pods().values())
+    decided = Counter(decision.reason.value for _, decision, _ in enroller.pods().values())
+    plain: tuple[tuple[str, str, str, float], ...] = (
+        ("ztunnel_agent_synced", "gauge", "1 once every pod is known", enroller.synced),
+        ("ztunnel_agent_faults", "gauge", "Kinds that cannot be followed now", len(informer.faults)),
+        ("ztunnel_agent_proxies", "gauge", "Connected proxies", enroller.agent.proxies),
+        ("ztunnel_agent_waiting", "gauge", "Pods for which a step is left to take", enroller.waiting),
+        ("ztunnel_agent_repaired", "counter", "Rules of others' making, repaired", enroller.agent.repaired),
+    )
+    for name, kind, description, value in plain:
+        yield family(name, kind, description, [((), float(value))], ())
+    yield family(
+        "ztunnel_agent_pods", "gauge", "Pods with rules, by phase",
+        [((phase,), float(count)) for phase, count in sorted(phases.items())], ("phase",),
+    )  # fmt: skip
+    wrong = counted(auditor.audited.values())
+    yield family(
+        "ztunnel_agent_findings", "gauge", "Pods that the last comparison found different, by kind",
+        [((reason,), float(count)) for reason, count in sorted(wrong.items())], ("reason",),
+    )  # fmt: skip
+    yield family(
+        "ztunnel_agent_decisions", "gauge", "Pods of the node, by what decided",
+        [((reason,), float(count)) for reason, count in sorted(decided.items())], ("reason",),
+    )  # fmt: skip
+    yield family(
+        "ztunnel_agent_steps", "counter", "Steps taken, by result",
+        [(key, float(count)) for key, count in sorted(enroller.steps.items())], ("step", "result"),
+    )  # fmt: skip
+    if cni is not None:
+        yield family(
+            "ztunnel_agent_sandboxes", "counter", "Answers to the CNI plugin, by status",
+            [((str(status),), float(count)) for status, count in sorted(cni.answers.items())], ("status",),
+        )  # fmt: skip
+    yield from process_families()

@@ -1,0 +1,286 @@
+"""``ztunnel authz serve|check|health``, and the same under the names and flags of Calico's ``dikastes``."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from ztunnel.policy.calico.settings import sync_target
+from ztunnel.runtime.console.arguments import seconds
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.sockets import socket_mode
+
+if TYPE_CHECKING:
+    from xds.model.address import SocketAddress
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LISTEN: Final = "/var/run/dikastes/dikastes.sock"
+DEFAULT_DIAL: Final = "/var/run/felix/nodeagent/socket"
+_CALL_S: Final = 5.0
+
+#: Exit statuses of ``health``, those of Calico's probe.
+HEALTHY, BAD_ARGUMENT, NO_ANSWER, UNHEALTHY = 0, 1, 2, 3
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``authz`` to ``argparse``'s sub-commands."""
+    authz: argparse.ArgumentParser = subparsers.add_parser(
+        "authz",
+        help="answer Envoy's ext_authz checks by Calico's policies",
+        description="A policy server beside Envoy: answers ext_authz checks by what PolicySync sends.",
+    )
+    commands = authz.add_subparsers(dest="authz", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="run the server", description="Serve until SIGTERM or SIGINT.")
+    add_serve_arguments(serve)
+    serve.set_defaults(run=serve_command)
+    check = commands.add_parser("check", help="ask a server about one request")
+    check.add_argument("namespace", metavar="NAMESPACE", help="of the client's service account")
+    check.add_argument("account", metavar="ACCOUNT", help="the client's service account")
+    check.add_argument("--method", help="of the HTTP request; none asks about a connection")
+    check.add_argument("--path", help="of the HTTP request")
+    check.add_argument("--source", metavar="IP", help="the client's address")
+    check.add_argument("--destination", metavar="IP[:PORT]", help="of the pod")
+    check.add_argument("--trust-domain", default="cluster.local", metavar="NAME")
+    _add_dial(check)
+    check.set_defaults(run=check_command, denied=1)
+    health = commands.add_parser("health", help="ask a server for its health; exit status 0, 2 or 3")
+    health.add_argument("probe", choices=("liveness", "readiness"))
+    _add_dial(health)
+    health.set_defaults(run=health_command)
+
+
+def _add_dial(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dial", "-d", default=DEFAULT_LISTEN, metavar="ADDRESS", help=f"of the server (default {DEFAULT_LISTEN})"
+    )
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what ``serve`` takes."""
+    parser.add_argument(
+        "--listen",
+        "-l",
+        action="append",
+        metavar="ADDRESS",
+        help=f"path, unix:/path or host:port, repeatable (default {DEFAULT_LISTEN})",
+    )
+    parser.add_argument(
+        "--dial", "-d", default=DEFAULT_DIAL, metavar="ADDRESS", help=f"PolicySync server (default {DEFAULT_DIAL})"
+    )
+    parser.add_argument(
+        "--socket-mode", type=socket_mode, default=0o777, metavar="OCTAL", help="of the Unix socket (default 777)"
+    )
+    parser.add_argument("--per-host", action="store_true", help="serve all pods of a node, by destination address")
+    parser.add_argument("--explain", action="store_true", help="tell clients which rule denied them")
+    parser.add_argument(
+        "--trust-domain", action="append", default=[], metavar="NAME", help="believe only these, repeatable"
+    )
+    parser.add_argument(
+        "--max-stale",
+        type=seconds,
+        metavar="SECONDS",
+        help="refuse after so long without PolicySync (default: never)",
+    )
+    parser.add_argument(
+        "--terminate", metavar="[IP:]PORT", help="serve HTTP there, of which /terminate ends the server"
+    )
+    parser.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
+    parser.add_argument(
+        "--report", action="store_true", help="report judged flows to the PolicySync server every 5 s"
+    )
+    parser.add_argument(
+        "--admin", metavar="[IP:]PORT", help="serve /policies there, of loopback unless an address is given"
+    )
+    parser.add_argument("--debug", action="store_true", help="log more")
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    import uvloop
+
+    from xds.grpc.serve_error import ServeError
+
+    logging.basicConfig(
+        level=logging.DEBUG if args.debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        listen = [sync_target(text) for text in args.listen or [DEFAULT_LISTEN]]
+        dial = sync_target(args.dial)
+        terminate, metrics = _http_address(args.terminate), _http_address(args.metrics)
+        admin = _http_address(args.admin, "127.0.0.1")
+    except ValueError as error:
+        print(f"ztunnel authz serve: {error}", file=sys.stderr)
+        return BAD_ARGUMENT
+    try:
+        uvloop.run(_serve(args, listen, dial, terminate, metrics, admin))
+    except (ServeError, OSError) as error:
+        print(f"ztunnel authz serve: {plain_reason(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(
+    args: argparse.Namespace,
+    listen: list[str],
+    dial: str,
+    terminate: "SocketAddress | None",
+    metrics: "SocketAddress | None",
+    admin: "SocketAddress | None",
+) -> None:
+    from ztunnel.policy.authz.reporter import Reporter
+    from ztunnel.policy.authz.server import AuthzSettings, PolicyServer
+    from ztunnel.policy.calico.follower import Follower
+    from ztunnel.runtime.clock import SystemClock
+    from ztunnel.runtime.http.page import (
+        PLAIN,
+        Page,
+        PageRequest,
+        not_found,
+        text,
+    )
+    from ztunnel.runtime.http.server import PageServer
+    from ztunnel.runtime.tasks import Tasks
+
+    clock = SystemClock()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    settings = AuthzSettings(per_host=args.per_host, explain=args.explain, max_stale_s=args.max_stale)
+    follower = Follower(dial, clock, trust_domains=frozenset(args.trust_domain))
+    tasks = Tasks("authz")
+    reporter = Reporter(dial) if args.report else None
+
+    def terminated(request: PageRequest) -> Page:
+        if request.path != "/terminate":
+            return not_found(["/terminate"])
+        loop.call_soon(stop.set)
+        return text("terminating Dikastes\n", content_type=PLAIN)
+
+    def measured(request: PageRequest) -> Page:
+        if request.path != "/metrics":
+            return not_found(["/metrics"])
+        from ztunnel.policy.authz.metrics import families
+        from ztunnel.runtime.http.exposition import page
+
+        return page(families(server, follower), request)
+
+    def inspected(request: PageRequest) -> Page:
+        from ztunnel.policy.authz.pages import page
+
+        return page(server, follower, request)
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(
+            PolicyServer(listen, follower, clock, settings, socket_mode=args.socket_mode, reporter=reporter)
+        )
+        stack.push_async_callback(tasks.close)
+        tasks.keep(follower.run, "policysync")
+        if reporter is not None:
+            tasks.keep(reporter.run, "reports")
+        for name, address, pages in (
+            ("terminate", terminate, terminated),
+            ("metrics", metrics, measured),
+            ("admin", admin, inspected),
+        ):
+            if address is not None:
+                await stack.enter_async_context(PageServer(name, address, pages, clock))
+        log.info("serving ext_authz on %s, PolicySync from %s", ", ".join(server.addresses), dial)
+        await stop.wait()
+
+
+async def check_command(args: argparse.Namespace) -> int:
+    """Ask a server about one request and print its answer; the exit status is 0 if it allows, else ``denied``."""
+    from xds.dialects.calico.authorization import decode_response, encode_request
+    from xds.grpc.status import RpcFailed
+    from xds.model import calico as c
+    from ztunnel.policy.calico.verdict import Code
+
+    try:
+        dial = sync_target(args.dial)
+        destination, port = _destination(args.destination)
+        source, _ = _destination(args.source)
+    except ValueError as error:
+        print(f"ztunnel authz check: {error}", file=sys.stderr)
+        return BAD_ARGUMENT
+    principal = f"spiffe://{args.trust_domain}/ns/{args.namespace}/sa/{args.account}"
+    flow = c.Flow(
+        source_ip=source,
+        destination_ip=destination,
+        destination_port=port,
+        source_principal=principal,
+        method=args.method if args.method is not None or args.path is None else "",
+        path=args.path if args.path is not None or args.method is None else "",
+    )
+    try:
+        answer = await _call(dial, "/envoy.service.auth.v3.Authorization/Check", encode_request(flow))
+    except RpcFailed as error:
+        print(f"ztunnel authz check: {args.dial}: {error}", file=sys.stderr)
+        return NO_ANSWER
+    code, message = decode_response(answer)
+    known = {each.value: each.name for each in Code}
+    print(f"{known.get(code, code)}{f': {message}' if message else ''}")
+    status: int = 0 if code == 0 else args.denied
+    return status
+
+
+async def health_command(args: argparse.Namespace) -> int:
+    """Ask a server for its health; the exit status says it."""
+    from google.protobuf.message import DecodeError
+
+    from xds.grpc.status import RpcFailed
+    from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
+
+    method = {"liveness": "CheckLiveness", "readiness": "CheckReadiness"}[args.probe]
+    try:
+        answer = await _call(sync_target(args.dial), f"/dikastes.Healthz/{method}", b"")
+        healthy = HealthCheckResponse.FromString(answer).healthy
+    except ValueError as error:
+        print(f"ztunnel authz health: {error}", file=sys.stderr)
+        return BAD_ARGUMENT
+    except (RpcFailed, DecodeError) as error:
+        print(f"ztunnel authz health: {args.dial}: {error}", file=sys.stderr)
+        return NO_ANSWER
+    print("healthy" if healthy else "unhealthy")
+    return HEALTHY if healthy else UNHEALTHY
+
+
+async def _call(dial: str, method: str, message: bytes) -> bytes:
+    from xds.aio.channel import Channel
+
+    async with Channel(dial) as channel:
+        return await channel.unary(method, message, timeout_s=_CALL_S)
+
+
+def _http_address(text: str | None, host: str = "0.0.0.0") -> "SocketAddress | None":
+    """Read ``[IP:]PORT``; every address without one, as Calico's server, or another default."""
+    from xds.model.address import SocketAddress
+
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text if ":" in text else f"{host}:{text}")
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a port nor ip:port") from None
+
+
+def _destination(text: str | None) -> tuple[str | None, int]:
+    """Read ``IP[:PORT]``; no port is 0."""
+    from xds.model.address import SocketAddress, canonical
+
+    if text is None:
+        return None, 0
+    try:
+        return canonical(text.strip("[]")), 0
+    except ValueError:
+        pass
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither an IP address nor one with a port") from None

@@ -1,0 +1,59 @@
+"""The command lines of Calico's ``dikastes`` and ``healthz``, so that a manifest needs only another image."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from ztunnel.policy.authz import command
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that ends with 1, as Calico's: 2 says that a server did not answer."""
+
+    def error(self, message: str) -> NoReturn:
+        """See :class:`argparse.ArgumentParser`."""
+        self.print_usage(sys.stderr)
+        self.exit(command.BAD_ARGUMENT, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dikastes server|client|health`` and return the exit status."""
+    parser = _Parser(prog="dikastes", description="Policy server for Envoy, by Calico's policies.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s of ztunnel {version('ztunnel-py')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    server = commands.add_parser("server", help="serve ext_authz")
+    command.add_serve_arguments(server)
+    client = commands.add_parser("client", help="ask a server about one request")
+    client.add_argument("namespace", metavar="NAMESPACE")
+    client.add_argument("account", metavar="ACCOUNT")
+    client.add_argument("--method")
+    client.add_argument("--dial", "-d", default=command.DEFAULT_LISTEN, metavar="ADDRESS")
+    health = commands.add_parser("health", help="ask a server for its health")
+    health.add_argument("probe", choices=("liveness", "readiness"))
+    health.add_argument("--dial-path", dest="dial", default=command.DEFAULT_LISTEN, metavar="PATH")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if args.command == "server":
+        port = os.environ.get("DIKASTES_HTTP_BIND_PORT")
+        if port:  # one that is empty counts as none, as in Calico's
+            address = os.environ.get("DIKASTES_HTTP_BIND_ADDR", "")
+            bracketed = f"[{address}]" if ":" in address else address
+            args.terminate = f"{bracketed}:{port}" if address else port
+        return command.serve_command(args)
+    if args.command == "client":
+        args.path = args.source = args.destination = None
+        args.trust_domain = "cluster.local"
+        args.denied = 0  # as of Calico's client: a denial is an answer, too
+        return asyncio.run(command.check_command(args))
+    return asyncio.run(command.health_command(args))
+
+
+def healthz(argv: Sequence[str] | None = None) -> int:
+    """Run the old probe, ``healthz liveness|readiness``, and return the exit status."""
+    parser = _Parser(prog="healthz", description="Ask a policy server for its health.")
+    parser.add_argument("probe", choices=("liveness", "readiness"))
+    parser.add_argument("-dialPath", dest="dial", default=command.DEFAULT_LISTEN, metavar="PATH")
+    return asyncio.run(command.health_command(parser.parse_args(argv)))

@@ -1,0 +1,197 @@
+"""Policies from YAML files: for commands once, and for the tunnel proxy again after each change."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from xds.model import calico as c
+from ztunnel.kube.files import FileObjects
+from ztunnel.policy.calico.compile import Compiled, compile_resources
+from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.objects import KINDS, PolicyObjects
+from ztunnel.policy.calico.read import read_resources, refusal
+from ztunnel.policy.calico.resources import Resources
+from ztunnel.policy.calico.store import Store
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.formats.config_reader import Faults
+from ztunnel.runtime.text_file import read_text
+from ztunnel.runtime.watched_file import FileState, file_state
+
+log = logging.getLogger(__name__)
+
+#: The interval at which files are looked at: a stat of each.
+POLL_S: Final = 0.2
+#: Of the files of a folder that hold policies.
+SUFFIXES: Final = (".yaml",)
+
+
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that are meant: of a folder, its YAML files in order."""
+    return [each for path in paths for each in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
+
+
+def states_of(paths: Sequence[Path]) -> list[tuple[Path, FileState]]:
+    """Return the files that are meant with their states, which differ after a change."""
+    return [(file, file_state(file)) for file in files_of(paths)]
+
+
+def read_files(paths: Sequence[Path]) -> Resources:
+    """Return what files say.
+
+    Raises:
+        Faults: every fault, each beginning with its file.
+    """
+    texts: dict[str, str] = {}
+    faults = []
+    for file in files_of(paths):
+        try:
+            texts[str(file)] = read_text(file)
+        except OSError as error:
+            faults.append(f"{file}: {error.strerror}")
+    found = None
+    try:
+        found = read_resources(texts)
+    except Faults as error:
+        faults += error.faults
+    if found is None or faults:
+        raise Faults(faults)
+    return found
+
+
+def updates_of(compiled: Compiled) -> Iterator[c.Update]:
+    """Yield the updates that fill an empty store with everything that was compiled, and complete it."""
+    for set_id, (kind, members) in compiled.ip_sets.items():
+        yield c.IpSetUpdate(set_id, kind, tuple(members))
+    yield from (c.PolicyUpdate(key, policy) for key, policy in compiled.policies.items())
+    yield from (c.ProfileUpdate(name, profile) for name, profile in compiled.profiles.items())
+    yield from (c.EndpointUpdate(key, endpoint) for key, endpoint in compiled.endpoints.items())
+    yield from (c.ServiceAccountUpdate(*key, labels) for key, labels in compiled.accounts.items())
+    yield from (c.NamespaceUpdate(name, labels) for name, labels in compiled.namespaces.items())
+    yield c.InSync()
+
+
+class FilePolicies:
+    """The resources that files describe, kept while the files change.
+
+    Calls can come from any thread, one at a time.
+
+    A part that cannot be used is left out alone: see :class:`~ztunnel.kube.files.FileObjects` for documents that
+    cannot be read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
+
+    Args:
+        paths: YAML files, and folders of them.
+
+    Attributes:
+        complete: every document has been readable once, so that no policy is missing; stays true.
+        faults: of the files as they are, each with file, document, object and consequence.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._source = FileObjects(*paths, kinds=KINDS, refused=refusal, suffixes=SUFFIXES)
+        self._objects = PolicyObjects()
+        self._resources = Resources()
+        self._reported: set[str] = set()
+        self.complete = False
+        self.faults: tuple[str, ...] = ()
+
+    def read(self) -> Resources:
+        """Read the files that have changed, and return a copy of everything that is in force; log new faults."""
+        try:
+            changes = self._source.everything()
+        except OSError as error:
+            self.faults = (f"{error.filename}: {error.strerror}",)
+            log.error("policies not read path=%s error=%s; the last ones stay", error.filename, error.strerror)
+            return self._copy()
+        for table, key, value in self._objects.changes(changes.objects):
+            entries: dict[Any, Any] = getattr(self._resources, table)
+            if value is None:
+                entries.pop(key, None)
+            else:
+                entries[key] = value
+        self.complete = changes.synced
+        problems = [
+            ": ".join(filter(None, (self._source.place_of(key), f"{key}: {problem}")))
+            for key, problem in sorted(self._objects.problems.items())
+        ]
+        for problem in problems:
+            if problem not in self._reported:
+                log.error("policy object not as written %s", problem)
+        self._reported = set(problems)
+        self.faults = (*(f"{path}: {fault}" for path, fault in sorted(self._source.faults.items())), *problems)
+        return self._copy()
+
+    def _copy(self) -> Resources:
+        return Resources(**{item.name: dict(getattr(self._resources, item.name)) for item in fields(Resources)})
+
+
+class Files:
+    """Follows files; a :class:`~ztunnel.policy.calico.live.PolicySource`.
+
+    While a part of them has a fault, the rest applies, and of that part what :class:`FilePolicies` says; they
+    are not in sync and their age counts. Before every document has been readable once, nothing is allowed.
+
+    Args:
+        path: a file or a folder of YAML files.
+        clock: for :attr:`age_s`.
+        changed: called after each change.
+    """
+
+    def __init__(self, path: Path, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
+        self.evaluator = Evaluator(Store(), connections_only=True)
+        self.in_sync = False
+        self.error = ""
+        self._path = path
+        self._policies = FilePolicies(path)
+        self._clock = clock
+        self._changed = changed
+        self._lost_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the files have had a fault; 0 while they have none, and before the first good ones."""
+        return 0.0 if self._lost_at is None else self._clock.monotonic() - self._lost_at
+
+    async def run(self) -> None:
+        """Read the files now and after each change, until cancelled."""
+        seen: list[tuple[Path, FileState]] | None = None
+        while True:
+            now = states_of([self._path])
+            if now != seen:
+                seen = now
+                await self._read()
+            await asyncio.sleep(POLL_S)
+
+    async def _read(self) -> None:
+        # In a thread: thousands of policies take seconds.
+        evaluator = await asyncio.to_thread(self._evaluator)
+        faults = self._policies.faults
+        self.in_sync = not faults
+        self.error = "; ".join(faults)
+        if evaluator is None:
+            return
+        if not faults:
+            self._lost_at = None
+        elif self._lost_at is None:
+            self._lost_at = self._clock.monotonic()
+        self.evaluator = evaluator
+        store = evaluator.store
+        log.info("policies read path=%s policies=%d pods=%d", self.name, len(store.policies), len(store.endpoints))
+        self._changed()
+
+    def _evaluator(self) -> Evaluator | None:
+        """Read the files; return None while policies may be missing."""
+        resources = self._policies.read()
+        if not self._policies.complete:
+            return None
+        made = Evaluator(Store(), connections_only=True)
+        for update in updates_of(compile_resources(resources)):
+            made.apply(update)
+        return made

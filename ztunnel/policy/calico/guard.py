@@ -1,0 +1,216 @@
+"""Decides by Calico's policies whether the tunnel proxy may carry a connection, and counts decisions. Pure.
+
+The list of a pod's tiers and profiles is one more source of policy beside Istio's and Envoy's: all must allow. Its
+evaluator judges connections only (see :mod:`ztunnel.policy.calico.clauses`).
+
+A source of Kubernetes' policies sends its node's addresses, too (:data:`~xds.model.calico.NODE_ADDRESSES`). Then
+the node and its own pods always reach each other, and a pod itself, as in the kernel's table. A tunnel whose outer
+source is the node is no connection of the node: somebody's identity is in it, and isolation holds.
+
+A pod that the policies do not know is denied, as Calico drops what comes from an interface without an endpoint: it
+may be one whose policies have not arrived. ``allow_unknown`` is for meshes of which the policies cover a part.
+"""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from xds.model import calico as c
+from xds.model.address import SocketAddress
+from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.store import Store
+from ztunnel.policy.calico.verdict import Code, RuleRef, Verdict
+
+#: Policies that are counted one by one, by every tier that has them; others are counted together.
+COUNTED_POLICIES: Final = 1000
+#: The name under which others are counted.
+OTHERS: Final = "others"
+#: The name under which ends of tiers are counted; no policy decided there.
+END_OF_TIER: Final = "end of tier"
+#: The tier under which decisions are counted that no rule made.
+NO_RULE: Final = "none"
+
+
+class DecisionKey(NamedTuple):
+    """What a decision is counted by.
+
+    Attributes:
+        result: ``allowed``, ``denied``, and with ``staged `` before it what staged policies would do.
+    """
+
+    tier: str
+    policy: str
+    result: str
+
+
+class UseKey(NamedTuple):
+    """A policy in a tier, or the end of the tier."""
+
+    tier: str
+    policy: str
+
+
+@dataclass(slots=True)
+class Hits:
+    """How often policies decided, and when last (seconds of the wall clock).
+
+    Both tables may be another object's, which adds up those of several processes.
+    """
+
+    counts: MutableMapping[tuple[str, str, str], int] = field(default_factory=dict)
+    used_s: MutableMapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def count(self, verdict: Verdict, now_s: float, *, staged: bool = False) -> None:
+        """Count a decision."""
+        rule = verdict.rule
+        if rule is None:
+            key = UseKey(NO_RULE, verdict.code.name)
+        else:
+            key = UseKey(rule.tier, END_OF_TIER if rule.index < 0 else str(rule.policy))
+        if key not in self.used_s and len(self.used_s) >= COUNTED_POLICIES:
+            key = UseKey(OTHERS, OTHERS)
+        self.used_s[key] = now_s
+        result = ("staged " if staged else "") + ("allowed" if verdict.allowed else "denied")
+        counted = DecisionKey(*key, result)
+        self.counts[counted] = self.counts.get(counted, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answer about a connection.
+
+    Attributes:
+        pending: it denies because something has not arrived that may be on its way.
+        staged: what staged policies would have done, if not the same; for a field of the access line.
+    """
+
+    verdict: Verdict
+    pending: bool = False
+    staged: str = ""
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the connection may be carried."""
+        return self.verdict.allowed
+
+    @property
+    def left(self) -> str:
+        """The rule whose HTTP clause was left to a waypoint, and to which; empty if none was."""
+        return self.verdict.message if self.verdict.allowed else ""
+
+    @property
+    def fields(self) -> tuple[tuple[str, str], ...]:
+        """The rule that decided, as fields of an access line; none if it is no rule."""
+        rule = self.verdict.rule
+        if rule is None:
+            return ()
+        return (
+            ("policy.tier", rule.tier),
+            ("policy.name", str(rule.policy or "")),
+            ("policy.rule", END_OF_TIER if rule.index < 0 else str(rule.index)),
+        )
+
+
+def connection(
+    source: SocketAddress,
+    destination: SocketAddress,
+    source_principal: str,
+    destination_principal: str,
+    *,
+    requests_left_to: str = "",
+) -> c.Flow:
+    """Return what is judged of a TCP connection. Principals are SPIFFE ids, empty for plain text."""
+    return c.Flow(
+        source_ip=source.host,
+        source_port=source.port,
+        destination_ip=destination.host,
+        destination_port=destination.port,
+        source_principal=source_principal,
+        destination_principal=destination_principal,
+        requests_left_to=requests_left_to,
+    )
+
+
+class Guard:
+    """Judges connections of the pods of one node.
+
+    Args:
+        evaluator: returns the current one, over the last complete store, made with ``connections_only``.
+        wall_s: the wall clock, for :class:`Hits`.
+        allow_unknown: see the module.
+    """
+
+    def __init__(
+        self,
+        evaluator: Callable[[], Evaluator],
+        wall_s: Callable[[], float],
+        *,
+        hits: Hits | None = None,
+        allow_unknown: bool = False,
+    ) -> None:
+        self.hits = hits or Hits()
+        self._evaluator = evaluator
+        self._wall_s = wall_s
+        self._allow_unknown = allow_unknown
+
+    def knows(self, address: str) -> bool:
+        """Return whether there is an endpoint with an address."""
+        return self._evaluator().store.endpoint_at(address) is not None
+
+    def check(self, direction: c.Direction, flow: c.Flow, *, counted: bool = True) -> Decision:
+        """Judge a connection from or to a pod of this node.
+
+        Args:
+            direction: ingress judges by the destination's policies, egress by the source's.
+            counted: False for connections that were let in before and are judged again.
+        """
+        evaluator = self._evaluator()
+        store = evaluator.store
+        address = flow.destination_ip if direction is c.Direction.INGRESS else flow.source_ip
+        endpoint = store.endpoint_at(address)
+        staged = ""
+        if endpoint is not None and store.in_sync and _always_allowed(store, direction, flow):
+            verdict = Verdict(Code.OK)
+        elif endpoint is not None:
+            verdict = evaluator.check(endpoint, flow, direction)
+            if store.in_sync and evaluator.has_staged(endpoint, direction):
+                would = evaluator.check(endpoint, flow, direction, enforced=False)
+                differs = would.allowed is not verdict.allowed
+                if differs:
+                    staged = _would(would)
+                if counted and (differs or _is_of_staged(would.rule)):
+                    self.hits.count(would, self._wall_s(), staged=True)
+        elif not store.in_sync:
+            verdict = Verdict(Code.UNAVAILABLE, "no policy has been received yet")
+        elif self._allow_unknown:
+            verdict = Verdict(Code.OK)
+        else:
+            verdict = Verdict(Code.PERMISSION_DENIED, f"the policies know no pod with the address {address}")
+        if counted:
+            self.hits.count(verdict, self._wall_s())
+        return Decision(verdict, endpoint is None and not verdict.allowed, staged)
+
+
+def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
+    """Return whether no policy is asked: between a pod and its node, or itself (NetworkPolicy's documentation)."""
+    sets = store.ip_sets
+    if c.NODE_ADDRESSES not in sets:
+        return False
+    if flow.source_ip == flow.destination_ip:
+        return True
+    if direction is c.Direction.EGRESS:
+        return sets.holds(c.NODE_ADDRESSES, flow.destination_ip)
+    # With a principal it came through a tunnel: what the node's address stands for is not the node then.
+    return not flow.source_principal and sets.holds(c.NODE_ADDRESSES, flow.source_ip)
+
+
+def _is_of_staged(rule: RuleRef | None) -> bool:
+    """Return whether a rule of a staged policy decided; the end of a tier is nobody's."""
+    return rule is not None and rule.index >= 0 and rule.policy is not None and rule.policy.kind in c.STAGED_KINDS
+
+
+def _would(verdict: Verdict) -> str:
+    rule: RuleRef | None = verdict.rule
+    if rule is None:
+        return f"{verdict.code.name}: {verdict.message}"
+    return f"{'allowed' if verdict.allowed else 'denied'} by {rule}"

@@ -1,0 +1,167 @@
+"""Turns objects of an API server into changes of policy resources, with a fallback for each that is faulty. Pure.
+
+A part that cannot be used is left out alone, see :mod:`ztunnel.policy.calico.kubernetes`, and the rest is in
+force. Where that cannot be, the object's last good form stays. A policy that never had one closes the pods that it
+selects, or all pods of its namespace if its selector cannot be read either; one that is in no namespace closes all
+pods.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypeAlias
+
+from xds.model import calico as c
+from ztunnel.kube.objects import Object, ObjectKey
+from ztunnel.policy.calico.read import read_object
+from ztunnel.policy.calico.resources import ApiPolicy, ApiRule, Resources
+
+#: Table of :class:`~ztunnel.policy.calico.resources.Resources`, key, value; None removes.
+ResourceChange: TypeAlias = tuple[str, Any, Any]
+
+#: Kinds that :class:`PolicyObjects` reads.
+KINDS: Final = (
+    "Pod", "Namespace", "ServiceAccount", "Service", "NetworkPolicy", "GlobalNetworkPolicy", "NetworkSet",
+    "GlobalNetworkSet", "Tier", "Profile", "StagedNetworkPolicy", "StagedGlobalNetworkPolicy",
+    "StagedKubernetesNetworkPolicy", "AdminNetworkPolicy", "BaselineAdminNetworkPolicy", "ClusterNetworkPolicy",
+    "Node", "HostEndpoint",
+)  # fmt: skip
+_POLICY_KINDS: Final = frozenset(
+    {
+        "NetworkPolicy",
+        "GlobalNetworkPolicy",
+        "AdminNetworkPolicy",
+        "BaselineAdminNetworkPolicy",
+        "ClusterNetworkPolicy",
+    }
+)
+_STRICTER: Final = "the rest of it is in force"
+#: Faults of an object that are told one by one: a network set may have thousands.
+_TOLD: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with an object.
+
+    Attributes:
+        consequence: what is in force instead.
+    """
+
+    key: ObjectKey
+    faults: tuple[str, ...]
+    consequence: str
+
+    def __str__(self) -> str:
+        more = len(self.faults) - _TOLD
+        told = "; ".join(self.faults[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+        return f"{told} ({self.consequence})"
+
+
+@dataclass(slots=True)
+class PolicyObjects:
+    """Remembers which resource each object became.
+
+    Attributes:
+        nodes: Node objects are among the changes. Without them, rules about nodes are as strict as those about
+            something unknown.
+        problems: of the objects that are faulty now.
+    """
+
+    nodes: bool = True
+    problems: dict[ObjectKey, Problem] = field(default_factory=dict)
+    _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
+
+    def known(self) -> set[ObjectKey]:
+        """Return the objects that became something."""
+        return set(self._made)
+
+    def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
+        """Return what changed objects change."""
+        return [change for key, value in objects.items() for change in self._change(key, value)]
+
+    def _change(self, key: ObjectKey, value: Object | None) -> Iterator[ResourceChange]:
+        before = self._made.get(key)
+        self.problems.pop(key, None)
+        if value is None:
+            if before is not None:
+                del self._made[key]
+                yield (*before, None)
+            return
+        read = read_object(value)
+        made = next(_entries(read.found), None)
+        if read.faults and before is not None:
+            self.problems[key] = Problem(key, read.faults, "its last good form stays in force")
+            return
+        if read.faults and key.kind.partition(".")[0] not in _POLICY_KINDS:
+            self.problems[key] = Problem(key, read.faults, "not in force")
+            return
+        if read.faults:
+            policy = _closing(key, value, read.found)
+            self._made[key] = ("policies", policy.id)
+            self.problems[key] = Problem(key, read.faults, f"closed meanwhile: {_closed(policy)}")
+            yield "policies", policy.id, policy
+            return
+        if before is not None and (made is None or made[:2] != before):
+            del self._made[key]
+            yield (*before, None)
+        stricter = tuple(map(str, read.flaws))
+        if made is not None:
+            if isinstance(made[2], ApiPolicy):
+                policy = made[2] if self.nodes else _without_nodes(made[2])
+                stricter = (*policy.notes, *stricter)
+                made = (*made[:2], policy)
+            self._made[key] = made[:2]
+            yield made
+        if stricter:
+            self.problems[key] = Problem(key, stricter, _STRICTER if made is not None else "not in force")
+
+
+def _entries(found: Resources) -> Iterator[ResourceChange]:
+    for item in fields(Resources):
+        for key, value in getattr(found, item.name).items():
+            yield item.name, key, value
+
+
+def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
+    """Return a policy whose rules about nodes fail closed: their addresses are not known here."""
+    notes: list[str] = []
+    made: list[tuple[ApiRule, ...]] = []
+    for key, rules in (("ingress", policy.inbound), ("egress", policy.outbound)):
+        kept: list[ApiRule] = []
+        for rule in rules:
+            if rule.source.nodes is None and rule.destination.nodes is None:
+                kept.append(rule)
+                continue
+            allows = rule.action is c.Action.ALLOW
+            what = "it allows nothing to nodes" if allows else "it denies everything"
+            notes.append(f"{key}: a rule about nodes, which are followed with --node-peers only, so {what}")
+            if not allows:
+                kept.append(ApiRule(c.Action.DENY))
+        made.append(tuple(kept))
+    if not notes:
+        return policy
+    return replace(policy, inbound=made[0], outbound=made[1], notes=(*policy.notes, *dict.fromkeys(notes)))
+
+
+def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
+    """Return a policy that closes what a faulty one selects, in the directions that it governs.
+
+    What cannot be read of a selector selects all, and what cannot be read of the directions is both.
+    """
+    made = next(iter(found.policies.values()), None)
+    if made is None:
+        of_kubernetes = str(value.get("apiVersion", "")).startswith(
+            ("networking.k8s.io/", "policy.networking.k8s.io/")
+        )
+        kind = f"{'Kubernetes' if of_kubernetes else ''}{key.kind.partition('.')[0]}"
+        made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name), egress=True)
+    drop = (ApiRule(c.Action.DENY),)
+    return replace(made, order=float("-inf"), inbound=drop, outbound=drop)
+
+
+def _closed(policy: ApiPolicy) -> str:
+    """Return in words what a policy that closes selects."""
+    pods = " && ".join(filter(None, (policy.selector, policy.account_selector))) or "all pods"
+    where = policy.id.namespace or policy.namespace_selector or "every namespace"
+    governed = [name for name, whether in (("ingress", policy.ingress), ("egress", policy.egress)) if whether]
+    return f"{' and '.join(governed)} of {pods} of {where}"

@@ -1,0 +1,108 @@
+"""What is in force, as JSON for a page: tiers and policies with their counts, and how current they are. Pure."""
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from xds.model import calico as c
+from ztunnel.policy.calico.guard import END_OF_TIER, NO_RULE, OTHERS
+from ztunnel.policy.calico.store import Store
+from ztunnel.policy.calico.verdict import PROFILE_TIER
+
+
+def in_force(
+    store: Store,
+    state: Mapping[str, Any],
+    counts: Mapping[tuple[str, str, str], int],
+    used_s: Mapping[tuple[str, str], float],
+) -> Iterator[str]:
+    """Yield one JSON document in pieces, a tier each.
+
+    Args:
+        state: of the source, see :func:`state_of`.
+        counts, used_s: see :class:`~ztunnel.policy.calico.guard.Hits`; those of several processes may have been
+        added.
+    """
+    yield '{\n"source": ' + json.dumps(state)
+    sets = store.ip_sets
+    sizes = {
+        "complete": store.in_sync,
+        "policies": len(store.policies),
+        "profiles": len(store.profiles),
+        "endpoints": len(store.endpoints),
+        "namespaces": len(store.namespaces),
+        "ip_sets": len(sets),
+        "ip_set_members": sets.members,
+        "ip_sets_unreadable": [set_id for set_id, _ in sets.broken()],
+    }
+    yield ',\n"store": ' + json.dumps(sizes)
+    yield ',\n"tiers": ['
+    separator = "\n"
+    for tier, policies in _tiers(store).items():
+        shown = [_policy(store, tier, policy, number, counts, used_s) for policy, number in policies.items()]
+        end = _counted(tier, END_OF_TIER, counts, used_s)
+        yield separator + json.dumps({"tier": tier, "policies": shown, "end_of_tier": end})
+        separator = ",\n"
+    yield '\n],\n"without_a_rule": ' + json.dumps(
+        {code: _counted(NO_RULE, code, counts, used_s) for tier, code in used_s if tier == NO_RULE}
+    )
+    yield ',\n"others": ' + json.dumps(_counted(OTHERS, OTHERS, counts, used_s)) + "\n}\n"
+
+
+def state_of(name: str, error: str, age_s: float, *, in_sync: bool) -> dict[str, Any]:
+    """Return the state of a source: what answers is current, or stale for so long, and why."""
+    return {"name": name, "in_sync": in_sync, "stale_s": round(age_s, 1), "error": error}
+
+
+def _tiers(store: Store) -> dict[str, dict[c.PolicyId, int]]:
+    """Return the policies of each tier in order, with the number of endpoints that have them."""
+    found: dict[str, dict[c.PolicyId, int]] = {}
+    for endpoint in store.endpoints.values():
+        for tier in endpoint.tiers:
+            policies = found.setdefault(tier.name, {})
+            for policy in dict.fromkeys((*tier.ingress, *tier.egress)):
+                policies[policy] = policies.get(policy, 0) + 1
+        for name in endpoint.profiles:
+            profiles = found.setdefault(PROFILE_TIER, {})
+            profile = c.PolicyId("Profile", "", name)
+            profiles[profile] = profiles.get(profile, 0) + 1
+    if PROFILE_TIER in found:  # they come after every tier
+        found[PROFILE_TIER] = found.pop(PROFILE_TIER)
+    return found
+
+
+def _policy(
+    store: Store,
+    tier: str,
+    policy_id: c.PolicyId,
+    endpoints: int,
+    counts: Mapping[tuple[str, str, str], int],
+    used_s: Mapping[tuple[str, str], float],
+) -> dict[str, Any]:
+    is_profile = tier == PROFILE_TIER
+    policy = store.profiles.get(policy_id.name) if is_profile else store.policies.get(policy_id)
+    rules = None if policy is None else {"ingress": len(policy.inbound), "egress": len(policy.outbound)}
+    return {
+        "policy": str(policy_id),
+        "staged": policy_id.kind in c.STAGED_KINDS,
+        "missing": policy is None,
+        "endpoints": endpoints,
+        "rules": rules,
+        **_counted(tier, str(policy_id), counts, used_s),
+    }
+
+
+def _counted(
+    tier: str,
+    policy: str,
+    counts: Mapping[tuple[str, str, str], int],
+    used_s: Mapping[tuple[str, str], float],
+) -> dict[str, Any]:
+    results = {
+        result.replace(" ", "_"): count
+        for result in ("allowed", "denied", "staged allowed", "staged denied")
+        if (count := counts.get((tier, policy, result), 0)) or not result.startswith("staged")
+    }
+    last = used_s.get((tier, policy))
+    return {**results, "last_used": None if last is None else datetime.fromtimestamp(last, UTC).isoformat()}

@@ -1,0 +1,223 @@
+"""Calico's and Kubernetes' resources that make policy, as values. Pure.
+
+:mod:`ztunnel.policy.calico.read` reads them from YAML, :mod:`ztunnel.policy.calico.compile` makes of them what
+PolicySync sends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
+from typing import Final
+
+from xds.model import calico as c
+from xds.model.address import IpNetwork
+
+#: The clause of a rule that has none.
+NO_HTTP: Final = c.HttpMatch()
+DEFAULT_TIER: Final = "default"
+#: Tiers that exist without being written: order, and whether their end passes.
+BUILT_IN_TIERS: Final = {
+    "kube-admin": (1_000.0, True),
+    DEFAULT_TIER: (1_000_000.0, False),
+    "kube-baseline": (10_000_000.0, True),
+}
+LAST: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """One side of a rule, as written; see :class:`~xds.model.calico.PeerMatch` for what clauses mean.
+
+    Attributes:
+        ports: ranges, and names of ports.
+        service: namespace and name of a Service; None if the rule names none.
+        nodes: a selector of nodes, whose addresses are meant; None if the rule is not about nodes.
+    """
+
+    nets: tuple[IpNetwork, ...] = ()
+    not_nets: tuple[IpNetwork, ...] = ()
+    ports: tuple[tuple[int, int] | str, ...] = ()
+    not_ports: tuple[tuple[int, int] | str, ...] = ()
+    selector: str = ""
+    not_selector: str = ""
+    namespace_selector: str = ""
+    account_names: tuple[str, ...] = ()
+    account_selector: str = ""
+    service: tuple[str, str] | None = None
+    nodes: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRule:
+    """A rule as written."""
+
+    action: c.Action
+    source: Entity = Entity()
+    destination: Entity = Entity()
+    protocol: int | str | None = None
+    not_protocol: int | str | None = None
+    ip_version: int = 0
+    http: c.HttpMatch = NO_HTTP
+    icmp: c.IcmpMatch | None = None
+    not_icmp: c.IcmpMatch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiPolicy:
+    """A policy of any kind; Kubernetes' are converted to one.
+
+    Attributes:
+        order: inside its tier, lowest first.
+        ingress, egress: whether it governs the direction, even with no rule.
+        notes: rules that are stricter than they are written, since something of them cannot be judged here.
+    """
+
+    id: c.PolicyId
+    tier: str = DEFAULT_TIER
+    order: float = LAST
+    selector: str = ""
+    namespace_selector: str = ""
+    account_selector: str = ""
+    ingress: bool = True
+    egress: bool = False
+    inbound: tuple[ApiRule, ...] = ()
+    outbound: tuple[ApiRule, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiTier:
+    """A tier; ``order`` decides its place, lowest first."""
+
+    name: str
+    order: float
+    passes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ApiProfile:
+    """A profile: rules, and labels that endpoints with it inherit."""
+
+    name: str
+    inbound: tuple[ApiRule, ...] = ()
+    outbound: tuple[ApiRule, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSet:
+    """Networks with labels; selectors select them like endpoints. ``namespace`` is empty for a global one."""
+
+    namespace: str
+    name: str
+    labels: Mapping[str, str]
+    nets: tuple[IpNetwork, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPort:
+    """A container's port."""
+
+    name: str
+    protocol: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A pod.
+
+    Attributes:
+        uid: names its PolicySync socket; empty for none.
+        addresses: none while it has none, and when it has finished.
+        host_network: such a pod is no endpoint.
+        captured: the mesh's node agent has redirected its traffic to the node's proxy.
+        created: the time of creation as the API server writes it, which sorts as text; empty if unknown.
+        terminating: it is being deleted.
+    """
+
+    namespace: str
+    name: str
+    uid: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    account: str = "default"
+    node: str = ""
+    addresses: tuple[IPv4Address | IPv6Address, ...] = ()
+    ports: tuple[NamedPort, ...] = ()
+    host_network: bool = False
+    captured: bool = False
+    created: str = ""
+    terminating: bool = False
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether policies are about the pod, if its addresses are its own."""
+        return bool(self.addresses) and not self.host_network
+
+    @property
+    def claim(self) -> tuple[bool, str, str, str]:
+        """What decides whose an address is that several endpoints have: the greatest claim's.
+
+        A pod that is being deleted, or an older one, has lost its address to another: its object may stay for days
+        after its sandbox has ended, waiting for a finalizer.
+        """
+        return not self.terminating, self.created, self.namespace, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A namespace, or a service account in one."""
+
+    namespace: str
+    name: str
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class HostEndpoint:
+    """Interfaces of a node under Calico's policy; here only what selectors select, like a network set.
+
+    Attributes:
+        profiles: names of the profiles whose labels it has beside its own.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    addresses: tuple[IPv4Address | IPv6Address, ...]
+    ports: tuple[NamedPort, ...]
+    profiles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node, as rules of cluster-wide policies select it."""
+
+    name: str
+    labels: Mapping[str, str]
+    addresses: tuple[IPv4Address | IPv6Address, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A Service: the pods it selects, and the ports it forwards to; ``targets`` are numbers or names of ports."""
+
+    namespace: str
+    name: str
+    selector: Mapping[str, str]
+    targets: tuple[tuple[str, int | str], ...]
+
+
+@dataclass(slots=True)
+class Resources:
+    """Everything that was read."""
+
+    policies: dict[c.PolicyId, ApiPolicy] = field(default_factory=dict)
+    tiers: dict[str, ApiTier] = field(default_factory=dict)
+    profiles: dict[str, ApiProfile] = field(default_factory=dict)
+    network_sets: dict[tuple[str, str], NetworkSet] = field(default_factory=dict)
+    pods: dict[tuple[str, str], Pod] = field(default_factory=dict)
+    namespaces: dict[str, Labelled] = field(default_factory=dict)
+    accounts: dict[tuple[str, str], Labelled] = field(default_factory=dict)
+    services: dict[tuple[str, str], Service] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    host_endpoints: dict[str, HostEndpoint] = field(default_factory=dict)

@@ -1,0 +1,137 @@
+"""Where the tunnel proxy has Calico's policies from, as both of its dialects are told."""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xds.grpc.address import host_and_port
+from ztunnel.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.live import LivePolicies
+
+#: Variables of both dialects.
+DIRECTORY, SYNC, UNKNOWN_PODS = "CALICO_POLICY_DIR", "POLICY_SYNC", "CALICO_UNKNOWN_PODS"
+#: Of Istio's dialect only: in Envoy's nothing says that a waypoint is one.
+HTTP_WAYPOINTS = "CALICO_HTTP_WAYPOINTS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """Settings of a proxy that obeys Calico's policies.
+
+    Attributes:
+        directory: a folder of YAML files, or one file; empty if ``sync`` is given.
+        sync: the PolicySync server of the node, as gRPC spells it.
+        allow_unknown: see :mod:`ztunnel.policy.calico.guard`.
+        http_waypoints: waypoints that judge requests by the same policies, ``namespace/account`` each. A rule that
+            allows by HTTP allows connections to them, and nowhere else.
+    """
+
+    directory: str = ""
+    sync: str = ""
+    allow_unknown: bool = False
+    http_waypoints: frozenset[str] = frozenset()
+
+
+def policy_settings(
+    directory: str, sync: str, unknown_pods: str, http_waypoints: frozenset[str] = frozenset()
+) -> PolicySettings | None:
+    """Return the settings that three texts describe, empty ones for what is not given; None without a source.
+
+    Raises:
+        ValueError: they make no sense together.
+    """
+    if directory and sync:
+        raise ValueError(f"{DIRECTORY} and {SYNC} exclude each other")
+    if unknown_pods and not (directory or sync):
+        raise ValueError(f"{UNKNOWN_PODS} needs {DIRECTORY} or {SYNC}")
+    if http_waypoints and not (directory or sync):
+        raise ValueError(f"{HTTP_WAYPOINTS} needs {DIRECTORY} or {SYNC}")
+    if not (directory or sync):
+        return None
+    return PolicySettings(
+        directory=directory, sync=sync, allow_unknown=unknown_pods == "allow", http_waypoints=http_waypoints
+    )
+
+
+def waypoints(text: str) -> frozenset[str]:
+    """Return a list of service accounts, ``namespace/name`` separated by commas.
+
+    Raises:
+        ValueError: one is none.
+    """
+    found = frozenset(filter(None, (part.strip() for part in text.split(","))))
+    for each in found:
+        namespace, _, name = each.partition("/")
+        if not namespace or not name or "/" in name:
+            raise ValueError(f"{each!r} is no namespace/account")
+    return found
+
+
+def sync_target(text: str) -> str:
+    """Return an address as gRPC spells it: a bare path and ``unix:///path`` become ``unix:/path``.
+
+    Raises:
+        ValueError: it is neither a path nor ``host:port``.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        path = path.removeprefix("//") if path.startswith("///") else path
+        if not path:
+            raise ValueError(f"{text!r} has no path")
+        return f"unix:{path}"
+    if "/" in text:
+        return f"unix:{text}"
+    host_and_port(text)
+    return text
+
+
+def unknown_pods(text: str) -> str:
+    """Return ``deny`` or ``allow``, or nothing for nothing.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text not in ("", "deny", "allow"):
+        raise ValueError("must be deny or allow")
+    return text
+
+
+def live_policies(
+    settings: PolicySettings,
+    clock: Clock,
+    counts: MutableMapping[tuple[str, str, str], int],
+    used_s: MutableMapping[tuple[str, str], float],
+) -> "LivePolicies":
+    """Return the policies that settings describe; the caller keeps their ``run`` running.
+
+    Args:
+        clock: for the times of decisions and of the source.
+        counts, used_s: see :class:`~ztunnel.policy.calico.guard.Hits`.
+    """
+    # Proxies without policies save the memory; YAML is for files only.
+    from ztunnel.policy.calico.guard import Hits
+    from ztunnel.policy.calico.live import LivePolicies
+
+    hits = Hits(counts, used_s)
+    if settings.directory:
+        from ztunnel.policy.calico.files import Files
+
+        return LivePolicies(
+            lambda changed: Files(Path(settings.directory), clock, changed),
+            clock,
+            hits=hits,
+            allow_unknown=settings.allow_unknown,
+            http_waypoints=settings.http_waypoints,
+        )
+    from ztunnel.policy.calico.follower import Follower
+
+    return LivePolicies(
+        lambda changed: Follower(settings.sync, clock, connections_only=True, changed=changed),
+        clock,
+        hits=hits,
+        allow_unknown=settings.allow_unknown,
+        http_waypoints=settings.http_waypoints,
+    )

@@ -1,0 +1,237 @@
+"""What an evaluation answers, and the facts about a flow that clauses read. Pure."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from xds.model import calico as c
+from xds.model.identity import SpiffeId
+from xds.model.selector import Labels
+from ztunnel.policy.calico.http_path import normal_path
+from ztunnel.policy.calico.ip_sets import IpSets
+from ztunnel.policy.calico.store import Store
+
+#: Longest SPIFFE id (SPIFFE-ID, 2.3).
+_LONGEST: Final = 2048
+
+#: The tier under which decisions of profiles are reported.
+PROFILE_TIER: Final = "__PROFILE__"
+
+
+class Code(IntEnum):
+    """gRPC's status codes, those that ``ext_authz`` answers with."""
+
+    OK = 0
+    INVALID_ARGUMENT = 3
+    PERMISSION_DENIED = 7
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRef:
+    """The rule that decided.
+
+    Attributes:
+        policy: a profile's id has the kind ``Profile`` and its name.
+        index: -1 for the end of the tier, whose first policy is then named.
+    """
+
+    tier: str
+    policy: c.PolicyId | None
+    index: int
+
+    def __str__(self) -> str:
+        place = "end of tier" if self.index < 0 else f"rule {self.index}"
+        return f"{self.tier}|{self.policy or 'none'}|{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer about one flow; only ``Code.OK`` allows it.
+
+    Attributes:
+        message: why, for codes other than OK; names the rule or what is missing. For OK empty, or the rule whose
+            HTTP clause was left to a waypoint, and that one's name.
+        rule: the rule that decided, or None if no rule could.
+    """
+
+    code: Code
+    message: str = ""
+    rule: RuleRef | None = None
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the flow may pass."""
+        return self.code is Code.OK
+
+
+class Undecidable(Exception):
+    """A rule is reached that cannot be evaluated. The flow is answered with :attr:`code`.
+
+    Attributes:
+        code: whose fault it is.
+    """
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Namespace and service account of a principal; both empty for plain text."""
+
+    namespace: str = ""
+    account: str = ""
+
+
+def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | None:
+    """Return the identity that a principal names; None if it is malformed or of a trust domain that is not listed.
+
+    Args:
+        principal: a SPIFFE id as Istio forms it; empty for plain text.
+        trust_domains: accepted ones; empty accepts all, as Calico does.
+    """
+    if not principal:
+        return Identity()
+    if len(principal) > _LONGEST:
+        return None
+    try:
+        found = SpiffeId.parse(principal)
+    except ValueError:
+        return None
+    if trust_domains and found.trust_domain not in trust_domains:
+        return None
+    return Identity(found.namespace, found.service_account)
+
+
+class Peer:
+    """One end of a flow, with what the store knows of it; each part is looked up when it is first read."""
+
+    __slots__ = (
+        "_labels",
+        "_port_sets",
+        "_request_labels",
+        "_sets",
+        "_store",
+        "address",
+        "identity",
+        "port",
+        "protocol",
+    )
+
+    def __init__(
+        self,
+        store: Store,
+        address: str | None,
+        port: int,
+        protocol: int,
+        identity: Identity,
+        request_labels: tuple[tuple[str, str], ...],
+    ) -> None:
+        self.address = address
+        self.port = port
+        self.protocol = protocol
+        self.identity = identity
+        self._store = store
+        self._request_labels = request_labels
+        self._sets: frozenset[str] | None = None
+        self._port_sets: frozenset[str] | None = None
+        self._labels: Labels | None = None
+
+    @property
+    def sets(self) -> frozenset[str]:
+        """The IP sets that contain the address."""
+        found = self._sets
+        if found is None:
+            found = self._sets = self._store.ip_sets.containing(self.address)
+        return found
+
+    @property
+    def port_sets(self) -> frozenset[str]:
+        """The IP sets that contain address, protocol and port."""
+        found = self._port_sets
+        if found is None:
+            found = self._port_sets = self._store.ip_sets.containing_port(self.address, self.protocol, self.port)
+        return found
+
+    @property
+    def labels(self) -> Labels:
+        """The labels of the request, overridden by those of the service account."""
+        found = self._labels
+        if found is None:
+            account = self._store.labels_of_account(self.identity.namespace, self.identity.account)
+            found = self._labels = {**dict(self._request_labels), **account} if self._request_labels else account
+        return found
+
+    @property
+    def namespace_labels(self) -> Labels:
+        """The labels of the namespace."""
+        return self._store.labels_of_namespace(self.identity.namespace)
+
+
+class Facts:
+    """What clauses read of one flow.
+
+    Attributes:
+        read_http: whether a clause has read method or path, so that the answer holds for this request only.
+        unseen: the first rule that would allow some requests of this connection, where only the connection is
+            judged.
+        left_to: who judges the requests of this connection; empty if nobody is known to.
+        left: the rule that matched because its HTTP clause is left to them.
+    """
+
+    __slots__ = (
+        "_path",
+        "destination",
+        "icmp",
+        "ip_sets",
+        "left",
+        "left_to",
+        "method",
+        "path",
+        "protocol",
+        "read_http",
+        "source",
+        "unseen",
+    )
+
+    def __init__(self, store: Store, flow: c.Flow, source: Identity, destination: Identity) -> None:
+        protocol = flow.protocol
+        self.ip_sets: IpSets = store.ip_sets
+        self.protocol = protocol
+        self.icmp = flow.icmp
+        self.source = Peer(store, flow.source_ip, flow.source_port, protocol, source, flow.source_labels)
+        self.destination = Peer(
+            store, flow.destination_ip, flow.destination_port, protocol, destination, flow.destination_labels
+        )
+        self.method = flow.method
+        self.path = flow.path
+        self.read_http = False
+        self.unseen: RuleRef | None = None
+        self.left_to = flow.requests_left_to
+        self.left: RuleRef | None = None
+        self._path: bytes | bool | None = False  # False: not yet computed
+
+    @property
+    def normal_path(self) -> bytes | None:
+        """The normal form of the request's path; None if it has none."""
+        if self._path is False:
+            self._path = normal_path(self.path or "")
+        assert not isinstance(self._path, bool)
+        return self._path
+
+
+def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
+    """Return a verdict whose message names the rule that asked for HTTP, if there is one.
+
+    Evaluators and walks of connections call it last: without it nobody could tell a policy that is about requests
+    from one that does not mean this client. Of an allow it says to what the requests were left.
+    """
+    if facts.left is not None and verdict.allowed:
+        return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)
+    if facts.unseen is None or verdict.code is not Code.PERMISSION_DENIED:
+        return verdict
+    reason = f"{verdict.message}; {facts.unseen} allows HTTP requests, which are not seen here"
+    return Verdict(verdict.code, reason, verdict.rule)

@@ -1,0 +1,455 @@
+"""The command ``ztunnel netpol run|explain|trace|status|cleanup``: a node's network policy in the kernel.
+
+Exit status: 0 done, or ``explain`` found the connection allowed; 1 ``explain`` found it denied, or ``status``
+found no table; 2 failed, with one line on standard error that says what to do.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tproxy.aio.netns import Netns
+    from tproxy.operations import NftStep
+    from xds.model.address import IpNetwork, SocketAddress
+    from ztunnel.kube.client import Client
+    from ztunnel.kube.objects import EventSink, WatchedSource
+    from ztunnel.policy.netpol.controller import Controller
+    from ztunnel.policy.netpol.table import TableBuilder
+    from ztunnel.policy.policysync.server import PolicySyncServer
+    from ztunnel.runtime.http.page import Page, PageRequest
+
+DONE, DENIED, FAILED = 0, 1, 2
+_BRIDGE = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``netpol`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "netpol",
+        help="Kubernetes' and Calico's network policies in this node's kernel",
+        description="Puts the policies of a node's pods into one nftables table, explains them, removes it.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|trace|status|cleanup")
+    follow = _action(actions, "run", "follow objects and keep the table; stopping leaves it in force")
+    follow.add_argument(
+        "--objects",
+        type=Path,
+        metavar="DIR",
+        help="YAML files instead of the API server",
+    )
+    follow.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
+    follow.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
+    follow.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
+    follow.add_argument("--print", action="store_true", help="print the table as nft has it, and change nothing")
+    follow.add_argument("--once", action="store_true", help="end when the table is in force")
+    follow.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
+    follow.add_argument(
+        "--tunnels",
+        choices=("judge", "allow"),
+        default="judge",
+        help="tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
+        "because the node's proxy judges the connections inside by the same policies",
+    )
+    follow.add_argument(
+        "--policy-sync",
+        metavar="PATH",
+        help="tell this node's proxies, too, by a socket there (their POLICY_SYNC), so that they judge what is in "
+        "tunnels by the same policies",
+    )
+    follow.add_argument(
+        "--pod-cidr",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="this node's range of pod addresses: one in it is closed until its pod is known; may be repeated; "
+        '"node": those that the Node object has',
+    )
+    follow.add_argument(
+        "--calico",
+        action="store_true",
+        help="follow Calico's policies of the cluster, too (projectcalico.org/v3), with the service accounts and "
+        "services that they name; with --objects they are read in any case",
+    )
+    follow.add_argument(
+        "--node-peers",
+        action="store_true",
+        help="follow the cluster's Node objects, for rules of cluster-wide policies about nodes; without, such a "
+        "rule allows nothing, or denies everything; with --objects they are read in any case",
+    )
+    ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
+    _add_objects(ask)
+    ask.add_argument("source", metavar="SRC", help="namespace/pod or IP")
+    ask.add_argument("destination", metavar="DST", help="namespace/pod or IP")
+    ask.add_argument("port", metavar="PORT", help="of icmp and icmpv6 TYPE or TYPE/CODE")
+    ask.add_argument(
+        "protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp, icmp, icmpv6 or a number"
+    )
+    ask.add_argument(
+        "--source-port", default="", metavar="PORT", help="of SRC (default 49152, one of those clients are given)"
+    )
+    follow_packets = _action(actions, "trace", "follow live packets between two addresses, rule by rule")
+    follow_packets.add_argument("source", metavar="IP")
+    follow_packets.add_argument("destination", metavar="IP")
+    follow_packets.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
+    for name, text in (
+        ("status", "print what is in the kernel, and what its rules have counted"),
+        ("cleanup", "remove the table; nothing else of the node changes"),
+    ):
+        command = _action(actions, name, text)
+        command.add_argument("--netns", metavar="NS", help="name, path or pid of the node's namespace")
+    parser.set_defaults(run=run)
+
+
+def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    return parser
+
+
+def _add_objects(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--objects",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="YAML files: pods, namespaces, policies",
+    )
+
+
+async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Run a parsed command line, and return the exit status; errors are printed, not raised."""
+    from tproxy.errors import TproxyError
+    from xds.errors import ConfigError
+    from ztunnel.kube.errors import KubeError
+    from ztunnel.policy.calico.explain import BadQuestion
+    from ztunnel.runtime.settings import plain_reason
+
+    out = out if out is not None else sys.stdout
+    err = err if err is not None else sys.stderr
+    try:
+        match args.action:
+            case "run":
+                return await _run(args, out)
+            case "explain":
+                return await _explain(args, out)
+            case "trace":
+                return await _trace(args, out)
+            case "status":
+                return await _status(args, out)
+            case _:
+                return await _cleanup(args, out)
+    except (TproxyError, ConfigError, KubeError, BadQuestion, ValueError, OSError) as error:
+        print(f"ztunnel netpol: {plain_reason(error)}", file=err)
+        return FAILED
+
+
+async def _run(args: argparse.Namespace, out: TextIO) -> int:
+    """Keep the table until SIGINT or SIGTERM; all that happens once the lock is ours can be stopped likewise."""
+    from tproxy.aio.table import KeptTable
+    from ztunnel.policy.netpol.controller import Controller
+    from ztunnel.policy.netpol.lock import NodeLock
+    from ztunnel.policy.netpol.table import TABLE, TableBuilder
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    metrics = _address(args.metrics)
+    tunnels = args.tunnels == "allow"
+    async with contextlib.AsyncExitStack() as stack:
+        source, events, client = await _source(args, stack)
+        pod_cidrs = await _pod_cidrs(args, client)
+        if args.print:
+            builder = TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs)
+            return await _print(source, args.node, out, builder, nodes=_follows_nodes(args))
+        netns = _opened(args.netns, stack)
+        _warn_of_bridges()
+        table = await stack.enter_async_context(KeptTable(TABLE, netns))
+        with _until_signal():
+            # Before the socket and the port of metrics, which another controller of the node would have.
+            await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
+            proxies = await _proxies(args.policy_sync, stack)
+            controller = Controller(
+                source,
+                table,
+                args.node,
+                events,
+                tunnels=tunnels,
+                netns=netns,
+                proxies=proxies,
+                pod_cidrs=pod_cidrs,
+                nodes=_follows_nodes(args),
+            )
+            if metrics is not None:
+                await stack.enter_async_context(_metrics(controller, table, metrics, source))
+            await controller.run(once=args.once)
+    return DONE
+
+
+def _follows_nodes(args: argparse.Namespace) -> bool:
+    return args.objects is not None or args.node_peers
+
+
+async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tuple[IpNetwork, ...]":
+    """Return the node's ranges of pod addresses; those of a Node object never change once it has them.
+
+    Raises:
+        ValueError: one is no network, or the Node has none.
+        KubeError: the Node cannot be read.
+    """
+    texts: list[str] = []
+    for text in args.pod_cidr:
+        if text != "node":
+            texts.append(text)
+            continue
+        if client is None:
+            raise ValueError("--pod-cidr node: needs the API server, not --objects")
+        from ztunnel.kube.kinds import NODE
+
+        spec = (await client.get(NODE, "", args.node)).get("spec") or {}
+        found = spec.get("podCIDRs") or ([spec["podCIDR"]] if spec.get("podCIDR") else [])
+        if not found:
+            raise ValueError(f"--pod-cidr node: Node {args.node} has no spec.podCIDRs; give its ranges instead")
+        texts += found
+    return tuple(_network(text) for text in texts)
+
+
+async def _source(
+    args: argparse.Namespace, stack: contextlib.AsyncExitStack
+) -> "tuple[WatchedSource, EventSink, Client | None]":
+    """Return where objects come from, and where faults of them go: files and lines, or the API server's client."""
+    from ztunnel.policy.policysync.problems import LoggedEvents
+
+    if args.objects is not None:
+        from ztunnel.kube.files import FileObjects
+        from ztunnel.policy.calico.objects import KINDS
+
+        if not args.objects.is_dir():
+            raise ValueError(f"{args.objects} is no folder")
+        files = FileObjects(args.objects, kinds=KINDS)
+        if args.once and not args.print:  # otherwise it waits until the file is mended
+            files.require_all()
+        return files, LoggedEvents(), None
+    from ztunnel.kube.client import connect
+    from ztunnel.kube.events import EventWriter
+    from ztunnel.kube.informer import Informer
+    from ztunnel.policy.policysync.kinds import NODES, SELECTIONS, SERVED
+
+    client = await stack.enter_async_context(connect(args.kubeconfig))
+    selections = (*(SERVED if args.calico else SELECTIONS), *((NODES,) if args.node_peers else ()))
+    informer = await stack.enter_async_context(Informer(client, selections))
+    writer = EventWriter(client, "ztunnel-netpol", args.node, informer.known)
+    return informer, LoggedEvents(await stack.enter_async_context(writer)), client
+
+
+async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
+    """Return the server of this node's proxies; it has nothing to say before all objects have been read.
+
+    Raises:
+        ValueError: the path cannot be served.
+    """
+    if path is None:
+        return None
+    from xds.grpc.serve_error import ServeError
+    from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
+
+    server = await stack.enter_async_context(PolicySyncServer())
+    try:
+        # What is published is of this node alone.
+        await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
+    except ServeError as error:
+        raise ValueError(f"--policy-sync: {error}") from error
+    return server
+
+
+@contextlib.contextmanager
+def _until_signal() -> Iterator[None]:
+    """Cancel what runs inside at SIGINT or SIGTERM, and go on after it; errors and other cancellations pass."""
+    loop = asyncio.get_running_loop()
+    running = asyncio.current_task()
+    assert running is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        running.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        running.uncancel()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _metrics(controller: "Controller", table: Any, address: "SocketAddress", source: "WatchedSource") -> Any:
+    from ztunnel.policy.netpol.metrics import families
+    from ztunnel.runtime.clock import SystemClock
+    from ztunnel.runtime.http.exposition import page
+    from ztunnel.runtime.http.page import not_found
+    from ztunnel.runtime.http.server import PageServer
+
+    async def measured(request: "PageRequest") -> "Page":
+        return page(families(controller, await table.read(), source.faults), request)
+
+    def pages(request: "PageRequest") -> Any:
+        return measured(request) if request.path == "/metrics" else not_found(["/metrics"])
+
+    return PageServer("metrics", address, pages, SystemClock())
+
+
+async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *, nodes: bool) -> int:
+    from tproxy.render.text import table_text
+    from ztunnel.kube.files import FileObjects
+    from ztunnel.policy.calico.incremental import Compiler
+    from ztunnel.policy.calico.objects import PolicyObjects
+
+    objects, compiler = PolicyObjects(nodes=nodes), Compiler()
+    synced = False
+    while not synced:
+        is_files = isinstance(source, FileObjects)
+        changes = source.everything() if is_files else await source.next()
+        compiler.apply(objects.changes(changes.objects))
+        synced = changes.synced
+        if is_files:
+            break  # a file that cannot be read has been reported
+    notes = [f"{key}: {problem}" for key, problem in sorted(objects.problems.items())]
+    built = builder.build(compiler.compiled, node, notes)
+    for note in notes:
+        print(f"# {note}", file=out)
+    for unseen in built.unseen:
+        print(f"# {unseen}", file=out)
+    print(table_text(built.table), file=out)
+    return DONE if synced else FAILED
+
+
+async def _explain(args: argparse.Namespace, out: TextIO) -> int:
+    from ztunnel.kube.files import FileObjects
+    from ztunnel.policy.calico.incremental import Compiler
+    from ztunnel.policy.calico.objects import KINDS, PolicyObjects
+    from ztunnel.policy.netpol.explain import explained
+
+    if not args.objects.is_dir():
+        raise ValueError(f"{args.objects} is no folder")
+    objects, compiler = PolicyObjects(), Compiler()
+    logging.getLogger("ztunnel.kube.files").setLevel(logging.CRITICAL)  # its faults are the answer
+    source = FileObjects(args.objects, kinds=KINDS)
+    source.require_all()  # a policy of another file might decide otherwise
+    compiler.apply(objects.changes(source.everything().objects))
+    for key, problem in objects.problems.items():
+        print(f"{key}: {problem}", file=out)
+    allowed, lines = explained(
+        compiler.resources,
+        compiler.compiled,
+        args.source,
+        args.destination,
+        args.port,
+        args.protocol,
+        source_port=args.source_port,
+    )
+    print("\n".join(lines), file=out)
+    return DONE if allowed else DENIED
+
+
+async def _trace(args: argparse.Namespace, out: TextIO) -> int:
+    """Print until SIGINT or SIGTERM; the marks go with the command."""
+    from ztunnel.policy.netpol.trace import trace
+
+    async with contextlib.AsyncExitStack() as stack:
+        lines = trace(args.source, args.destination, _opened(args.netns, stack))
+        with _until_signal():
+            async with contextlib.aclosing(lines):
+                async for line in lines:
+                    print(line, file=out, flush=True)
+    return DONE
+
+
+async def _status(args: argparse.Namespace, out: TextIO) -> int:
+    from tproxy.aio.table import KeptTable
+    from tproxy.packets import counters
+    from ztunnel.policy.netpol.metrics import outcome
+    from ztunnel.policy.netpol.table import TABLE, notes_of
+
+    async with contextlib.AsyncExitStack() as stack:
+        table = await (await stack.enter_async_context(KeptTable(TABLE, _opened(args.netns, stack)))).read()
+    if table is None:
+        print("no table: nothing is policed", file=out)
+        return DENIED
+    sizes = {item.name: len(item.elements) for item in table.sets}
+    for direction in ("ingress", "egress"):
+        addresses = sum(sizes.get(f"{direction}{version}", 0) for version in (4, 6))
+        print(f"{direction}: {addresses} addresses of pods are policed", file=out)
+    print(f"{len(table.chains)} chains, {len(table.sets)} sets with {sum(sizes.values())} elements", file=out)
+    for note in notes_of(table):
+        print(f"not as written: {note}", file=out)
+    packets: Counter[str] = Counter()
+    for chain, rule, counter in counters(table):
+        packets[f"{outcome(rule)}: {rule.comment or chain}"] += counter.packets
+    for text, count in sorted(packets.items()):
+        if count:
+            print(text.replace(":", f" {count}:", 1), file=out)
+    return DONE
+
+
+async def _cleanup(args: argparse.Namespace, out: TextIO) -> int:
+    from tproxy.aio.table import KeptTable
+    from ztunnel.policy.netpol.table import TABLE
+    from ztunnel.policy.netpol.trace import TRACE_TABLE
+
+    async with contextlib.AsyncExitStack() as stack:
+        netns = _opened(args.netns, stack)
+        steps: list[NftStep] = []
+        for name in (TABLE, TRACE_TABLE):  # a trace that was killed leaves its marks
+            table = await stack.enter_async_context(KeptTable(name, netns))
+            steps += await table.apply(None)
+    print("table removed" if steps else "nothing to remove", file=out)
+    return DONE
+
+
+def _opened(where: str | None, stack: contextlib.AsyncExitStack) -> "Netns | None":
+    from tproxy.aio.netns import Netns
+
+    return stack.enter_context(Netns.open(where)) if where is not None else None
+
+
+def _address(text: str | None) -> "SocketAddress | None":
+    from xds.model.address import SocketAddress
+
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a port nor ip:port") from None
+
+
+def _network(text: str) -> "IpNetwork":
+    from ipaddress import ip_network
+
+    try:
+        return ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"--pod-cidr: {text!r} is no network") from None
+
+
+def _warn_of_bridges() -> None:
+    """Say that pods of one bridge can reach each other past the table, where the kernel is set so."""
+    with contextlib.suppress(OSError):
+        if _BRIDGE.read_text().strip() == "0":
+            log.warning(
+                "bridge-nf-call-iptables=0: packets between pods on the same bridge pass no policy; "
+                "set net.bridge.bridge-nf-call-iptables and -ip6tables to 1 if the CNI uses a bridge"
+            )

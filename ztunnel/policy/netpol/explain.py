@@ -1,0 +1,134 @@
+"""Says whether one pod may reach another, and which policy decides: in the kernel's terms. Pure."""
+
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from xds.model import calico as c
+from ztunnel.policy.calico.compile import Compiled, endpoint_id, with_own_addresses
+from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.explain import (
+    EPHEMERAL_PORT,
+    BadQuestion,
+    Party,
+    explain,
+    icmp_of,
+    port_of,
+    protocol_of,
+)
+from ztunnel.policy.calico.resources import Pod, Resources
+from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.policysync.explain import evaluator_of, party
+
+
+def explained(
+    resources: Resources,
+    compiled: Compiled,
+    source: str,
+    destination: str,
+    port: str,
+    protocol: str,
+    *,
+    source_port: str = "",
+) -> tuple[bool, list[str]]:
+    """Return whether a connection is allowed, and lines that say why.
+
+    Args:
+        source: ``namespace/pod`` or an address; likewise ``destination``.
+        port: see :func:`~ztunnel.policy.calico.explain.flow_of`; ``0`` is one that no rule names.
+        protocol: ``tcp``, ``udp``, ``sctp``, ``icmp``, ``icmpv6`` or a number.
+        source_port: likewise; :data:`~ztunnel.policy.calico.explain.EPHEMERAL_PORT` if empty.
+
+    Raises:
+        BadQuestion: no such pod, protocol, port or common IP version.
+    """
+    number = protocol_of(protocol)
+    is_icmp = number in c.ICMP_PROTOCOLS.values()
+    asked = c.Flow(
+        source_port=0 if is_icmp else port_of("--source-port", source_port or str(EPHEMERAL_PORT)),
+        destination_port=0 if is_icmp or port == "0" else port_of("PORT", port),
+        protocol=number,
+        icmp=icmp_of(port) if is_icmp else None,
+    )
+    try:
+        ends = tuple(party(text, resources, "cluster.local") for text in (source, destination))
+    except ValueError as error:
+        raise BadQuestion(str(error)) from error
+    pods = tuple(_pod(resources, end) for end in ends)
+    addresses = _common(ends, pods)
+    if pods[0] is not None and pods[0] == pods[1]:
+        return True, ["a pod always reaches itself"]
+    if _node_reaches(*pods):
+        return True, ["a node always reaches its own pods"]
+    made = evaluator_of(compiled)
+    lines: list[str] = []
+    allowed = True
+    assumed = False
+    for end, pod, direction in ((ends[0], pods[0], c.Direction.EGRESS), (ends[1], pods[1], c.Direction.INGRESS)):
+        flow = replace(asked, source_ip=addresses[0], destination_ip=addresses[1])
+        answer, why = _one(compiled, made, end, pod, direction, flow)
+        allowed = allowed and answer
+        lines += why
+        assumed = assumed or (
+            not is_icmp
+            and not source_port
+            and end.endpoint is not None
+            and made.reads_source_port(end.endpoint, direction)
+        )
+    if assumed:
+        lines.append(f"  note: judged with source port {EPHEMERAL_PORT}; --source-port asks about another")
+    lines.append("allowed" if allowed else "denied")
+    return allowed, lines
+
+
+def _one(
+    compiled: Compiled,
+    made: Evaluator,
+    end: Party,
+    pod: Pod | None,
+    direction: c.Direction,
+    flow: c.Flow,
+) -> tuple[bool, list[str]]:
+    head = f"{direction} of {end.name}: "
+    if end.endpoint is None:
+        what = "it uses its node's network" if pod is not None and pod.host_network else "it is no pod"
+        return True, [head + f"allowed, {what}, so no policy selects it"]
+    built = TableBuilder().build(compiled, compiled.nodes[end.endpoint])
+    if end.endpoint not in built.policed[direction]:
+        return True, [head + "allowed, no policy isolates it in this direction"]
+    verdict, lines = explain(made, flow, end.endpoint, direction)
+    unseen = [item for item in built.unseen if verdict.rule and item.policy == verdict.rule.policy]
+    for item in unseen:
+        lines.append(f"  note: {item}")
+    blind = any(item.index == verdict.rule.index for item in unseen) if verdict.rule else False
+    return verdict.allowed and not blind, lines
+
+
+def _pod(resources: Resources, end: Party) -> Pod | None:
+    return next(
+        (
+            pod
+            for pod in with_own_addresses(resources.pods).values()
+            if f"{pod.namespace}/{pod.name}" == end.name or (end.endpoint and endpoint_id(pod) == end.endpoint)
+        ),
+        None,
+    )
+
+
+def _node_reaches(source: Pod | None, destination: Pod | None) -> bool:
+    if source is None or destination is None or not source.node or source.node != destination.node:
+        return False
+    return source.host_network or destination.host_network
+
+
+def _common(ends: tuple[Party, ...], pods: tuple[Pod | None, ...]) -> tuple[str, str]:
+    """Return an address of each end, of the same IP version."""
+    known: list[tuple[IPv4Address | IPv6Address, ...]] = []
+    for end, pod in zip(ends, pods, strict=True):
+        if end.address is None:
+            raise BadQuestion(f"{end.name} has no address")
+        known.append(pod.addresses if pod is not None else (ip_address(end.address),))
+    for source in known[0]:
+        for destination in known[1]:
+            if source.version == destination.version:
+                return str(source), str(destination)
+    raise BadQuestion(f"{ends[0].name} and {ends[1].name} have no IP version in common")

@@ -1,0 +1,86 @@
+"""Follows a cluster's objects, and publishes what they mean for the pods of one node, or of all."""
+
+import asyncio
+from typing import Protocol
+
+from ztunnel.kube.objects import Changes, EventSink, WatchedSource
+from ztunnel.policy.calico.compile import Compiled
+from ztunnel.policy.calico.incremental import Compiler
+from ztunnel.policy.calico.objects import PolicyObjects
+from ztunnel.policy.policysync.problems import ProblemReports
+from ztunnel.policy.policysync.view import excerpt
+
+
+class Publisher(Protocol):
+    """A server of PolicySync."""
+
+    def publish(self, compiled: Compiled) -> None:
+        """Serve this state from now on; never waits."""
+        ...
+
+
+class ClusterPolicies:
+    """Keeps a server's policies those of a cluster.
+
+    Nothing is published before every object has been told: what is missing could be what closes a pod. While the
+    source is away the last state is served on.
+
+    Args:
+        source: of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.
+        server: is given a copy of its own after each change that means anything.
+        node: whose pods; None is every node's.
+        events: is told of objects that are not in force as written.
+        nodes: the source tells of Node objects, too.
+
+    Attributes:
+        synced: every object has been told.
+        compiled: what was published last.
+    """
+
+    def __init__(
+        self,
+        source: WatchedSource,
+        server: Publisher,
+        node: str | None,
+        events: EventSink,
+        *,
+        nodes: bool = False,
+    ) -> None:
+        self._source = source
+        self._server = server
+        self._node = node
+        self._objects = PolicyObjects(nodes=nodes)
+        self._compiler = Compiler()
+        self._reports = ProblemReports(events)
+        self.synced = False
+        self.compiled = Compiled()
+
+    @property
+    def problems(self) -> int:
+        """The number of objects that are not in force as they are written."""
+        return len(self._objects.problems)
+
+    @property
+    def not_followed(self) -> tuple[str, ...]:
+        """Plurals of the kinds that the source cannot follow at this moment."""
+        return tuple(self._source.faults)
+
+    async def follow(self) -> None:
+        """Take one batch of changes; call it again and again. Cancelling it between two batches loses nothing."""
+        changes = await self._source.next()
+        # In a thread: 20,000 pods at once take seconds, and sockets of pods are served meanwhile.
+        changed = await asyncio.to_thread(self._take, changes)
+        self._reports.report(self._objects.problems)
+        first = changes.synced and not self.synced
+        self.synced = self.synced or changes.synced
+        if self.synced and (changed or first):
+            self.compiled = await asyncio.to_thread(self._excerpt)
+            self._server.publish(self.compiled)
+
+    def _take(self, changes: Changes) -> bool:
+        return bool(self._compiler.apply(self._objects.changes(changes.objects)))
+
+    def _excerpt(self) -> Compiled:
+        """Return a copy: streams read it over many turns of the loop, while the compiler changes its own."""
+        found = self._compiler.compiled
+        return excerpt(found, [key for key in found.endpoints if self._node in (None, found.nodes.get(key))])

@@ -1,0 +1,447 @@
+"""``ztunnel policy check|explain|serve``."""
+
+import argparse
+import asyncio
+import http.client
+import logging
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.sockets import socket_mode
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.files import FilePolicies
+    from ztunnel.policy.calico.resources import Resources
+    from ztunnel.policy.policysync.cluster import ClusterPolicies
+    from ztunnel.policy.policysync.server import Binder, PolicySyncServer
+    from ztunnel.runtime.http.server import PageServer
+
+log = logging.getLogger(__name__)
+
+#: Longest time that a server may take to explain.
+_ASK_S: Final = 10.0
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``policy`` to ``argparse``'s sub-commands."""
+    policy: argparse.ArgumentParser = subparsers.add_parser(
+        "policy",
+        help="check, explain and serve Calico's and Kubernetes' policies",
+        description="Policies in YAML files, with the pods, namespaces and service accounts that they select.",
+    )
+    commands = policy.add_subparsers(dest="policy", required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="read files and list every fault")
+    _add_files(check)
+    check.set_defaults(run=check_command)
+    explain = commands.add_parser("explain", help="say which rule decides about a connection or request, and why")
+    explain.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
+    explain.add_argument(
+        "--server",
+        metavar="WHERE",
+        help="ask what is running instead: the admin address of a proxy or policy server, or the socket of a "
+        "PolicySync server, unix:/path, which tells this command what it tells its clients (of a pod's socket the "
+        "one client gives way, and comes back)",
+    )
+    explain.add_argument(
+        "--from", dest="source", required=True, metavar="WHO", help="namespace/pod, IP or SPIFFE id"
+    )
+    explain.add_argument("--to", required=True, metavar="WHO", help="namespace/pod or IP")
+    explain.add_argument(
+        "--port",
+        default="",
+        metavar="PORT",
+        help="of the destination (default 80); of icmp and icmpv6 TYPE or TYPE/CODE (default any)",
+    )
+    explain.add_argument(
+        "--source-port",
+        default="",
+        metavar="PORT",
+        help="of the client (default 49152, one of those they are given)",
+    )
+    explain.add_argument("--protocol", default="tcp", metavar="NAME", help="(default tcp)")
+    explain.add_argument("--method", help="of an HTTP request; without method and path it is a connection")
+    explain.add_argument("--path", help="of an HTTP request")
+    explain.add_argument("--staged", action="store_true", help="as if staged policies were enforced")
+    explain.add_argument("--trust-domain", default="cluster.local", metavar="NAME", help="of pods' identities")
+    explain.set_defaults(run=explain_command)
+    serve = commands.add_parser(
+        "serve", help="serve files or a cluster's policies to policy servers by PolicySync; changes apply at once"
+    )
+    serve.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
+    serve.add_argument("--kube", action="store_true", help="follow the API server in place of files")
+    serve.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        help="with --kube; without, the pod's service account, $KUBECONFIG or ~/.kube/config",
+    )
+    serve.add_argument(
+        "--node-peers", action="store_true", help="with --kube: follow Nodes, for rules that are about nodes"
+    )
+    serve.add_argument("--socket", metavar="PATH", help="for a node's proxy: all its pods")
+    serve.add_argument(
+        "--socket-mode",
+        type=socket_mode,
+        default=0o777,
+        metavar="OCTAL",
+        help="of --socket (default 777); 600 is for proxies of this user and of root",
+    )
+    serve.add_argument("--prefix", type=Path, metavar="DIR", help="a socket for each pod, DIR/mount/UID/socket")
+    serve.add_argument("--node", metavar="NAME", help="only pods of this node")
+    serve.add_argument(
+        "--form", choices=("messages", "names"), default="messages", help="names: for clients before Calico 3.32"
+    )
+    serve.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
+    serve.set_defaults(run=serve_command)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Print what is in files, or each fault and each rule that is stricter than written; the exit status."""
+    resources = _read(args.files)
+    if resources is None:
+        return 1
+    notes = [f"{policy.id}: {note}" for policy in resources.policies.values() for note in policy.notes]
+    if notes:
+        print("\n".join(notes), file=sys.stderr)
+        return 1
+    tiers = {policy.tier for policy in resources.policies.values()}
+    print(
+        f"{len(resources.policies)} policies in {len(tiers)} tiers, "
+        f"{len(resources.pods)} pods, {len(resources.namespaces)} namespaces, "
+        f"{len(resources.accounts)} service accounts: valid"
+    )
+    return 0
+
+
+def explain_command(args: argparse.Namespace) -> int:
+    """Print the walk through both ends' policies; the exit status is 0 if both allow."""
+    if args.server is not None:
+        return _ask_server(args)
+    from ztunnel.policy.calico.compile import compile_resources
+    from ztunnel.policy.calico.explain import (
+        BadQuestion,
+        UnknownParty,
+        explain_both,
+        flow_of,
+        port_text,
+    )
+    from ztunnel.policy.policysync.explain import evaluator_of, party
+
+    if not args.files:
+        print("ztunnel policy explain: needs files or --server", file=sys.stderr)
+        return 2
+    resources = _read(args.files)
+    if resources is None:
+        return 2
+    try:
+        source = party(args.source, resources, args.trust_domain)
+        destination = party(args.to, resources, args.trust_domain)
+        flow = flow_of(
+            source,
+            destination,
+            args.port,
+            args.protocol,
+            args.method,
+            args.path,
+            source_port=args.source_port,
+        )
+    except (UnknownParty, BadQuestion) as error:
+        print(f"ztunnel policy explain: {error}", file=sys.stderr)
+        return 2
+    request = f" {flow.method} {flow.path}" if flow.method is not None else ""
+    print(f"from {source.name} to {destination.name}, {port_text(flow)}/{args.protocol}{request}")
+    made = evaluator_of(compile_resources(resources))
+    allowed, lines = explain_both(made, flow, source, destination, enforced=not args.staged)
+    print("\n".join(lines))
+    return 0 if allowed else 1
+
+
+def _ask_server(args: argparse.Namespace) -> int:
+    """Ask the admin server of a proxy or of a policy server; the exit status is 0 if both ends allow."""
+    import json
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+
+    if args.files:
+        print("ztunnel policy explain: files and --server exclude each other", file=sys.stderr)
+        return 2
+    is_socket = args.server.startswith(("unix:", "/", "./"))
+    asked = {
+        "from": args.source,
+        "to": args.to,
+        "protocol": args.protocol,
+        "trust_domain": args.trust_domain,
+        "staged": "true" if args.staged else "false",
+        **({"port": args.port} if args.port else {}),
+        **({"source_port": args.source_port} if args.source_port else {}),
+        **({"method": args.method} if args.method is not None else {}),
+        **({"path": args.path} if args.path is not None else {}),
+    }
+    if is_socket:
+        return _ask_socket(args.server, asked)
+    base = args.server if "://" in args.server else f"http://{args.server}"
+    url = f"{base.rstrip('/')}/policies/explain?{urllib.parse.urlencode(asked)}"
+    try:
+        with urllib.request.urlopen(url, timeout=_ASK_S) as response:
+            told = json.load(response)
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace").strip()
+        print(f"ztunnel policy explain: {args.server}: {error.code} {reason}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = (
+            plain_reason(error) if isinstance(error, OSError) else f"no server's address, or no answer ({error})"
+        )
+        print(f"ztunnel policy explain: {args.server}: {reason}", file=sys.stderr)
+        return 2
+    print("\n".join(told["lines"]))
+    return 0 if told["allowed"] else 1
+
+
+def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
+    """Answer by what a PolicySync server tells on a socket; the exit status is 0 if both ends allow."""
+    from ztunnel.policy.calico.explain import BadQuestion, answer
+    from ztunnel.policy.calico.follower import Follower
+    from ztunnel.policy.calico.settings import sync_target
+    from ztunnel.runtime.clock import SystemClock
+
+    async def told() -> Follower:
+        changed = asyncio.Event()
+        follower = Follower(sync_target(where), SystemClock(), changed=changed.set)
+        deadline_s = time.monotonic() + _ASK_S
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(follower.run(), name="policies")
+            while not follower.in_sync and not follower.error and time.monotonic() < deadline_s:
+                # The end of a stream changes nothing of what it has told, so its error is looked for.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), 0.1)
+                changed.clear()
+            following.cancel()
+        return follower
+
+    # What a client of a policy server logs about its stream is no part of the answer.
+    logging.getLogger("ztunnel.policy.calico.follower").setLevel(logging.CRITICAL)
+    try:
+        follower = asyncio.run(told())
+        if not follower.evaluator.store.in_sync:
+            reason = follower.error or f"it has not told all of its policies in {_ASK_S:g} s"
+            print(f"ztunnel policy explain: {where}: {reason}", file=sys.stderr)
+            return 2
+        allowed, lines = answer(follower.evaluator, asked)
+    except (BadQuestion, ValueError) as error:
+        print(f"ztunnel policy explain: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0 if allowed else 1
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    from xds.grpc.serve_error import ServeError
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    wrong = ""
+    if args.socket is None and args.prefix is None:
+        wrong = "needs --socket or --prefix"
+    elif args.kube == bool(args.files):
+        wrong = "needs either files or --kube"
+    elif not args.kube and (args.kubeconfig is not None or args.node_peers):
+        wrong = "--kubeconfig and --node-peers are for --kube"
+    if wrong:
+        print(f"ztunnel policy serve: {wrong}", file=sys.stderr)
+        return 2
+    policies = None
+    if not args.kube:
+        from ztunnel.policy.calico.files import FilePolicies
+
+        policies = FilePolicies(*args.files)
+        policies.read()
+        if not policies.complete:
+            # A document that cannot be read can be a policy that closes a pod.
+            print("ztunnel policy serve: there are documents that have never been readable", file=sys.stderr)
+            return 1
+    # Programs with files alone need no API client.
+    known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
+    if args.kube:
+        from ztunnel.kube.errors import KubeError
+
+        known += (KubeError,)
+    try:
+        asyncio.run(_serve(args, policies))
+    except known as error:
+        print(f"ztunnel policy serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") -> None:
+    from xds.dialects.calico.policysync import PolicyForm
+    from ztunnel.policy.calico.compile import Compiled
+    from ztunnel.policy.policysync.server import NODE_STREAMS, Binder, PolicySyncServer
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def of_node(compiled: Compiled) -> list[Any]:
+        return [key for key in compiled.endpoints if args.node in (None, compiled.nodes.get(key))]
+
+    async with PolicySyncServer(PolicyForm(args.form)) as server, AsyncExitStack() as stack:
+        policies: _Files | ClusterPolicies
+        if from_files is not None:
+            policies = _Files(args.files, from_files, server)
+        else:
+            policies = await _of_cluster(args, server, stack)
+        if args.metrics is not None:
+            await stack.enter_async_context(_metrics(args.metrics, server, policies))
+        if args.socket is not None:
+            await server.open(args.socket, of_node, streams=NODE_STREAMS, mode=args.socket_mode)
+        binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
+        if binder is not None:
+            await binder.bind(policies.compiled)
+        log.info("serving PolicySync on %s", ", ".join(server.paths) or "no socket yet")
+        await _follow(policies, binder, stop)
+
+
+async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None", stop: asyncio.Event) -> None:
+    """Follow changes until ``stop`` is set; sockets of pods, and their credentials, are looked for beside that.
+
+    Raises:
+        The first error of what is followed, bare.
+    """
+    from ztunnel.policy.calico import files
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(policies.follow(), name="policies")
+            stopping = group.create_task(stop.wait(), name="stop")
+            while not stop.is_set():
+                # A Binder reads the folder of credentials again each time.
+                limit_s = files.POLL_S if binder is not None else None
+                await asyncio.wait({following, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following = group.create_task(policies.follow(), name="policies")
+                if binder is not None:
+                    await binder.bind(policies.compiled)
+            following.cancel()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+
+
+class _Files:
+    """Files that are served: a change of one is published; of a faulty part what ``FilePolicies`` says.
+
+    Attributes:
+        compiled: what is served.
+    """
+
+    def __init__(self, paths: list[Path], policies: "FilePolicies", server: "PolicySyncServer") -> None:
+        from ztunnel.policy.calico import files
+
+        self._paths = paths
+        self._policies = policies
+        self._server = server
+        self._seen = files.states_of(paths)
+        self.not_followed: tuple[str, ...] = ()
+        self._publish()
+
+    @property
+    def problems(self) -> int:
+        """The number of files and objects with a fault."""
+        return len(self._policies.faults)
+
+    def _publish(self) -> None:
+        from ztunnel.policy.calico.compile import compile_resources
+
+        self.compiled = compile_resources(self._policies.read())
+        self._server.publish(self.compiled)
+
+    async def follow(self) -> None:
+        """Wait a moment, and read the files if they have changed."""
+        from ztunnel.policy.calico import files
+
+        await asyncio.sleep(files.POLL_S)
+        now = files.states_of(self._paths)
+        if now == self._seen:
+            return
+        self._seen = now
+        self._publish()
+        log.info("policies changed, %d are served", len(self.compiled.policies))
+
+
+async def _of_cluster(
+    args: argparse.Namespace, server: "PolicySyncServer", stack: AsyncExitStack
+) -> "ClusterPolicies":
+    """Return the policies of an API server; nothing is served before all objects have been read.
+
+    Raises:
+        BadKubeconfig: before anything is sent.
+    """
+    import socket
+
+    from ztunnel.kube.client import connect
+    from ztunnel.kube.events import EventWriter
+    from ztunnel.kube.informer import Informer
+    from ztunnel.policy.policysync.cluster import ClusterPolicies
+    from ztunnel.policy.policysync.kinds import NODES, SERVED
+    from ztunnel.policy.policysync.problems import LoggedEvents
+
+    client = await stack.enter_async_context(connect(args.kubeconfig))
+    selections = (*SERVED, NODES) if args.node_peers else SERVED
+    informer = await stack.enter_async_context(Informer(client, selections))
+    instance = args.node or socket.gethostname()
+    writer = EventWriter(client, "ztunnel-policy", instance, informer.known)
+    events = LoggedEvents(await stack.enter_async_context(writer))
+    return ClusterPolicies(informer, server, args.node, events, nodes=args.node_peers)
+
+
+def _metrics(text: str, server: "PolicySyncServer", policies: "_Files | ClusterPolicies") -> "PageServer":
+    """Return the server of Prometheus pages.
+
+    Raises:
+        ValueError: the address is none.
+    """
+    from xds.model.address import SocketAddress
+    from ztunnel.policy.policysync.metrics import families
+    from ztunnel.runtime.clock import SystemClock
+    from ztunnel.runtime.http.page import Page, PageRequest, not_found
+    from ztunnel.runtime.http.server import PageServer
+
+    def measured(request: PageRequest) -> Page:
+        if request.path != "/metrics":
+            return not_found(["/metrics"])
+        from ztunnel.runtime.http.exposition import page
+
+        return page(families(server, policies.problems, policies.not_followed), request)
+
+    try:
+        address = SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+    except ValueError:
+        raise ValueError(f"--metrics: {text!r} is neither a port nor ip:port") from None
+    return PageServer("metrics", address, measured, SystemClock())
+
+
+def _read(paths: list[Path]) -> "Resources | None":
+    """Return what the files say, or None after every fault was printed."""
+    from ztunnel.policy.calico.files import read_files
+    from ztunnel.runtime.formats.config_reader import Faults
+
+    try:
+        return read_files(paths)
+    except Faults as error:
+        for fault in error.faults:
+            print(fault, file=sys.stderr)
+        return None

@@ -1,0 +1,32 @@
+"""The metrics of the PolicySync server: what its clients have reported of flows, and what it cannot serve."""
+
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+
+from ztunnel.policy.policysync.server import PolicySyncServer
+from ztunnel.runtime.http.exposition import Family, family, process_families
+
+
+def families(server: PolicySyncServer, faulty: int, not_followed: Iterable[str]) -> Iterator[Family]:
+    """Yield the families of one scrape.
+
+    Args:
+        faulty: objects, or sets of files, that are not in force as written.
+        not_followed: plurals of the kinds that the API server does not tell of at this moment.
+    """
+    flows = server.flows
+    for name, text, field in (
+        ("flows", "Flows that policy servers reported, once an interval each", "flows"),
+        ("flow_packets", "Packets of these flows, as far as they were told", "packets"),
+        ("flow_bytes", "Bytes of these flows, as far as they were told", "octets"),
+    ):
+        read = attrgetter(field)
+        found = [(key, float(read(counts))) for key, counts in flows.by_rule.items()]
+        yield family(f"policysync_{name}", "counter", text, found, ("rule", "result"))
+    yield family("policysync_report_faults", "counter", "Reports that could not be read", [((), flows.faults)], ())
+    text = "Objects that are not in force as written, and files with parts that cannot be read"
+    yield family("policysync_faulty_objects", "gauge", text, [((), float(faulty))], ())
+    kinds = [((kind,), 1.0) for kind in not_followed]
+    text = "Kinds that the API server does not tell of now: what is known of them is served on"
+    yield family("policysync_not_followed", "gauge", text, kinds, ("what",))
+    yield from process_families()

@@ -1,0 +1,255 @@
+"""The PolicySync server: a socket for each pod, whose identity is the socket, and one for a node's proxy.
+
+What a stream must send is computed when it can be written, from what its client has and what there is: a slow
+client costs no queue and gets the newest state when it catches up. The last stream of a pod's socket wins, as
+Felix's; the one before ends well. A node's socket serves all processes of a proxy, and others.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from xds.aio.grpc_server import Context, GrpcServer, read
+from xds.dialects.calico.policysync import PolicyForm, decode_report, encode
+from xds.errors import ConfigError
+from xds.grpc.serve_error import ServeError
+from xds.model import calico as c
+from xds.proto.felix.policysync_pb2 import ReportResult
+from ztunnel.policy.calico.compile import Compiled
+from ztunnel.policy.policysync.flows import Flows
+from ztunnel.policy.policysync.view import (
+    View,
+    by_names,
+    changes,
+    view_of,
+)
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.watched_file import FileState, file_state
+
+log = logging.getLogger(__name__)
+
+SYNC: Final = "/felix.PolicySync/Sync"
+REPORT: Final = "/felix.PolicySync/Report"
+#: Policy servers have other users than this process; the folder of a socket is private to its pod.
+SOCKET_MODE: Final = 0o777
+
+#: Streams of a node's socket at once; the oldest gives way to one more.
+NODE_STREAMS: Final = 64
+
+#: The endpoints that a socket is about.
+Endpoints = Callable[[Compiled], Iterable[c.EndpointId]]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """One Sync call. ``replaced``: a newer one has taken its place."""
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    replaced: bool = False
+
+
+class PolicySyncServer:
+    """Serves compiled policies; ``async with`` ends every socket.
+
+    Args:
+        form: how policies are listed, for clients before Calico 3.32.
+
+    Attributes:
+        flows: what clients have reported.
+    """
+
+    def __init__(self, form: PolicyForm = PolicyForm.MESSAGES) -> None:
+        self.flows = Flows()
+        self._form = form
+        self._compiled: Compiled | None = None
+        #: By path, oldest first.
+        self._streams: dict[str, dict[_Stream, None]] = {}
+        self._sockets: dict[str, AsyncExitStack] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for path in list(self._sockets):
+            await self.close(path)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the sockets."""
+        return tuple(self._sockets)
+
+    def publish(self, compiled: Compiled) -> None:
+        """Serve another state from now on; clients are sent the difference."""
+        self._compiled = compiled
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.changed.set()
+
+    async def open(self, path: str, endpoints: Endpoints, *, streams: int = 1, mode: int = SOCKET_MODE) -> None:
+        """Serve a socket, in place of a stale one.
+
+        Args:
+            streams: how many it has at once, see :data:`NODE_STREAMS`.
+            mode: of the socket. A pod's is open to all, since only the pod has its folder; of a node's it is all
+                that says who may read the policies of every pod.
+
+        Raises:
+            ServeError: the path cannot be served.
+        """
+        async with AsyncExitStack() as stack:
+            server = GrpcServer(
+                [f"unix:{path}"],
+                route=lambda method: (
+                    (lambda context: self._serve(context, path, endpoints, streams)) if method == SYNC else None
+                ),
+                unary={REPORT: self._report},
+                socket_mode=mode,
+            )
+            await stack.enter_async_context(server)
+            self._sockets[path] = stack.pop_all()
+
+    async def close(self, path: str) -> None:
+        """End a socket and its stream; idempotent."""
+        sockets = self._sockets.pop(path, None)
+        if sockets is not None:
+            await sockets.aclose()
+
+    def _report(self, message: bytes) -> bytes:
+        try:
+            self.flows.add(decode_report(message))
+        except ConfigError:
+            self.flows.faults += 1
+            return ReportResult(successful=False).SerializeToString()
+        return ReportResult(successful=True).SerializeToString()
+
+    async def _serve(self, context: Context, path: str, endpoints: Endpoints, most: int) -> None:
+        await read(context)
+        stream = _Stream()
+        streams = self._streams.setdefault(path, {})
+        while len(streams) >= most:
+            oldest = next(iter(streams))
+            del streams[oldest]
+            oldest.replaced = True
+            oldest.changed.set()
+        streams[stream] = None
+        try:
+            await self._send(context, stream, endpoints)
+        finally:
+            streams.pop(stream, None)
+            if not streams and self._streams.get(path) is streams:
+                del self._streams[path]
+
+    async def _send(self, context: Context, stream: _Stream, endpoints: Endpoints) -> None:
+        sent, in_sync, known = View(), False, False
+        while not stream.replaced:
+            stream.changed.clear()
+            if self._compiled is not None:
+                view = view_of(self._compiled, endpoints(self._compiled))
+                if self._form is PolicyForm.NAMES:
+                    view = by_names(view)
+                for update in changes(sent, view):
+                    await context.write(encode(update, self._form))
+                sent = view
+                if not in_sync:
+                    await context.write(encode(c.InSync(), self._form))
+                    in_sync = True
+                if known and not view.endpoints:
+                    return  # the pod is gone, and with it who listens
+                known = bool(view.endpoints)
+            await stream.changed.wait()
+
+
+def pod_socket(prefix: Path, uid: str) -> str:
+    """Return the path of a pod's socket, in the folder that is mounted into the pod."""
+    return str(prefix / "mount" / uid / "socket")
+
+
+def endpoint_of_credentials(text: bytes) -> c.EndpointId:
+    """Return the endpoint of the pod that a driver's credentials name; keys are read in any case, as Felix does.
+
+    Raises:
+        ValueError: they are no JSON object, or name no pod.
+    """
+    loaded = json.loads(text)
+    if not isinstance(loaded, dict):
+        raise ValueError("must be a JSON object")
+    fields = {key.lower(): value for key, value in loaded.items()}
+    found = [fields.get(name) for name in ("namespace", "workload")]
+    for name, value in zip(("Namespace", "Workload"), found, strict=True):
+        if not isinstance(value, str) or not value or "/" in value:
+            raise ValueError(f"{name}: must be a name, not {value!r}")
+    return c.EndpointId("k8s", "/".join(map(str, found)), "eth0")
+
+
+class Binder:
+    """Keeps a socket for each pod of a node below ``<prefix>/mount``.
+
+    Pods are those that the policies know, by their uids, and those for which a volume driver has left credentials
+    in ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
+    ``<prefix>/mount/ID/socket``, also before the policies know the pod. Of a CSI driver the ID is the volume's.
+
+    Args:
+        server: whose sockets these are.
+        prefix: such as ``/var/run/nodeagent``.
+        node: whose pods; None is every node's. Credentials are of this node.
+    """
+
+    def __init__(self, server: PolicySyncServer, prefix: Path, node: str | None = None) -> None:
+        self._server = server
+        self._prefix = prefix
+        self._node = node
+        self._failed: set[str] = set()
+        self._credentials: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
+
+    async def bind(self, compiled: Compiled) -> None:
+        """Open sockets of pods that have come, close those of pods that have gone. What failed is tried again."""
+        wanted = {
+            pod_socket(self._prefix, uid): endpoint
+            for uid, endpoint in compiled.uids.items()
+            if self._node in (None, compiled.nodes.get(endpoint))
+        }
+        wanted |= self._with_credentials()
+        ours = f"{self._prefix}/mount/"
+        for path in self._server.paths:
+            if path.startswith(ours) and path not in wanted:
+                await self._server.close(path)
+        for path, endpoint in wanted.items():
+            if path not in self._server.paths:
+                await self._open(path, endpoint)
+
+    def _with_credentials(self) -> dict[str, c.EndpointId]:
+        """Return the sockets of pods with credentials; files are read again when they change."""
+        read: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
+        for file in sorted((self._prefix / "creds").glob("*.json")):
+            state = file_state(file)
+            known = self._credentials.get(file)
+            if known is not None and known[0] == state:
+                read[file] = known
+                continue
+            try:
+                read[file] = state, endpoint_of_credentials(file.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                log.error("credentials of pod not usable file=%s error=%s", file, plain_reason(error))
+                read[file] = state, None
+        self._credentials = read
+        return {
+            pod_socket(self._prefix, file.stem): endpoint
+            for file, (_, endpoint) in read.items()
+            if endpoint is not None
+        }
+
+    async def _open(self, path: str, endpoint: c.EndpointId) -> None:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            await self._server.open(path, lambda compiled: (endpoint,))
+        except (ServeError, OSError) as error:
+            if path not in self._failed:
+                log.error("socket of pod not served pod=%s error=%s", endpoint.workload, plain_reason(error))
+            self._failed.add(path)
+        else:
+            self._failed.discard(path)

@@ -1,0 +1,539 @@
+"""Connections whose peers have proved nothing yet: small, limited by source and by pod, handshakes in turns.
+
+An accepted connection stays here as one small object until its whole ClientHello waits in the kernel, which is
+looked at there and not read. Only then a handshake begins: a TLS object, a fiber, some 80 KiB. Handshakes begin
+one per turn of the poller, in turns of pods and of the sources within a pod, so that a storm on one pod delays
+neither the bytes of established connections nor the handshakes of other pods.
+
+::
+
+    accepted --> waiting for a ClientHello --> queued --> handshake --> established, or over
+                 (timeout, limits: closed)     (limits: oldest closed)
+
+Every handshake that does not come to its end is charged to its source, its pod and the process. A source that
+causes many of them waits. One that stands still holds its place for a second while others want it.
+
+The first answer to too many is waiting. Where that is not enough, the oldest of the same source goes, else the
+oldest of the same pod, else the oldest of the pod that has most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from hbone.aio.poller import HUNG_UP, Poller
+from hbone.flow import Budget
+from ztunnel.proxy.dataplane.client_hello import FirstBytes, first_bytes
+from ztunnel.runtime.settings import plain_reason
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S: Final = 0.5
+_RETRY_S: Final = 0.02
+#: Sources that have no connection here and are remembered for their debts, per pod.
+_KEPT_SOURCES: Final = 256
+
+TOO_MANY_OF_SOURCE: Final = "too many half-open connections of this source"
+TOO_MANY_OF_POD: Final = "too many half-open connections to this pod"
+TOO_MANY: Final = "too many half-open connections"
+STANDS_STILL: Final = "handshake stands still while others wait"
+NO_HELLO: Final = "TLS handshake timed out"
+TOO_LONG: Final = "ClientHello is too long"
+_LIMITS: Final = frozenset((TOO_MANY_OF_SOURCE, TOO_MANY_OF_POD, TOO_MANY, STANDS_STILL, NO_HELLO, TOO_LONG))
+GONE: Final = "peer closed the connection during the TLS handshake"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfOpenLimits:
+    """Bounds on connections before the end of their handshake.
+
+    A handshake takes a millisecond or two of a core, so that 64 at once are more than any source needs that
+    answers. ``unfinished_*`` are handshakes that ended without a proof, at once and per second: 200 a second of
+    all sources are a sixth of a core.
+    """
+
+    per_source: int = 512
+    per_pod: int = 1024
+    in_all: int = 4096
+    handshakes_per_source: int = 64
+    handshakes_per_pod: int = 128
+    handshakes: int = 256
+    patience_s: float = 1.0
+    """A handshake that is older gives its place to another that waits."""
+    hello_bytes: int = 16_384
+    timeout_s: float = 10.0
+    unfinished_of_source: tuple[float, float] = (100.0, 50.0)
+    unfinished_of_pod: tuple[float, float] = (200.0, 100.0)
+    unfinished: tuple[float, float] = (400.0, 200.0)
+
+    @classmethod
+    def of_descriptors(cls, most: int, *, timeout_s: float = 10.0) -> HalfOpenLimits:
+        """Return limits for a process of ``most`` descriptors, of which a quarter may be half-open connections."""
+        usual = cls()
+        in_all = max(16, min(usual.in_all, most // 4))
+        per_pod = min(usual.per_pod, in_all // 2)
+        return cls(
+            in_all=in_all,
+            per_pod=per_pod,
+            per_source=min(usual.per_source, max(8, per_pod // 2)),
+            handshakes=min(usual.handshakes, in_all),
+            handshakes_per_pod=min(usual.handshakes_per_pod, per_pod),
+            timeout_s=timeout_s,
+        )
+
+
+class Cancellable(Protocol):
+    """Work that can be ended: a fiber or a task."""
+
+    def cancel(self) -> object:
+        """End it."""
+
+
+#: Begins the handshake of an accepted socket, which it owns from then on, and returns what runs it.
+Begin = Callable[["Arrival"], Cancellable]
+#: Called with a connection that is closed next, and why; empty: the pod ends.
+TurnedAway = Callable[["Arrival", str], None]
+
+
+class _Source:
+    """What one address has half-open at one pod."""
+
+    __slots__ = ("arrivals", "queue", "running", "unfinished")
+
+    def __init__(self, limits: HalfOpenLimits) -> None:
+        self.arrivals: dict[Arrival, None] = {}
+        self.queue: deque[Arrival] = deque()
+        self.running: dict[Arrival, None] = {}
+        self.unfinished = Budget(burst=limits.unfinished_of_source[0], rate=limits.unfinished_of_source[1])
+
+
+class Arrival:
+    """One connection before the end of its handshake; a handler of the poller until that begins.
+
+    Attributes:
+        sock: non-blocking; belongs to the entrance until the handshake begins.
+        peer: its other end.
+        owner: what its owner knows it by.
+        queued: it waits for its handshake.
+        over: it is here no more.
+    """
+
+    __slots__ = (
+        "_entrance",
+        "_registered",
+        "_running",
+        "over",
+        "owner",
+        "peer",
+        "queued",
+        "since_s",
+        "sock",
+        "source",
+    )
+
+    def __init__(
+        self, entrance: Entrance, source: _Source, sock: socket.socket, peer: tuple[str, int], owner: Any
+    ) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.owner = owner
+        self.source = source
+        self.since_s = 0.0
+        """When it came, or when its handshake began."""
+        self.over = self.queued = False
+        self._entrance = entrance
+        self._registered = False
+        self._running: Cancellable | None = None
+
+    @property
+    def in_handshake(self) -> bool:
+        """Whether its handshake has begun."""
+        return self._running is not None
+
+    def proved(self) -> None:
+        """Take note that the handshake has proved who the peer is; idempotent."""
+        self._entrance.leave(self, proved=True)
+
+    def ended(self) -> None:
+        """Take note that the connection is over; nothing after :meth:`proved`."""
+        self._entrance.leave(self, proved=False)
+
+    # For the entrance
+
+    def watch(self, poller: Poller) -> None:
+        """Have the poller report bytes.
+
+        Raises:
+            OSError: the poller cannot watch one socket more.
+        """
+        poller.register(self.sock.fileno(), self)
+        self._registered = True
+
+    def unwatch(self, poller: Poller) -> None:
+        """Undo :meth:`watch`; idempotent."""
+        if self._registered:
+            self._registered = False
+            poller.unregister(self.sock.fileno())
+
+    def begin(self, begin: Begin, now_s: float) -> None:
+        """Start the handshake."""
+        self.since_s = now_s
+        self.queued = False
+        self._running = begin(self)
+
+    def stop(self) -> None:
+        """End it, with its handshake if that has begun."""
+        if self._running is not None:
+            self._running.cancel()
+        else:
+            self.sock.close()
+
+    # Of the poller
+
+    def on_event(self, mask: int) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if not self.over and self._running is None:
+            self._entrance.look(self, hung_up=bool(mask & HUNG_UP))
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        log.error("a connection before its handshake failed", exc_info=error)
+        self._entrance.turn_away(self, GONE)
+
+
+class HalfOpen:
+    """All half-open connections of a process, by entrance; one per poller.
+
+    Attributes:
+        turned_away: how many were closed by a limit, ever.
+        handshakes: under way.
+    """
+
+    def __init__(self, poller: Poller, limits: HalfOpenLimits) -> None:
+        self.poller = poller
+        self.limits = limits
+        self.turned_away = 0
+        self.handshakes = 0
+        self.size = 0
+        self._entrances: dict[Entrance, None] = {}
+        self._unfinished = Budget(burst=limits.unfinished[0], rate=limits.unfinished[1])
+        self._timer: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def entrance(self, begin: Begin, turned_away: TurnedAway, *, timeout_s: float | None = None) -> Entrance:
+        """Return the entrance of one pod, which its owner closes; see there."""
+        entrance = Entrance(self, begin, turned_away, timeout_s or self.limits.timeout_s)
+        self._entrances[entrance] = None
+        return entrance
+
+    def shed(self) -> bool:
+        """Close the oldest half-open connection of the pod that has most; False: there is none."""
+        fullest = max(self._entrances, key=len, default=None)
+        if fullest is None or not len(fullest):
+            return False
+        fullest.turn_away_oldest(TOO_MANY)
+        return True
+
+    # For entrances
+
+    def changed(self, by: int) -> None:
+        """Count arrivals, and look after their time."""
+        self.size += by
+        if self.size and self._timer is None:
+            self._timer = self.poller.loop.call_later(_SWEEP_S, self._sweep)
+
+    def removed(self, entrance: Entrance) -> None:
+        """Forget an entrance; idempotent."""
+        self._entrances.pop(entrance, None)
+
+    def pump(self) -> None:
+        """Begin queued handshakes from the next turn on, one in each."""
+        self.poller.requeue(self)
+
+    def may_begin(self, now_s: float) -> bool:
+        """Take one unfinished handshake from the budget of the process; False: there is none left."""
+        return self._unfinished.affords(now_s)
+
+    def gives_way(self, now_s: float) -> bool:
+        """End the oldest handshake of the pod that has most, if it has had its time; return whether it had."""
+        fullest = max(self._entrances, key=lambda each: len(each.running), default=None)
+        # There may be none: handshakes of a pod that has ended are counted until their fibers have.
+        return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
+
+    def earn(self) -> None:
+        """Return what :meth:`may_begin` took: the handshake has come to its end."""
+        self._unfinished.earn(1.0)
+
+    def on_event(self, mask: int) -> None:
+        """Begin one handshake; see :class:`hbone.aio.poller.Handler`."""
+        now_s = self.poller.loop.time()
+        waiting = False
+        for entrance in list(self._entrances):
+            if not entrance.queued:
+                continue
+            waiting = True
+            if entrance.begin_one(now_s):
+                # Behind the others: the next one is another pod's.
+                self._entrances.pop(entrance, None)
+                self._entrances[entrance] = None
+                self.pump()
+                return
+        if waiting and self._retry is None:
+            self._retry = self.poller.loop.call_later(_RETRY_S, self._again)
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        log.error("a handshake did not begin", exc_info=error)
+        self.pump()
+
+    def _again(self) -> None:
+        self._retry = None
+        self.pump()
+
+    def _sweep(self) -> None:
+        self._timer = None
+        now_s = self.poller.loop.time()
+        for entrance in list(self._entrances):
+            entrance.sweep(now_s)
+        self.changed(0)
+
+    def close(self) -> None:
+        """Stop the timers; idempotent. Entrances are closed by their owners."""
+        for timer in (self._timer, self._retry):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._retry = None
+
+
+def _begins_nothing(arrival: Arrival) -> Cancellable:
+    raise AssertionError("a handshake of a closed entrance")
+
+
+class Entrance:
+    """The half-open connections of one pod.
+
+    Args:
+        half_open: those of the process.
+        begin: begins a handshake; must call :meth:`Arrival.proved` or :meth:`Arrival.ended` some time.
+        turned_away: told of each that is closed here.
+        timeout_s: the longest wait for a ClientHello.
+
+    Attributes:
+        running: connections whose handshake has begun, the oldest first.
+    """
+
+    def __init__(self, half_open: HalfOpen, begin: Begin, turned_away: TurnedAway, timeout_s: float) -> None:
+        self._all = half_open
+        self._timeout_s = timeout_s
+        self._limits = half_open.limits
+        self._poller = half_open.poller
+        self._begin = begin
+        self._turned_away = turned_away
+        self._closed = False
+        self._arrivals: dict[Arrival, None] = {}
+        self._sources: dict[str, _Source] = {}
+        self._ready: deque[_Source] = deque()  # each once, in turns
+        self.running: dict[Arrival, None] = {}
+        self._unfinished = Budget(burst=self._limits.unfinished_of_pod[0], rate=self._limits.unfinished_of_pod[1])
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    @property
+    def queued(self) -> bool:
+        """Whether handshakes wait for their turn."""
+        return bool(self._ready)
+
+    def enter(self, sock: socket.socket, peer: tuple[str, int], owner: Any = None) -> Arrival:
+        """Take an accepted, non-blocking socket; another one may have to go for it, or it goes at once."""
+        limits = self._limits
+        source = self._source(peer[0])
+        if self._closed:
+            arrival = Arrival(self, source, sock, peer, owner)
+            self._turned_away(arrival, "")
+            arrival.stop()
+            return arrival
+        if len(source.arrivals) >= limits.per_source:
+            self.turn_away(next(iter(source.arrivals)), TOO_MANY_OF_SOURCE)
+        elif len(self._arrivals) >= limits.per_pod:
+            self.turn_away_oldest(TOO_MANY_OF_POD)
+        elif self._all.size >= limits.in_all:
+            self._all.shed()
+        arrival = Arrival(self, source, sock, peer, owner)
+        arrival.since_s = self._poller.loop.time()
+        self._arrivals[arrival] = None
+        source.arrivals[arrival] = None
+        self._all.changed(+1)
+        self.look(arrival, hung_up=False)
+        if not arrival.over:
+            try:
+                arrival.watch(self._poller)
+            except OSError as error:  # epoll has no room for it (max_user_watches): nothing would ever wake it up
+                self.turn_away(arrival, f"cannot be watched: {plain_reason(error)}")
+        return arrival
+
+    def look(self, arrival: Arrival, *, hung_up: bool) -> None:
+        """Peek at what a connection has sent, and queue it for its handshake when that can begin.
+
+        One that is queued is looked at for its end only: what nobody waits for must take no turn.
+        """
+        if arrival.queued:
+            if hung_up:
+                self.turn_away(arrival, GONE)
+            return
+        most = self._limits.hello_bytes
+        room = self._poller.ciphertext[: 2 * most]  # headers of records come on top
+        try:
+            size = arrival.sock.recv_into(room, 0, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.turn_away(arrival, f"network failed: {plain_reason(error)} during the TLS handshake")
+            return
+        found = first_bytes(room[:size], most) if size else FirstBytes.PART
+        if found is FirstBytes.PART:
+            if not size or hung_up:
+                self.turn_away(arrival, GONE)
+        elif found is FirstBytes.TOO_LONG:
+            self.turn_away(arrival, TOO_LONG)
+        else:
+            # What is no TLS gets its error from the handshake, too.
+            arrival.queued = True
+            source = arrival.source
+            if not source.queue:
+                self._ready.append(source)
+            source.queue.append(arrival)
+            self._all.pump()
+
+    def begin_one(self, now_s: float) -> bool:
+        """Begin the handshake of the next source that may; return whether there was one."""
+        if not self._unfinished.affords(now_s):
+            return False
+        if not self._all.may_begin(now_s):
+            self._unfinished.earn(1.0)
+            return False
+        for _ in range(len(self._ready)):
+            source = self._ready[0]
+            self._ready.rotate(-1)
+            if source.unfinished.affords(now_s):
+                if self._has_place(source, now_s):
+                    self._begin_of(source, now_s)
+                    return True
+                source.unfinished.earn(1.0)
+        self._unfinished.earn(1.0)
+        self._all.earn()
+        return False
+
+    def _begin_of(self, source: _Source, now_s: float) -> None:
+        arrival = source.queue.popleft()
+        if not source.queue:
+            self._ready.remove(source)
+        source.running[arrival] = self.running[arrival] = None
+        self._all.handshakes += 1
+        arrival.unwatch(self._poller)
+        try:
+            arrival.begin(self._begin, now_s)
+        except BaseException:
+            self.turn_away(arrival, GONE)
+            raise
+
+    def _has_place(self, source: _Source, now_s: float) -> bool:
+        limits = self._limits
+        if len(source.running) >= limits.handshakes_per_source:
+            return self.gives_way(source.running, now_s)
+        if len(self.running) >= limits.handshakes_per_pod:
+            return self.gives_way(self.running, now_s)
+        return self._all.handshakes < limits.handshakes or self._all.gives_way(now_s)
+
+    def gives_way(self, running: dict[Arrival, None], now_s: float) -> bool:
+        """End the oldest of some handshakes if it has had its time; return whether it had."""
+        arrival = next(iter(running))
+        if now_s - arrival.since_s < self._limits.patience_s:
+            return False
+        self.turn_away(arrival, STANDS_STILL)
+        return True
+
+    def turn_away_oldest(self, reason: str) -> None:
+        """Close the oldest connection; there is one."""
+        self.turn_away(next(iter(self._arrivals)), reason)
+
+    def turn_away(self, arrival: Arrival, reason: str) -> None:
+        """Close one connection; idempotent."""
+        if arrival.over:
+            return
+        self._all.turned_away += reason in _LIMITS
+        self.leave(arrival, proved=False)
+        arrival.unwatch(self._poller)
+        self._turned_away(arrival, reason)
+        arrival.stop()
+
+    def leave(self, arrival: Arrival, *, proved: bool) -> None:
+        """Remove a connection; idempotent."""
+        if arrival.over:
+            return
+        arrival.over = True
+        source = arrival.source
+        self._arrivals.pop(arrival, None)
+        source.arrivals.pop(arrival, None)
+        if arrival in self.running:
+            del source.running[arrival], self.running[arrival]
+            self._all.handshakes -= 1
+            if proved:
+                source.unfinished.earn(1.0)
+                self._unfinished.earn(1.0)
+                self._all.earn()
+            if self._ready:
+                self._all.pump()
+        elif arrival.queued:
+            source.queue.remove(arrival)
+            if not source.queue:
+                self._ready.remove(source)
+        self._all.changed(-1)
+
+    def sweep(self, now_s: float) -> None:
+        """Close connections that have sent no ClientHello in time; a handshake has a limit of its own."""
+        until_s = now_s - self._timeout_s
+        for arrival in list(self._arrivals):
+            if arrival.in_handshake:
+                continue
+            if arrival.since_s > until_s:
+                break
+            self.turn_away(arrival, NO_HELLO)
+
+    def close(self) -> None:
+        """Close what has not begun its handshake, and what comes later; idempotent.
+
+        What has begun ends with its fiber.
+        """
+        self._closed = True
+        self._begin = _begins_nothing  # nothing begins here any more; without this the pod could not be freed
+        self._all.removed(self)
+        for arrival in list(self._arrivals):
+            if not arrival.in_handshake:
+                self.leave(arrival, proved=False)
+                arrival.unwatch(self._poller)
+                self._turned_away(arrival, "")
+                arrival.stop()
+
+    def _source(self, host: str) -> _Source:
+        source = self._sources.get(host)
+        if source is None:
+            if len(self._sources) >= self._limits.per_pod + _KEPT_SOURCES:
+                self._forget_one()
+            source = self._sources[host] = _Source(self._limits)
+        return source
+
+    def _forget_one(self) -> None:
+        for host, source in self._sources.items():
+            if not source.arrivals:
+                del self._sources[host]
+                return

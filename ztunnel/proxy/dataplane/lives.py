@@ -1,0 +1,333 @@
+"""Every connection of this process that is open or being opened, in one table. Entries own what they opened.
+
+:class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction.
+:meth:`LiveTable.review` and :meth:`Lives.review` are the only ways in which a change reaches connections: they
+look up :data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies
+:meth:`Life.judge` and the ways in which a life can be ended. It decides nothing else.
+
+A life is registered when it is made, before its policy is asked: a change in between must still find it. What ends
+it changes on its way (cancel the fiber that dials, then abort the relay). The entry holds the current way, and
+remembers a reason that came while there was none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Generic, TypeVar
+
+from hbone.aio.fiber import current
+from hbone.aio.poller import Poller
+from ztunnel.proxy.dataplane.life import (
+    ALLOWED,
+    TABLE,
+    Action,
+    Event,
+    State,
+    Verdict,
+)
+
+log = logging.getLogger(__name__)
+
+#: Ends a life now, with a reason for its log line.
+Abort = Callable[[str], object]
+
+LifeT = TypeVar("LifeT", bound="Life")
+
+#: Lives of one slice of a review. Other connections wait about a millisecond for a slice (``bench/review.py``).
+SLICE: Final = 128
+#: The reason of a life whose verdict could not be found because of a bug: fail closed.
+_UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
+
+
+class Life:
+    """One entry of a :class:`LiveTable`; registered on construction, until :meth:`close`.
+
+    Args:
+        group: where it is registered.
+        abort: ends it before :meth:`opened` has named another way.
+
+    Attributes:
+        state: the step that the connection has reached. Front ends move it forward.
+        reason: why this side ended it, or empty.
+        leaving: whether it was asked to leave. During a handshake the request waits for the handshake's end.
+    """
+
+    __slots__ = ("_abort", "_finish", "_group", "_leave", "_owned", "leaving", "reason", "state")
+
+    def __init__(self, group: Lives[Any], abort: Abort | None = None) -> None:
+        self.state = State.ACCEPTED
+        self.reason = ""
+        self.leaving = False
+        self._abort = abort
+        self._finish: Abort | None = None
+        self._leave: Callable[[], object] | None = None
+        self._owned: list[Callable[[], object]] | None = None
+        self._group: Lives[Any] | None = group
+        group._add(self)
+
+    # What front ends supply
+
+    def judge(self) -> Verdict:
+        """Return whether it is allowed by what is current; called in states whose facts are complete.
+
+        A refusal is counted and logged by the front end that gives it, because the life ends with it.
+        """
+        return ALLOWED
+
+    # Its way
+
+    def own(self, release: Callable[[], object]) -> None:
+        """Call ``release`` when the life closes; the last one registered is called first."""
+        if self._owned is None:
+            self._owned = []
+        self._owned.append(release)
+
+    def aborts_by(self, abort: Abort | None) -> None:
+        """Have the life end by ``abort`` from now on; calls it at once if the life was ended before."""
+        self._abort = abort
+        if self.reason and abort is not None:
+            abort(self.reason)
+
+    def opened(
+        self,
+        abort: Abort,
+        *,
+        state: State = State.OPEN,
+        leave: Callable[[], object] | None = None,
+        finish: Abort | None = None,
+    ) -> None:
+        """Enter :attr:`State.OPEN` or :attr:`State.JOINED`.
+
+        What was asked of it before, to leave or to end, is done at once.
+
+        Args:
+            abort: ends it at once.
+            state: which of the two.
+            leave: asks its peer to leave; ``None``: the protocol has no such word.
+            finish: ends it in order; ``None``: as ``abort``.
+        """
+        self.state = State.DRAINING if self.leaving else state
+        self._finish, self._leave = finish, leave
+        if self.leaving and leave is not None:
+            leave()
+        self.aborts_by(abort)
+
+    def leave(self) -> None:
+        """Ask the peer to leave, now or when the life is open; idempotent."""
+        if self.leaving:
+            return
+        self.leaving = True
+        if self.state is State.OPEN or self.state is State.JOINED:
+            self.state = State.DRAINING
+        if self._leave is not None:
+            self._leave()
+
+    def end(self, reason: str) -> None:
+        """End it at once. The first reason wins; later calls do nothing."""
+        if self.reason or self.state is State.CLOSED:
+            return
+        self.reason = reason
+        if self._abort is not None:
+            self._abort(reason)
+
+    def finish(self, reason: str) -> None:
+        """End it in order; like :meth:`end` where it knows no such way."""
+        if self._finish is not None:
+            self._abort = self._finish
+        self.end(reason)
+
+    def close(self) -> None:
+        """Release everything it owns and unregister it: it is over. Idempotent."""
+        if self.state is State.CLOSED:
+            return
+        self.state = State.CLOSED
+        self._abort = self._finish = self._leave = None
+        owned, self._owned = self._owned, None
+        group, self._group = self._group, None
+        try:
+            while owned:
+                owned.pop()()
+        finally:
+            if group is not None:
+                group._remove(self)
+
+
+def cancels_current_task(poller: Poller) -> Abort:
+    """Return what ends a life that does not relay yet: cancelling the fiber or task that works for it."""
+    return current(poller).cancel
+
+
+class Lives(Generic[LifeT]):
+    """A group of lives, in the order of registration.
+
+    Args:
+        table: that this group is a part of.
+
+    Attributes:
+        on_close: called with each life that is over; None: nobody follows.
+    """
+
+    __slots__ = ("_emptied", "_entries", "_table", "_timer", "_until_s", "on_close")
+
+    def __init__(self, table: LiveTable) -> None:
+        self._entries: dict[LifeT, None] = {}
+        self._emptied = asyncio.Event()
+        self._table = table
+        self._timer: asyncio.TimerHandle | None = None
+        self._until_s = math.inf
+        self.on_close: Callable[[LifeT], None] | None = None
+        table._groups[self] = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[LifeT]:
+        """Iterate over a snapshot: ending a life may remove it."""
+        return iter(list(self._entries))
+
+    def _add(self, life: LifeT) -> None:
+        self._entries[life] = None
+
+    def _remove(self, life: LifeT) -> None:
+        self._entries.pop(life, None)
+        if not self._entries:
+            self._emptied.set()
+            self._stop_timer()
+        if self.on_close is not None:
+            self.on_close(life)
+
+    async def emptied(self) -> None:
+        """Wait until no life is left; returns at once when there is none."""
+        while self._entries:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def review(self, event: Event, reason: str = "", *, concerned: Callable[[LifeT], bool] | None = None) -> None:
+        """Do for each life what the table says of an event; the first :data:`SLICE` lives before this returns.
+
+        Args:
+            event: what has happened.
+            reason: the reason of lives that the event ends. A verdict has its own reason.
+            concerned: returns whether the event concerns a life. ``None``: it concerns all.
+        """
+        self._table._start(self._walk(event, reason, concerned))
+
+    def _walk(self, event: Event, reason: str, concerned: Callable[[LifeT], bool] | None) -> Iterator[None]:
+        for life in self:
+            if concerned is None or concerned(life):
+                self._meet(life, event, reason)
+            yield
+
+    def _meet(self, life: LifeT, event: Event, reason: str) -> None:
+        action = TABLE[life.state, event]
+        if action is Action.JUDGE:
+            self._judge(life)
+        elif action is Action.LEAVE:
+            life.leave()
+        elif action is Action.FINISH:
+            life.finish(reason)
+        elif action is Action.CLOSE:
+            life.end(reason)
+
+    def _judge(self, life: LifeT) -> None:
+        if life.reason:
+            return  # ended; its own task has not got round to it
+        try:
+            verdict = life.judge()
+        except Exception:
+            log.exception("a connection cannot be judged, and is closed")
+            verdict = Verdict(_UNJUDGED)
+        if verdict.reason:
+            life.end(verdict.reason)
+        elif verdict.until_s < self._until_s:
+            self._look_again(verdict.until_s)
+
+    def _look_again(self, until_s: float) -> None:
+        """Judge all again at a time; an earlier time replaces a later one."""
+        self._stop_timer()
+        self._until_s = until_s
+        self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        self._timer = None
+        self._until_s = math.inf
+        self.review(Event.POLICIES)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._until_s = math.inf
+
+    def dissolve(self) -> None:
+        """Take the group out of the table; for a pod that is gone. Idempotent."""
+        self._stop_timer()
+        self._table._groups.pop(self, None)
+
+
+class LiveTable:
+    """All lives of one process."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Lives[Any], None] = {}
+        self._walks: deque[Iterator[None]] = deque()
+        self._handle: asyncio.Handle | None = None
+        self._walking = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+    def __iter__(self) -> Iterator[Life]:
+        """Iterate over a snapshot of all groups."""
+        for group in list(self._groups):
+            yield from group
+
+    def review(self, event: Event, reason: str = "") -> None:
+        """Do for every life what the table says of an event; see :meth:`Lives.review`."""
+        for group in list(self._groups):
+            group.review(event, reason)
+
+    async def reviewed(self) -> None:
+        """Wait until every review that has begun has looked at all its lives."""
+        while self._walks:  # noqa: ASYNC110  the walk needs exactly the turns that this gives up
+            await asyncio.sleep(0)
+
+    def _start(self, walk: Iterator[None]) -> None:
+        # The first slice at once: what is reviewed in a small mesh has ended when the update is answered. Reviews
+        # that are under way go first, so that a life meets events in their order.
+        self._walks.append(walk)
+        if self._handle is None and not self._walking:  # else one that ends a life has led here
+            self._continue()
+
+    def _continue(self) -> None:
+        self._handle = None
+        self._walking = True
+        try:
+            for _ in range(SLICE):
+                if not self._step():
+                    return
+        finally:
+            self._walking = False
+        self._handle = asyncio.get_running_loop().call_soon(self._continue)
+
+    def _step(self) -> bool:
+        """Look at one life; return whether there was one."""
+        while self._walks:
+            try:
+                next(self._walks[0])
+            except StopIteration:
+                self._walks.popleft()
+            else:
+                return True
+        return False
+
+
+async def all_emptied(*groups: Lives[Any]) -> None:
+    """Wait until all groups are empty at the same time: a life may be made in one for another."""
+    while any(groups):
+        for group in groups:
+            await group.emptied()

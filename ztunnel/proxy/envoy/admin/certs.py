@@ -1,0 +1,106 @@
+"""Makes ``/certs``: the certificates of every TLS context in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from functools import lru_cache
+
+from cryptography import x509
+
+from xds.proto.dump import format_json
+from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.secrets.verify import subject_alt_names
+from ztunnel.runtime.http.page import JSON, Page, text
+
+_KINDS = {"uri": "uri", "dns": "dns", "ip": "ip_address"}
+
+
+def page(proxy: InspectedProxy) -> Page:
+    """Return the page."""
+    now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
+    shown = [_context(context, now) for context in contexts_in_use(proxy)]
+    return text(format_json({"certificates": shown}), content_type=JSON)
+
+
+def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
+    """Iterate over the TLS contexts with all secrets: those of clusters, then those of listeners' chains."""
+    for cluster in proxy.clusters.active:
+        yield from (context for context in cluster.contexts if context.current is not None)
+    for listener in proxy.listeners.active:
+        for chain in listener.live_chains:
+            if chain.tls is not None and chain.tls.current is not None:
+                yield chain.tls
+
+
+def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
+    """Iterate over the roots and own certificates of every context."""
+    for context in contexts_in_use(proxy):
+        yield from _roots(context)
+        yield from _own(context)
+
+
+def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
+    """Iterate over the own certificates of every context, with their URI names; one may occur often."""
+    for context in contexts_in_use(proxy):
+        for leaf in _own(context):
+            yield leaf, [name["uri"] for name in _names(leaf) if "uri" in name]
+
+
+def _roots(context: LiveContext) -> list[x509.Certificate]:
+    validation = context.validation
+    return _parsed(validation.trusted_ca_pem if validation is not None else None)
+
+
+def _own(context: LiveContext) -> list[x509.Certificate]:
+    """The leaves."""
+    return [_parsed(own.chain_pem)[0] for own in context.certificates]
+
+
+@lru_cache(maxsize=1024)  # by content: chains of one identity share it, and it cannot go stale
+def _parsed(pem: bytes | None) -> list[x509.Certificate]:
+    return [] if pem is None else x509.load_pem_x509_certificates(pem)
+
+
+def _context(context: LiveContext, now: datetime) -> dict[str, object]:
+    # Of own chains the leaf only, as Envoy; of roots all, where Envoy shows the first.
+    return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
+
+
+def details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dict[str, object]]:
+    """Return what the page shows of some certificates.
+
+    Args:
+        certificates: of one chain or of one set of roots.
+        now: for the days that are left.
+    """
+    return [
+        {
+            "path": "<inline>",
+            "serial_number": _serial(certificate.serial_number),
+            "subject_alt_names": _names(certificate),
+            "days_until_expiration": str(max(0, (certificate.not_valid_after_utc - now).days)),
+            "valid_from": _time(certificate.not_valid_before_utc),
+            "expiration_time": _time(certificate.not_valid_after_utc),
+        }
+        for certificate in certificates
+    ]
+
+
+def _names(certificate: x509.Certificate) -> list[dict[str, str]]:
+    try:
+        names = subject_alt_names(certificate)
+    except ValueError:
+        return []
+    return [{_KINDS[kind]: name} for kind, name in names if kind in _KINDS]
+
+
+def _serial(number: int) -> str:
+    """Return a serial number in hexadecimal, in whole bytes as OpenSSL's BN_bn2hex."""
+    digits = f"{number:x}"
+    return digits if len(digits) % 2 == 0 else f"0{digits}"
+
+
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

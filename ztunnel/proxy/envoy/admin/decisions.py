@@ -1,0 +1,76 @@
+"""Makes ``/denials`` and ``/rbac``: what policies decided about connections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from xds.model.policy import Verdict
+from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.telemetry.decisions import (
+    ALLOWED,
+    DENIED,
+    ENDED,
+    PolicyUse,
+)
+from ztunnel.runtime.http.page import JSON, Page, text
+
+
+def denials_page(proxy: InspectedProxy) -> Page:
+    """Return the last denials by listener, chain and client, the newest first."""
+    shown = [
+        {
+            **denial.pair._asdict(),
+            "count": denial.times,
+            "lastAddress": denial.address,
+            "lastTime": _moment(denial.last_s),
+        }
+        for denial in proxy.decisions.denials
+    ]
+    return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
+
+
+def rbac_page(proxy: InspectedProxy) -> Page:
+    """Return the policies of the RBAC filters in force, and those that have decided, by name."""
+    shown = {"policies": policies(proxy.listeners.active, proxy.decisions)}
+    return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
+
+
+def policies(listeners: Iterable[LiveListener], decisions: Iterable[PolicyUse] = ()) -> list[dict[str, Any]]:
+    """Return what :func:`rbac_page` shows.
+
+    Args:
+        listeners: in force.
+        decisions: that were made.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    chains: set[tuple[str, int]] = set()
+    for listener in listeners:
+        for chain in listener.live_chains:
+            for rbac in chain.rbac:
+                model = rbac.model
+                for rules, shadow in ((model.rules, False), (model.shadow, True)):
+                    for tier in rules.tiers if rules is not None else ():
+                        for policy in tier.policies:
+                            entry = found.setdefault(policy.name, _entry(policy.name))
+                            kind = "shadow" if shadow or model.log_only else "enforced"
+                            entry["action"] = "ALLOW" if policy.verdict is Verdict.ALLOW else "DENY"
+                            entry["mode"] = kind if entry["mode"] in ("", kind) else "both"
+                            chains.add((policy.name, id(chain)))
+    for name, _ in chains:
+        found[name]["chains"] += 1
+    for use in decisions:
+        entry = found.setdefault(use.policy, _entry(use.policy))
+        entry["decisions"] = {ALLOWED: 0, DENIED: 0, ENDED: 0} | use.counts | {"lastTime": _moment(use.last_s)}
+    return [found[name] for name in sorted(found)]
+
+
+def _entry(name: str) -> dict[str, Any]:
+    return {"policy": name, "action": "", "mode": "", "chains": 0, "decisions": None}
+
+
+def _moment(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%dT%H:%M:%SZ}"

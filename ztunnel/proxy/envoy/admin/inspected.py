@@ -1,0 +1,78 @@
+"""The interface by which admin pages read and change the proxy, so that they need not import the application."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hbone.aio.poller import Poller
+from xds.aio.client import AdsClient
+from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig
+from ztunnel.proxy.envoy.config.settings import Settings
+from ztunnel.proxy.envoy.config.state import State
+from ztunnel.proxy.envoy.listeners.connections import Connections
+from ztunnel.proxy.envoy.listeners.manager import ListenerManager
+from ztunnel.proxy.envoy.secrets.store import SecretStore
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs
+from ztunnel.proxy.envoy.telemetry.decisions import Decisions
+from ztunnel.proxy.envoy.upstream.manager import ClusterManager
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.descriptors import Descriptors
+from ztunnel.runtime.http.page import Page, Query
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.live import LivePolicies
+
+
+class InspectedProxy(Protocol):
+    """A proxy process; see :class:`ztunnel.proxy.envoy.app.Proxy`.
+
+    Attributes:
+        started, started_at: monotonic and wall-clock seconds of the start.
+        ads: the aggregated stream; None where the bootstrap has none.
+        failing_health_checks: set by ``/healthcheck/fail``; ``/ready`` then answers DRAINING.
+    """
+
+    settings: Settings
+    bootstrap: BootstrapConfig
+    clock: Clock
+    poller: Poller
+    started: float
+    started_at: float
+    stats: Stats
+    ads: AdsClient | None
+    connections: Connections
+    decisions: Decisions
+    clusters: ClusterManager
+    listeners: ListenerManager
+    secrets: SecretStore
+    logs: AccessLogs
+    policies: LivePolicies | None
+    descriptors: Descriptors
+    failing_health_checks: bool
+
+    @property
+    def state(self) -> State:
+        """The state of the start."""
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end."""
+
+
+class Drain(Protocol):
+    """The type of :meth:`ztunnel.proxy.envoy.admin.server.AdminServer.drain`."""
+
+    def __call__(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
+        """Drain listeners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request to the admin server, with the objects that its handler may use."""
+
+    proxy: InspectedProxy
+    drain: Drain
+    live_page: Callable[[], Page | Awaitable[Page]]
+    query: Query

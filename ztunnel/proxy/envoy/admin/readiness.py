@@ -1,0 +1,57 @@
+"""Answers readiness, whether the proxy can carry the traffic of the node, as Rust ztunnel; and liveness."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+
+from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
+from ztunnel.runtime.http import liveness
+from ztunnel.runtime.http.page import (
+    PLAIN,
+    Page,
+    PageRequest,
+    not_found,
+    printable,
+    text,
+)
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+
+#: A kubelet shows the answer in an event; a list of every cluster would not help there.
+_MOST_NAMES = 10
+
+
+def page(proxy: InspectedProxy, request: PageRequest) -> Page | Awaitable[Page]:
+    """Return the answer of the readiness server."""
+    if request.path == liveness.PATH:
+        return liveness.page(proxy.poller, request)
+    if request.path != "/healthz/ready":
+        return not_found(["/healthz/ready", liveness.PATH])
+    if request.method not in ("GET", "HEAD"):
+        return text("", 405, PLAIN)
+    state = proxy.state
+    if state == "LIVE":
+        if proxy.descriptors.short:
+            return text("not ready, pending: descriptors\n", 500, PLAIN)
+        return text("ready\n", content_type=PLAIN)
+    if state == "DRAINING":
+        return text("not ready, draining\n", 500, PLAIN)
+    return text(f"not ready, pending: {', '.join(pending(proxy))}\n", 500, PLAIN)
+
+
+def pending(proxy: InspectedProxy) -> list[str]:
+    """Return the tasks that the start waits for, sorted; never empty before the proxy is live."""
+    waiting = [f"cluster {printable(c.model.name)}" for c in unready_clusters(proxy)]
+    waiting += [f"listener {printable(listener.name)}" for listener in proxy.listeners.warming]
+    if not waiting:
+        return ["clusters" if proxy.state == "PRE_INITIALIZING" else "listeners"]
+    waiting.sort()
+    more = len(waiting) - _MOST_NAMES
+    return [*waiting[:_MOST_NAMES], f"{more} more"] if more > 0 else waiting
+
+
+def unready_clusters(proxy: InspectedProxy) -> list[LiveCluster]:
+    """Return the clusters that wait for endpoints or secrets; static ones are in use meanwhile."""
+    return [cluster for cluster in (*proxy.clusters.active, *proxy.clusters.warming) if not cluster.warm.is_set()]

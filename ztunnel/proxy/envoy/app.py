@@ -1,0 +1,455 @@
+"""The proxy of Envoy's dialect: builds and owns every object, starts them in Envoy's order, and ends them."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hbone.aio.connection import ConnectionSettings
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
+from hbone.settings import server_settings
+from xds.aio.client import AdsClient, PerTypeClient
+from xds.aio.file import FileSource as FileWatcher
+from xds.dialects.envoy import Surroundings
+from xds.dialects.envoy.reading import at
+from xds.model.tls import FileSource, GrpcSource
+from xds.proto import registry
+from xds.protocol.resource import Receive, ResourceSource, Settling, Update
+from ztunnel.policy.calico.settings import live_policies
+from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits
+from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.resolver import Resolver
+from ztunnel.proxy.envoy.admin.server import AdminServer
+from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig, Discovery
+from ztunnel.proxy.envoy.config.settings import Settings, TunnelSource
+from ztunnel.proxy.envoy.config.sources import Sources
+from ztunnel.proxy.envoy.config.state import State
+from ztunnel.proxy.envoy.listeners import manager as listener_manager
+from ztunnel.proxy.envoy.listeners.connections import Connections
+from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
+from ztunnel.proxy.envoy.listeners.manager import ListenerManager
+from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.path.connect import Connector
+from ztunnel.proxy.envoy.path.crowd import Crowd
+from ztunnel.proxy.envoy.path.datapath import Datapath
+from ztunnel.proxy.envoy.path.dial import Dialler
+from ztunnel.proxy.envoy.path.internal import InternalListeners
+from ztunnel.proxy.envoy.path.probe import Prober
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
+from ztunnel.proxy.envoy.path.terminate import Terminator
+from ztunnel.proxy.envoy.path.tunnel_server import Timeouts, TunnelServer
+from ztunnel.proxy.envoy.secrets.store import SecretStore
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stream.outcome import DRAINED
+from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs
+from ztunnel.proxy.envoy.telemetry.decisions import Decisions
+from ztunnel.proxy.envoy.telemetry.log_stream import LogStreams
+from ztunnel.proxy.envoy.upstream import manager as cluster_manager
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
+from ztunnel.proxy.envoy.upstream.grpc import GrpcClusters, tls_of
+from ztunnel.proxy.envoy.upstream.manager import ClusterManager
+from ztunnel.runtime import heap
+from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.descriptors import Descriptors, limit_of_process
+from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
+from ztunnel.runtime.rotation import reopen_on_rotation
+from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watchdog import LoopDelays, Watchdog
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.otlp.settings import OtlpSettings
+    from ztunnel.proxy.tap.taps import Taps
+
+log = logging.getLogger(__name__)
+
+#: Envoy's default timeouts, which cut tunnels; off unless a switch enables them.
+_ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
+#: Ports of tunnels that lead back to this proxy: directly, and by the node's NAT rule for node-local ones.
+_SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
+
+
+class Proxy:
+    """One proxy process; :meth:`run` serves until :meth:`shut_down`.
+
+    Its public attributes serve the admin pages and tests.
+    """
+
+    def __init__(self, settings: Settings, bootstrap: BootstrapConfig, *, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self.bootstrap = bootstrap
+        self.clock: Clock = clock or SystemClock()
+        self.started = self.clock.monotonic()
+        self.started_at = self.clock.wall()
+        self.stats = Stats()
+        self.connections = Connections()
+        self._joins = Tasks("joined tunnels")
+        self.failing_health_checks = False
+        self.policies: LivePolicies | None = None
+        self.taps: Taps | None = None
+        self._state = State.PRE_INITIALIZING
+        self._stop = asyncio.Event()
+        self._tasks = Tasks("proxy")
+        self._discovered: dict[str, asyncio.Event] = {"lds": asyncio.Event(), "cds": asyncio.Event()}
+        self._build()
+
+    def _build(self) -> None:
+        settings, switches = self.settings, self.settings.switches
+        node = self.bootstrap.message.node
+        cluster_id = (
+            node.metadata.fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in node.metadata.fields else ""
+        )
+        self._surroundings = surroundings = Surroundings(
+            read_file=lambda path: Path(path).read_bytes(),
+            environment=os.environ,
+            cluster_id=cluster_id or "Kubernetes",
+        )
+        rng = random.Random()
+        self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
+        self.poller.peers.windows.limit, _ = waiting_bytes(memory_limit_bytes())
+        self._memory_trimmer = heap.MemoryTrimmer(self.poller)
+        self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
+        self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
+        # One stream per subscription; nothing connects before something subscribes.
+        targets = self.bootstrap.targets
+        self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
+        self._log_streams = LogStreams(self._grpc.connect, node, self.stats)
+        self.logs = AccessLogs(self.stats, settings.log_flush_s, self._log_streams)
+        self.decisions = Decisions(self.stats, self.clock)
+        self._streams = {
+            GrpcSource(name, delta): PerTypeClient(
+                target.address, node, delta=delta, connect=self._grpc.connect(name)
+            )
+            for name, target in targets.items()
+            for delta in (False, True)
+        }
+        self.ads = self._ads_client()
+        self.sources = Sources(self.ads, self._open_file, self._open_stream)
+        self.secrets = SecretStore(self.sources, surroundings, self.stats, self.clock)
+        surround = Surround(
+            sources=self.sources,
+            secrets=self.secrets,
+            stats=self.stats,
+            clock=self.clock,
+            rng=rng,
+            resolver=Resolver(settings=self.bootstrap.dns_resolver),
+            prober=Prober(self.poller),
+            strict_tls=switches.strict_tls,
+        )
+        self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)
+        if settings.tap_socket:
+            from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
+
+            self.taps = Taps(self.clock)
+        # From the sockets up: each object has all that it calls when it is made.
+        table, dialler = ListenerTable(), Dialler(self.poller)
+        make_terminator: Callable[..., Terminator] = Terminator
+        make_connector: Callable[..., Connector] = Connector
+        if settings.policies is not None:
+            from ztunnel.proxy.envoy.path import (
+                guarded,  # most proxies have no Calico policies, and save the memory
+            )
+
+            counts = guarded.CountedDecisions(self.stats)
+            self.policies = live_policies(settings.policies, self.clock, counts, {})
+            enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
+            make_terminator = partial(guarded.GuardedTerminator, enforcer)
+            make_connector = partial(guarded.GuardedConnector, enforcer)
+        terminator = make_terminator(
+            self.clusters,
+            dialler,
+            rng,
+            check_authority=switches.check_authority,
+            own_ports=lambda: table.own_ports,
+            judge_ports=switches.judge_ports,
+        )
+        internal = InternalListeners(
+            table,
+            self.connections,
+            terminator,
+            self.clock,
+            self.poller,
+            self._joins,
+            _SHORTCUT_PORTS if switches.node_local_shortcut else {},
+        )
+        self.connector = make_connector(
+            self.clusters,
+            dialler,
+            internal,
+            self.poller,
+            rng,
+            keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
+            early_data=switches.early_data,
+        )
+        most = limit_of_process()
+        self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
+        self.descriptors = Descriptors(most, self.half_open.shed)
+        handshakes = Handshakes(self.half_open)
+        self.datapath = Datapath(
+            table,
+            TcpProxies(self.connector, handshakes, self.poller, self.taps),
+            TunnelServer(
+                self.connections,
+                self.connector,
+                terminator,
+                handshakes,
+                poller=self.poller,
+                clock=self.clock,
+                timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
+                settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
+                taps=self.taps,
+            ),
+            Crowd(self.descriptors),
+            connections=self.connections,
+            poller=self.poller,
+            clock=self.clock,
+        )
+        self.listeners = ListenerManager(
+            table,
+            surroundings=surroundings,
+            sources=self.sources,
+            secrets=self.secrets,
+            stats=self.stats,
+            logs=self.logs,
+            clock=self.clock,
+            decisions=self.decisions,
+            poller=self.poller,
+            connections=self.connections,
+            accepted=self.datapath.accepted,
+            # Which pod a connection is of shows once it is accepted; see Crowd.
+            gate=self.descriptors.share("the proxy", lambda: 0),
+            drain_s=settings.drain_s,
+        )
+        self._server_stats()
+
+    def _server_stats(self) -> None:
+        scope = self.stats.scope("server")
+        states = {State.LIVE: 0, State.DRAINING: 1, State.PRE_INITIALIZING: 2, State.INITIALIZING: 3}
+        scope.gauge("live", lambda: float(self.state is State.LIVE))
+        scope.gauge("state", lambda: float(states[self.state]))
+        scope.gauge("uptime", lambda: float(int(self.clock.monotonic() - self.started)))
+        scope.gauge("concurrency", lambda: 1.0)
+        scope.gauge("total_connections", lambda: float(len(self.connections)))
+        scope.gauge("hot_restart_epoch", lambda: float(self.settings.restart_epoch))
+        scope.gauge("half_open_connections", lambda: float(len(self.half_open)))
+        scope.gauge("half_open_turned_away", lambda: float(self.half_open.turned_away))
+        if self.ads is not None:
+            plane, stats = self.ads.stats, self.stats.scope("control_plane")
+            stats.gauge("connected_state", lambda: float(plane.connected_state))
+            stats.gauge("pending_requests", lambda: float(plane.pending_requests))
+            stats.gauge("rate_limit_enforced", lambda: float(plane.rate_limit_enforced))
+            stats.text("identifier", lambda: plane.identifier)
+
+    # Sources
+
+    def _ads_client(self) -> AdsClient | None:
+        ads = self.bootstrap.ads
+        if ads is None:
+            return None
+        target = self.bootstrap.targets[ads.cluster]
+        tls_of(target, self._surroundings)  # what is wrong with it is so now, not at the first attempt
+        return AdsClient(
+            target.address,
+            self.bootstrap.message.node,
+            delta=ads.delta,
+            node_on_first_only=self.bootstrap.node_on_first_only,
+            connect=self._grpc.connect(ads.cluster),
+        )
+
+    def _open_file(self, source: FileSource) -> ResourceSource:
+        return self._files.at(source.path, source.watched_directory or None)
+
+    def _open_stream(self, source: GrpcSource) -> ResourceSource:
+        self.bootstrap.check(source)
+        return self._streams[source]
+
+    def _count_unknown_fields(self, count: int) -> None:
+        self.unknown_fields.value += count
+
+    def _retire_cluster(self, cluster: LiveCluster) -> None:
+        """Retire a replaced or removed cluster: it gets no new work, and its connections end by themselves."""
+        self._tasks.start(self._close_cluster(cluster), f"retiring {cluster.model.name}")
+
+    async def _close_cluster(self, cluster: LiveCluster) -> None:
+        pool = self.connector.retire(cluster)
+        if pool is not None:
+            pool.drain()
+        await cluster.close()
+
+    # State
+
+    @property
+    def state(self) -> State:
+        """The state that ``/ready`` shows."""
+        return State.DRAINING if self.failing_health_checks or self._stop.is_set() else self._state
+
+    def shut_down(self) -> None:
+        """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
+        self._stop.set()
+
+    # Running
+
+    async def run(self) -> None:
+        """Serve until :meth:`shut_down`.
+
+        Raises:
+            ConfigError, TproxyError: a static resource is unusable, or a port is taken.
+            Exception: a bug of ours in the start.
+        """
+        heap.expect_growth()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.shut_down)
+        reopen_on_rotation(self.logs.writer.reopen)
+        async with AsyncExitStack() as stack:
+            stack.callback(self.logs.writer.close)
+            server = self.stats.scope("server")
+            delays = LoopDelays(
+                misses=server.counter("watchdog_miss"), stalls=server.counter("watchdog_mega_miss")
+            )
+            stack.enter_context(Watchdog(delays))
+            if self.settings.otlp is not None:
+                await stack.enter_async_context(self._exported(self.settings.otlp))
+            stack.callback(self.poller.close)
+            stack.callback(self.half_open.close)
+            stack.callback(self._memory_trimmer.close)
+            stack.push_async_callback(self._close_pools)
+            stack.push_async_callback(self._joins.close)
+            stack.push_async_callback(self.datapath.close)
+            stack.push_async_callback(self.clusters.close)
+            stack.push_async_callback(self.listeners.close)
+            stack.push_async_callback(self._tasks.close)
+            await stack.enter_async_context(AdminServer(self))
+            if self.taps is not None:
+                from ztunnel.proxy.envoy.path.tapped import TappedAddresses
+                from ztunnel.proxy.tap.server import TapServer
+
+                source = TappedAddresses(self.taps, self.connections)
+                await stack.enter_async_context(TapServer(Path(self.settings.tap_socket), source, self.clock))
+            await stack.enter_async_context(self._files)
+            self._tasks.keep(self._flush_logs, "access log flush")
+            self._tasks.keep(self.secrets.files.run, "files of secrets")
+            if self.policies is not None:
+                self._tasks.keep(self.policies.run, "policies")
+            stack.callback(self._grpc.close)
+            stack.push_async_callback(self._log_streams.close)
+            for stream in self._streams.values():
+                await stack.enter_async_context(stream)
+            if self.ads is not None:
+                await stack.enter_async_context(self.ads)
+            self._add_static()
+            start = self._tasks.start(self._start(), "start")
+            # Not ready for ever would be worse than an end that the supervisor sees.
+            start.add_done_callback(
+                lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
+            )
+            await self._stop.wait()
+            start.cancel()
+            await self._drain()
+            if start.done() and not start.cancelled():
+                start.result()
+
+    def _exported(self, settings: "OtlpSettings") -> AbstractAsyncContextManager[None]:
+        from ztunnel.proxy.envoy.stats.export import exported  # most proxies have no collector
+
+        return exported(settings, self.bootstrap.message.node, self.stats, self.clock)
+
+    def _add_static(self) -> None:
+        static = self.bootstrap.message.static_resources
+        for index, secret in enumerate(static.secrets):
+            with at("static_resources", "secrets", index):
+                self.secrets.add_static(registry.pack(secret))
+        for index, cluster in enumerate(static.clusters):
+            with at("static_resources", "clusters", index):
+                self.clusters.add_static(registry.pack(cluster))
+        for index, listener in enumerate(static.listeners):
+            with at("static_resources", "listeners", index):
+                self.listeners.add_static(registry.pack(listener))
+
+    async def _start(self) -> None:
+        """Start clusters, then listeners; nothing listens before everything is warm."""
+        self._discover(
+            "cds", self.bootstrap.cds, cluster_manager.TYPE_URL, self.clusters.receive, "cluster_manager"
+        )
+        await self._discovered["cds"].wait()
+        await self.clusters.initialised()
+        self._state = State.INITIALIZING
+        log.info("clusters are initialised; asking for listeners")
+        self._discover(
+            "lds", self.bootstrap.lds, listener_manager.TYPE_URL, self.listeners.receive, "listener_manager"
+        )
+        await self._discovered["lds"].wait()
+        await self.listeners.warmed()
+        self.listeners.start()
+        heap.settle()
+        self._state = State.LIVE
+        startup_ms = int((self.clock.monotonic() - self.started) * 1000)
+        self.stats.scope("server").histogram("initialization_time_ms").record(startup_ms)
+        log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))
+        if not self.listeners.active and not self.bootstrap.message.static_resources.listeners:
+            node = self.bootstrap.message.node.id or "(no name)"
+            log.warning("the control plane has no listener for node %s: is that the name it knows?", node)
+
+    def _discover(
+        self,
+        kind: str,
+        discovery: Discovery | None,
+        type_url: str,
+        receive: Receive,
+        scope: str,
+    ) -> None:
+        done = self._discovered[kind]
+        if discovery is None:
+            done.set()
+            return
+
+        async def received(update: Update) -> Settling | None:
+            try:
+                return await receive(update)
+            finally:
+                done.set()
+                self._memory_trimmer.changed()
+
+        subscription = self.sources.of(discovery.source).subscribe(
+            type_url,
+            None,
+            received,
+            initial_fetch_timeout_s=discovery.timeout_s,
+            on_initial_timeout=done.set,
+        )
+        self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
+
+    async def _flush_logs(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.log_flush_s)
+            self.logs.writer.flush()
+
+    async def _drain(self) -> None:
+        """Leave new connections to a successor, stop accepting, send GOAWAY, and wait until the deadline."""
+        deadline_s = self.clock.monotonic() + self.settings.shutdown_s
+        log.info("draining %d connections, at most %g s", len(self.connections), self.settings.shutdown_s)
+        await self.listeners.hand_over()
+        self.listeners.stop()
+        await asyncio.sleep(0)  # connections accepted just now enter the table
+        self.connections.review_all(Event.DRAIN)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(deadline_s - self.clock.monotonic(), 0.0)):
+                await self.connections.emptied()
+        left = len(self.connections)
+        if left:
+            log.warning("drain duration expired with %d connections, closing them", left)
+        self.connections.review_all(Event.DEADLINE, DRAINED)
+        await self.connections.table.reviewed()
+        await asyncio.sleep(0)
+
+    async def _close_pools(self) -> None:
+        for pool in list(self.connector.pools.values()):
+            await pool.close()

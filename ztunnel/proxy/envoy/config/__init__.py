@@ -1,0 +1,1 @@
+"""Bootstrap, settings and sources of configuration in Envoy's dialect."""

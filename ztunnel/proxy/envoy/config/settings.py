@@ -1,0 +1,246 @@
+"""Reads flags and environment into one frozen value, and reports all bad values together."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from xds.model.address import SocketAddress
+from ztunnel.policy.calico.settings import (
+    PolicySettings,
+    policy_settings,
+    sync_target,
+    unknown_pods,
+)
+from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
+from ztunnel.proxy.ui.setting import page_setting
+from ztunnel.runtime.console.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
+from ztunnel.runtime.settings import (
+    SPIN_US,
+    SettingsError,
+    boolean,
+    count,
+    duration_s,
+    is_service_link,
+    socket_path,
+)
+
+_ADMIN = SocketAddress("127.0.0.1", 15000)
+_READINESS = SocketAddress("0.0.0.0", 15021)
+_METRICS = SocketAddress("0.0.0.0", 15020)
+
+
+class TunnelSource(StrEnum):
+    """The source address of a tunnel's TCP connection when the configuration requests the client's."""
+
+    CLIENT_POD = "client-pod"
+    ENVOY = "envoy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """The deliberate differences from Envoy; ``ENVOY_COMPAT`` turns all of them off.
+
+    Attributes:
+        route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle apply where the configuration
+            sets none.
+        node_local_shortcut: tunnels between two pods of this node are joined in-process.
+        early_data: the first bytes of a connection are sent along with its CONNECT, if the peer announces that it
+            holds them until it has answered; that saves a round trip.
+        check_authority: a tunnel may only name the pod it was opened to.
+        judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
+        strict_tls: servers are verified even if the configuration does not say so.
+        tunnel_source: see there; Envoy loses the client's address on the way through an internal listener.
+    """
+
+    route_timeouts: bool = False
+    node_local_shortcut: bool = True
+    early_data: bool = True
+    check_authority: bool = True
+    judge_ports: bool = True
+    strict_tls: bool = True
+    tunnel_source: TunnelSource = TunnelSource.CLIENT_POD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of ``ztunnel proxy`` outside its bootstrap.
+
+    Attributes:
+        bootstrap: path of an Envoy bootstrap; empty when ``control_plane`` is given.
+        control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for a bootstrap made up on the spot.
+        node: name of the node, for that bootstrap.
+        readiness, metrics: addresses to listen on; ``None`` disables one.
+        spin_us: time to poll without sleeping after activity; 0 is off.
+        restart_epoch: the number of earlier generations; if not 0, start beside the running one.
+        policies: where Calico's policies come from; ``None``: there are none.
+        tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
+        otlp: where metrics are sent; ``None``: nowhere.
+        ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
+        warnings: messages for the log, which opens later.
+    """
+
+    bootstrap: str = ""
+    control_plane: str = ""
+    delta: bool = False
+    node: str = ""
+    admin: SocketAddress | None = _ADMIN
+    readiness: SocketAddress | None = _READINESS
+    metrics: SocketAddress | None = _METRICS
+    drain_s: float = 45.0
+    shutdown_s: float = 5.0
+    log_flush_s: float = 10.0
+    log_level: str = "info"
+    spin_us: int = SPIN_US
+    restart_epoch: int = 0
+    tap_socket: str = ""
+    policies: PolicySettings | None = None
+    otlp: OtlpSettings | None = None
+    ui: bool | None = None
+    switches: Switches = Switches()
+    warnings: tuple[str, ...] = ()
+
+
+def _address(text: str, host: str = "0.0.0.0") -> SocketAddress | None:
+    """Read where a server listens; of a port alone at ``host``."""
+    if text in ("", "off"):
+        return None
+    if text.isdigit():
+        text = f"{host}:{text}"
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        raise ValueError("must be ip:port, a port, or off") from None
+
+
+def _admin_address(text: str) -> SocketAddress | None:
+    """Read the admin server's: it changes things and shows the mesh, so that another address must be said."""
+    return _address(text, "127.0.0.1")
+
+
+def _tunnel_source(text: str) -> TunnelSource:
+    if text not in list(TunnelSource):
+        raise ValueError("must be one of " + ", ".join(TunnelSource))
+    return TunnelSource(text)
+
+
+def _level(text: str) -> str:
+    levels = ("trace", "debug", "info", "warning", "error", "critical", "off")
+    if text not in levels:
+        raise ValueError("must be one of " + ", ".join(levels))
+    return text
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "bootstrap": str,
+    "control_plane": str,
+    "delta": boolean,
+    "node": str,
+    "admin": _admin_address,
+    "readiness": _address,
+    "metrics": _address,
+    "drain_s": duration_s,
+    "shutdown_s": duration_s,
+    "log_flush_s": duration_s,
+    "log_level": _level,
+    "spin_us": count,
+    "restart_epoch": count,
+    "tap_socket": socket_path,
+    "ui": page_setting,
+    "policy": str,
+    "policy_sync": lambda text: text and sync_target(text),
+    "unknown_pods": unknown_pods,
+}
+_SWITCH_READERS: Mapping[str, Callable[[str], Any]] = {
+    "route_timeouts": boolean,
+    "node_local_shortcut": boolean,
+    "early_data": boolean,
+    "check_authority": boolean,
+    "judge_ports": boolean,
+    "strict_tls": boolean,
+    "tunnel_source": _tunnel_source,
+}
+
+COMPAT_VARIABLE = "ZTUNNEL_ENVOY_COMPAT"
+_COMPAT = {
+    "route_timeouts": True,
+    "node_local_shortcut": False,
+    "early_data": False,
+    "check_authority": False,
+    "judge_ports": False,
+    "strict_tls": False,
+    "tunnel_source": TunnelSource.ENVOY,
+}
+
+
+def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Settings:
+    """Read settings; a flag wins over its variable.
+
+    Raises:
+        SettingsError: all unusable values together, and unknown ``ZTUNNEL_*`` variables.
+    """
+    faults: list[str] = []
+
+    def read(table: Mapping[str, tuple[str, str]], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+        values = {}
+        for name, (variable, _) in table.items():
+            flag = flags.get(name)
+            text = flag if flag is not None else env.get(variable)
+            if text is None:
+                continue
+            shown = f"--{name.removesuffix('_s').replace('_', '-')}" if flag is not None else variable
+            try:
+                values[name] = readers[name](text)
+            except ValueError as error:
+                faults.append(f"{shown}={text}: {error}")
+        return values
+
+    values = read(FLAGS, _READERS)
+    try:
+        policies = policy_settings(*(values.pop(name, "") for name in POLICY_FLAGS))
+    except ValueError as error:
+        faults.append(str(error))
+    else:
+        values["policies"] = policies
+    try:
+        values["otlp"] = otlp_settings(env, access=False)
+    except SettingsError as error:
+        faults += error.faults
+    switches: dict[str, Any] = {}
+    compat = flags.get("envoy_compat") or env.get(COMPAT_VARIABLE, "false")
+    if compat not in ("true", "false"):
+        faults.append(f"{COMPAT_VARIABLE}={compat}: must be true or false")
+    if compat == "true":
+        switches |= _COMPAT
+    switches |= read(SWITCH_FLAGS, _SWITCH_READERS)
+    known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | {COMPAT_VARIABLE}
+    faults.extend(
+        f"{name}: no such variable; see ztunnel proxy --help"
+        for name, value in sorted(env.items())
+        if name.startswith("ZTUNNEL_") and name not in known and not is_service_link(name, value)
+    )
+    if not values.get("bootstrap") and not values.get("control_plane"):
+        faults.append("give --bootstrap FILE, or --control-plane ADDRESS with --node NAME")
+    if values.get("bootstrap") and values.get("control_plane"):
+        faults.append("--bootstrap and --control-plane exclude each other")
+    if values.get("control_plane") and not values.get("node"):
+        faults.append("--control-plane needs --node NAME (or NODE_NAME)")
+    path = values.get("bootstrap")
+    if path and not Path(path).is_file():
+        faults.append(f"--bootstrap {path}: no such file")
+    if faults:
+        raise SettingsError(faults)
+    return Settings(**values, switches=Switches(**switches), warnings=tuple(_misspelt(env, known)))
+
+
+def _misspelt(env: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
+    """Yield a warning for each variable that is nearly one of ours; ``ZTUNNEL_*`` that are none are refused."""
+    import difflib  # imported here: nothing else needs it
+
+    for name in sorted(env.keys() - known):
+        if is_service_link(name, env[name]):
+            continue
+        like = [each for each in known if each[:1] == name[:1] and abs(len(each) - len(name)) < 3]
+        for near in difflib.get_close_matches(name, like, n=1, cutoff=0.88):
+            yield f"environment variable {name} is not known; did you mean {near}?"

@@ -1,0 +1,85 @@
+"""The sources of resources that the configuration names: the aggregated stream, a file, or a separate stream."""
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from xds.errors import ConfigError
+from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
+from xds.protocol.resource import ResourceSource, Subscription
+from ztunnel.proxy.envoy.stats.stats import (
+    Counter,
+    Declared,
+    Gauge,
+    Scope,
+    TextReadout,
+)
+
+#: What Envoy counts of a subscription; ``version`` is a hash of the text.
+_COUNTED = (
+    *(
+        Declared(name, Counter, attrgetter(f"stats.{name}"))
+        for name in ("update_attempt", "update_success", "update_failure", "update_rejected", "init_fetch_timeout")
+    ),
+    Declared("update_time", Gauge, attrgetter("stats.update_time")),
+    Declared("version", Gauge, attrgetter("stats.version")),
+    Declared("version_text", TextReadout, attrgetter("stats.version_text")),
+)
+
+
+class Sources:
+    """The sources of the process, each made on first use.
+
+    Args:
+        ads: the aggregated stream, if the bootstrap has one.
+        open_file: a source over one watched file.
+        open_stream: a per-type stream to a cluster of the bootstrap; raises ``ConfigError`` for any other cluster.
+    """
+
+    def __init__(
+        self,
+        ads: ResourceSource | None,
+        open_file: Callable[[FileSource], ResourceSource],
+        open_stream: Callable[[GrpcSource], ResourceSource],
+    ) -> None:
+        self._ads = ads
+        self._open_file = open_file
+        self._open_stream = open_stream
+        self._made: dict[ConfigSource, ResourceSource] = {}
+
+    def check(self, source: ConfigSource) -> None:
+        """Refuse what :meth:`of` would refuse, without watching a file.
+
+        A resource is checked before anything is made of it. It is refused as a whole, and nothing waits for a
+        source that never answers.
+
+        Raises:
+            ConfigError: there is no such source.
+        """
+        if not isinstance(source, FileSource):
+            self.of(source)
+
+    def of(self, source: ConfigSource) -> ResourceSource:
+        """Return the source that a configuration names.
+
+        Raises:
+            ConfigError: the bootstrap has no aggregated stream, or no such cluster.
+        """
+        if isinstance(source, AdsSource):
+            if self._ads is None:
+                raise ConfigError("the configuration asks for ADS, but the bootstrap has no ads_config")
+            return self._ads
+        made = self._made.get(source)
+        if made is None:
+            made = self._open_file(source) if isinstance(source, FileSource) else self._open_stream(source)
+            self._made[source] = made
+        return made
+
+    @staticmethod
+    def count(scope: Scope, subscription: Subscription) -> None:
+        """Show a subscription's statistics under ``scope`` (``update_attempt`` ... ``version_text``)."""
+        scope.declare(_COUNTED, subscription)
+
+    @staticmethod
+    def forget(scope: Scope) -> None:
+        """Take back :meth:`count`; idempotent."""
+        scope.withdraw(_COUNTED)

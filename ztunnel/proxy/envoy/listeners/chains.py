@@ -1,0 +1,474 @@
+"""Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+from hbone.settings import Role
+from hbone.tls import PeerFacts
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
+from xds.model.listener import (
+    ChainFilter,
+    ConnectionLimit,
+    FilterChain,
+    LocalRateLimit,
+    Rbac,
+    SetFilterState,
+    SharedWithUpstream,
+    TcpProxy,
+)
+from ztunnel.policy.engine import judge, reads_port
+from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit, live_limit
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.secrets.store import SecretStore
+from ztunnel.proxy.envoy.stats.stats import (
+    Counter,
+    Declared,
+    Gauge,
+    Scope,
+    Stats,
+    count_parameters,
+    http_scope,
+    tcp_scope,
+)
+from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied, Incomplete
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs, Sink
+from ztunnel.proxy.envoy.telemetry.decisions import (
+    ALLOWED,
+    DENIED,
+    ENDED,
+    SHADOW_ALLOWED,
+    SHADOW_DENIED,
+    Decisions,
+)
+from ztunnel.proxy.envoy.telemetry.format import Renderer, renderer
+from ztunnel.runtime.line_limit import LineLimit
+
+
+class LiveRbac:
+    """An RBAC filter with its counters."""
+
+    def __init__(self, model: Rbac, stats: Stats, decisions: Decisions) -> None:
+        self.model = model
+        self._decisions = decisions
+        name = f"{model.stat_prefix.removesuffix('.')}.rbac"
+        scope = stats.scope(name)
+        shadow = stats.scope(f"{name}.{model.shadow_prefix}".rstrip("."))
+        self._allowed = scope.counter("allowed")
+        self._denied = scope.counter("denied")
+        self._shadow_allowed = shadow.counter("shadow_allowed")
+        self._shadow_denied = shadow.counter("shadow_denied")
+        lists = (rules for rules in (model.rules, model.shadow) if rules is not None)
+        self.reads_port = any(reads_port(rules) for rules in lists)
+
+    def check(
+        self, info: StreamInfo, facts: ConnectionFacts, lines: LineLimit | None, *, live: bool = False
+    ) -> None:
+        """Check a connection against the policy.
+
+        Args:
+            info: the connection.
+            facts: what is judged: its own, or those of an application behind it.
+            lines: admits a line about a denial; ``None``: an access log will have one.
+            live: it was allowed before, and is judged again by a new policy.
+
+        Raises:
+            Denied: with the text of Envoy's termination details.
+        """
+        model, decisions = self.model, self._decisions
+        if model.shadow is not None:
+            shadow = judge(model.shadow, facts)
+            (self._shadow_allowed if shadow.allowed else self._shadow_denied).value += 1
+            if not live and (shadow.policy or not shadow.allowed):
+                decisions.count(shadow.policy, SHADOW_ALLOWED if shadow.allowed else SHADOW_DENIED)
+            facts.metadata["envoy.filters.network.rbac"] = {
+                f"{model.shadow_prefix}shadow_effective_policy_id": shadow.policy,
+                f"{model.shadow_prefix}shadow_engine_result": "allowed" if shadow.allowed else "denied",
+            }
+        if model.rules is None:
+            return
+        decision = judge(model.rules, facts)
+        if model.log_only:
+            facts.metadata["envoy.common"] = {"access_log_hint": bool(decision.policy)}
+            return
+        if decision.allowed:
+            self._allowed.value += 1
+            if decision.policy and not live:
+                decisions.count(decision.policy, ALLOWED)
+            return
+        self._denied.value += 1
+        decisions.count(decision.policy, ENDED if live else DENIED)
+        details = f"rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
+        decisions.denied(info, facts, f"{POLICY_CHANGE}: {details}" if live else details)
+        if lines is not None and lines.admits():
+            decisions.log_denial(info, facts, model.rules, decision.policy, live=live)
+        raise Denied(details)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHeader:
+    """A header of a tunnel request, ready to be printed."""
+
+    name: str
+    render: Renderer
+    action: str
+    keep_empty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """An object of ``set_filter_state``, ready to be evaluated."""
+
+    key: str
+    render: Renderer
+    skip_if_empty: bool
+    shared: SharedWithUpstream
+
+
+class LiveTcpProxy:
+    """A TCP proxy filter with its counters (``tcp.<stat prefix>.``)."""
+
+    def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
+        self.model = model
+        self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
+        scope = tcp_scope(stats, model.stat_prefix)
+        self.cx_total = scope.counter("downstream_cx_total")
+        self.cx_no_route = scope.counter("downstream_cx_no_route")
+        self.rx_bytes = scope.counter("downstream_cx_rx_bytes_total")
+        self.tx_bytes = scope.counter("downstream_cx_tx_bytes_total")
+        self.idle_timeout = scope.counter("idle_timeout")
+        self.max_duration = scope.counter("max_downstream_connection_duration")
+        scope.gauge("downstream_cx_rx_bytes_buffered")
+        scope.gauge("downstream_cx_tx_bytes_buffered")
+        #: Endpoint metadata to restrict each cluster to.
+        self.subsets = {c.name: {**model.metadata_match, **c.metadata_match} for c in reversed(model.clusters)}
+        self.hostname: Renderer | None = None
+        self.headers: tuple[LiveHeader, ...] = ()
+        if model.tunneling is not None:
+            # What has no value is empty, not "-": a hostname is refused then, and a header left out.
+            self.hostname = renderer(model.tunneling.hostname, missing="")
+            self.headers = tuple(
+                LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
+                for header in model.tunneling.headers
+            )
+
+
+class _Counted(NamedTuple):
+    """Counters of a connection manager that others follow from."""
+
+    requests: Counter
+    connections: Gauge
+    by_class: tuple[Counter, ...]
+
+
+#: Statistics that are others under another name, as every connection and request here is one of HTTP/2.
+_DERIVED = (
+    Declared("rq_total", Counter, lambda counted: counted.requests.value),
+    Declared("downstream_rq_http2_total", Counter, lambda counted: counted.requests.value),
+    Declared("downstream_rq_completed", Counter, lambda counted: sum(each.value for each in counted.by_class)),
+    Declared("downstream_cx_http2_active", Gauge, lambda counted: counted.connections.value),
+)
+
+
+class LiveConnectionManager:
+    """An HTTP connection manager with its counters (``http.<stat prefix>.``)."""
+
+    def __init__(self, model: HttpConnectionManager, stats: Stats, logs: AccessLogs) -> None:
+        self.model = model
+        self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
+        self.routes: RouteTable | None = model.routes if isinstance(model.routes, RouteTable) else None
+        scope = http_scope(stats, model.stat_prefix)
+        self.server_header = b"server", model.server_name.encode()
+        self.cx_total = scope.counter("downstream_cx_total")
+        self.cx_active = scope.gauge("downstream_cx_active")
+        self.cx_http2 = scope.counter("downstream_cx_http2_total")
+        self.cx_destroy = scope.counter("downstream_cx_destroy")
+        self.cx_destroy_local = scope.counter("downstream_cx_destroy_local")
+        self.cx_destroy_remote = scope.counter("downstream_cx_destroy_remote")
+        self.cx_destroy_active = scope.counter("downstream_cx_destroy_active_rq")
+        self.cx_destroy_local_active = scope.counter("downstream_cx_destroy_local_active_rq")
+        self.cx_destroy_remote_active = scope.counter("downstream_cx_destroy_remote_active_rq")
+        self.cx_rx_bytes = scope.counter("downstream_cx_rx_bytes_total")
+        self.cx_tx_bytes = scope.counter("downstream_cx_tx_bytes_total")
+        self.cx_protocol_error = scope.counter("downstream_cx_protocol_error")
+        self.cx_upgrades_total = scope.counter("downstream_cx_upgrades_total")
+        self.cx_upgrades_active = scope.gauge("downstream_cx_upgrades_active")
+        self.rq_total = scope.counter("downstream_rq_total")
+        self.rq_active = scope.gauge("downstream_rq_active")
+        self.rq_idle_timeout = scope.counter("downstream_rq_idle_timeout")
+        self.rq_timeout = scope.counter("downstream_rq_timeout")
+        self.rq_by_class = {n: scope.counter(f"downstream_rq_{n}xx") for n in (2, 3, 4, 5)}
+        self.rq_reset = scope.counter("downstream_rq_rx_reset")
+        self.rq_time = scope.histogram("downstream_rq_time")
+        self.no_route = scope.counter("no_route")
+        self.no_cluster = scope.counter("no_cluster")
+        self.cx_ssl_total = scope.counter("downstream_cx_ssl_total")
+        self.cx_ssl_active = scope.gauge("downstream_cx_ssl_active")
+        self.cx_length = scope.histogram("downstream_cx_length_ms")
+        counted = _Counted(self.rq_total, self.cx_active, tuple(self.rq_by_class.values()))
+        scope.declare(_DERIVED, counted)
+
+    def request_ended(self) -> None:
+        """Count the end of a request that was active."""
+        self.rq_active.stored -= 1
+
+    def connection_began(self, *, secured: bool) -> None:
+        """Count a connection whose peer was let in."""
+        self.cx_total.value += 1
+        self.cx_http2.value += 1
+        self.cx_active.stored += 1
+        self.cx_ssl_total.value += secured
+        self.cx_ssl_active.stored += secured
+
+    def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
+        """Count the end of a connection, which may have had open requests."""
+        self.cx_active.stored -= 1
+        self.cx_destroy.value += 1
+        (self.cx_destroy_remote if by_peer else self.cx_destroy_local).value += 1
+        if in_use:
+            self.cx_destroy_active.value += 1
+            (self.cx_destroy_remote_active if by_peer else self.cx_destroy_local_active).value += 1
+
+    @property
+    def wanted_routes(self) -> RouteTableRef | None:
+        """The route table to ask for by RDS, if any."""
+        return self.model.routes if isinstance(self.model.routes, RouteTableRef) else None
+
+
+class LiveSsl:
+    """Handshake counters of a listener (``listener.<address>.ssl.``)."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope.scope("ssl")
+        self.handshake = self._scope.counter("handshake")
+        self.connection_error = self._scope.counter("connection_error")
+        self.fail_verify_error = self._scope.counter("fail_verify_error")
+        self.fail_verify_san = self._scope.counter("fail_verify_san")
+        self.no_certificate = self._scope.counter("no_certificate")
+        self.fail_verify_no_cert = self._scope.counter("fail_verify_no_cert")
+        self.not_ready = scope.counter("server_ssl_socket_factory.downstream_context_secrets_not_ready")
+        self.sds_updates = scope.counter("server_ssl_socket_factory.ssl_context_update_by_sds")
+
+    def updated_by_sds(self) -> None:
+        """Count a context that was rebuilt because a secret changed."""
+        self.sds_updates.value += 1
+
+    def negotiated(self, facts: PeerFacts) -> None:
+        """Count a finished handshake and its parameters."""
+        self.handshake.value += 1
+        self.no_certificate.value += facts.certificate is None
+        count_parameters(self._scope, facts.version, facts.cipher, facts.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filters:
+    """Filters of a chain at work, by kind."""
+
+    rbac: tuple[LiveRbac, ...]
+    limits: tuple[LiveConnectionLimit | LiveRateLimit, ...]
+    state: tuple[LiveState, ...]
+
+    @classmethod
+    def of(
+        cls, models: Iterable[ChainFilter], stats: Stats, now: Callable[[], float], decisions: Decisions
+    ) -> _Filters:
+        """Put filters to work."""
+        listed = list(models)
+        return cls(
+            tuple(LiveRbac(each, stats, decisions) for each in listed if isinstance(each, Rbac)),
+            tuple(
+                live_limit(each, stats, now)
+                for each in listed
+                if isinstance(each, ConnectionLimit | LocalRateLimit)
+            ),
+            tuple(
+                LiveState(
+                    value.key,
+                    renderer(value.value, missing="" if value.omit_empty_values else "-"),
+                    value.skip_if_empty,
+                    value.shared,
+                )
+                for each in listed
+                if isinstance(each, SetFilterState)
+                for value in each.values
+            ),
+        )
+
+
+class LiveChain:
+    """One filter chain.
+
+    Attributes:
+        rbac, limits, filter_state: its filters, those from ECDS behind the inline ones.
+        is_complete: the configuration of each filter from ECDS has arrived, or has a default.
+
+    Args:
+        on_secret: called after a secret of its TLS context was replaced.
+
+    Raises:
+        ConfigError: its TLS context cannot be built; see
+            :class:`~ztunnel.proxy.envoy.secrets.contexts.LiveContext`.
+    """
+
+    def __init__(
+        self,
+        model: FilterChain,
+        *,
+        stats: Stats,
+        logs: AccessLogs,
+        secrets: SecretStore,
+        ssl: LiveSsl,
+        owner: str,
+        now: Callable[[], float],
+        decisions: Decisions,
+        listener_logs: bool = False,
+        on_secret: Callable[[LiveChain], object] | None = None,
+    ) -> None:
+        self.model = model
+        self.name = model.name
+        self._decisions = decisions
+        self._listener_logs = listener_logs
+        self._inline = _Filters.of((*model.rbac, *model.limits, *model.filter_state), stats, now, decisions)
+        self._make = partial(_Filters.of, stats=stats, now=now, decisions=decisions)
+        self._found: list[ChainFilter | None] = [None] * len(model.discovered)
+        self._discovered: list[_Filters | None] = [None] * len(model.discovered)
+        for place in range(len(model.discovered)):
+            self.discover(place, None)
+        self._put_together()
+        self.proxy: LiveTcpProxy | None = None
+        self.manager: LiveConnectionManager | None = None
+        if isinstance(model.terminal, TcpProxy):
+            self.proxy = LiveTcpProxy(model.terminal, stats, logs)
+        else:
+            self.manager = LiveConnectionManager(model.terminal, stats, logs)
+        self.tls: LiveContext | None = None
+        if model.tls is not None:
+
+            def updated() -> None:
+                ssl.updated_by_sds()
+                if on_secret is not None:
+                    on_secret(self)
+
+            self.tls = LiveContext(Role.SERVER, model.tls, secrets, updated, owner=owner)
+
+    def discover(self, place: int, found: ChainFilter | None) -> None:
+        """Take the configuration of a filter from ECDS; ``None``: it was removed, and the default is in force."""
+        found = found if found is not None else self.model.discovered[place].default
+        # The same again, as a further subscription brings it, must not make a limit forget what it counts.
+        if found != self._found[place]:
+            self._found[place] = found
+            self._discovered[place] = self._make((found,)) if found is not None else None
+            self._put_together()
+
+    def lacks(self, place: int) -> bool:
+        """Return whether neither the configuration of a filter nor a default for it is here."""
+        return self._discovered[place] is None
+
+    def _put_together(self) -> None:
+        """New connections meet the filters that there are now."""
+        all_filters = [self._inline, *(each for each in self._discovered if each is not None)]
+        self.rbac = tuple(rbac for each in all_filters for rbac in each.rbac)
+        self.limits = tuple(limit for each in all_filters for limit in each.limits)
+        self.filter_state = [state for each in all_filters for state in each.state]
+        self.is_complete = all(each is not None for each in self._discovered)
+        #: Whether :meth:`admit` may refuse.
+        self.gated = bool(self.limits) or not self.is_complete
+
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        """The loggers of the terminal filter."""
+        if self.proxy is not None:
+            return self.proxy.sinks
+        return self.manager.sinks if self.manager is not None else ()
+
+    @cached_property
+    def _lines(self) -> LineLimit:
+        """Admits lines about denials; one for each chain: what one pod is sent hides no line of another."""
+        return self._decisions.line_limit()
+
+    def admit(self, info: StreamInfo) -> None:
+        """Run the filters that limit connections, as Envoy before any byte, that of a handshake included.
+
+        Raises:
+            TooMany: by the first that has no room.
+            Incomplete: the configuration of a filter has not arrived, which may be one that denies.
+        """
+        if not self.is_complete:
+            raise Incomplete()
+        for limit in self.limits:
+            limit.check(info)
+
+    def judge(self, info: StreamInfo, *, port_known: bool = True, live: bool = False) -> None:
+        """Run the RBAC filters in order.
+
+        Envoy waits for the first byte of the client. Here the filters run at once: none depends on a byte, and
+        with a protocol in which the server speaks first, waiting would send its bytes to a client that is not
+        allowed.
+
+        Args:
+            info: the connection.
+            port_known: its destination port is the application's. Before a tunnel's request it is not, and filters
+                that read the port are left to :meth:`judge_port`.
+            live: it is open, and judged again by a new policy.
+
+        Raises:
+            Denied: by the first filter that does not allow it.
+        """
+        if not self.rbac:
+            return
+        # A connection manager's loggers have a line for each request, none for a connection that brings none.
+        logged = self._listener_logs or (self.proxy is not None and self.proxy.sinks)
+        lines = None if logged else self._lines
+        for rbac in self.rbac:
+            if port_known or not rbac.reads_port:
+                rbac.check(info, info.facts, lines, live=live)
+
+    def judge_port(self, info: StreamInfo, application: SocketAddress, *, live: bool = False) -> None:
+        """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
+
+        Args:
+            info: the request.
+            application: that it names.
+            live: it is open, and judged again by a new policy.
+
+        Raises:
+            Denied: by the first filter that does not allow it.
+        """
+        for rbac in self.rbac:
+            if rbac.reads_port:
+                lines = None if self.sinks else self._lines
+                rbac.check(info, replace(info.facts, destination=application), lines, live=live)
+
+    def set_filter_state(self, info: StreamInfo) -> None:
+        """Run the ``set_filter_state`` filters."""
+        facts = info.facts
+        for state in self.filter_state:
+            value = state.render(info)
+            if value or not state.skip_if_empty:
+                facts.filter_state[state.key] = value
+                if facts.shared_state or state.shared is not SharedWithUpstream.NONE:
+                    facts.shared_state = _shared(facts.shared_state, state)
+
+    async def settled(self) -> None:
+        """Wait for the chain's secrets."""
+        if self.tls is not None:
+            await self.tls.settled()
+
+    def close(self) -> None:
+        """Release the secrets. Idempotent."""
+        if self.tls is not None:
+            self.tls.close()
+
+
+def _shared(before: tuple[tuple[str, bool], ...], state: LiveState) -> tuple[tuple[str, bool], ...]:
+    """Return the filter state that internal connections inherit once ``state`` is set; see ``ConnectionFacts``."""
+    others = tuple([entry for entry in before if entry[0] != state.key])
+    if state.shared is SharedWithUpstream.NONE:
+        return others
+    return (*others, (state.key, state.shared is SharedWithUpstream.TRANSITIVE))

@@ -1,0 +1,206 @@
+"""Runs listener filters, which change the facts about a connection before its filter chain is chosen."""
+
+import re
+from collections.abc import Mapping
+
+from hbone.aio.socket import PlainSocket
+from tproxy.aio import sockets
+from xds.model import listener as model
+from xds.model.address import SocketAddress, canonical
+from xds.model.facts import ConnectionFacts
+from ztunnel.proxy.dataplane import proxy_protocol
+from ztunnel.proxy.envoy.listeners import client_hello
+from ztunnel.proxy.envoy.stats.stats import Scope
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.proxy.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE
+
+_LOCAL_METADATA = "envoy.filters.listener.original_dst"
+_BAGGAGE_METADATA = "envoy.filters.listener.workload_metadata"
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+#: Any token is a method, in any case (RFC 9110, 9.1).
+_METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+class FilterClosed(Exception):
+    """A listener filter closes the connection; the text is the reason."""
+
+
+def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
+    """Run a filter that reads no bytes, for an accepted or an internal connection.
+
+    ``OriginalDst`` on a socket is :func:`restore`'s; on an internal connection it reads the metadata and filter
+    state that an ``internal_upstream`` transport socket passed on. What is missing or does not parse is
+    passed over, as in Envoy.
+    """
+    facts = info.facts
+    match entry:
+        case model.OriginalDst():
+            local = _text(facts.metadata, _LOCAL_METADATA, "local")
+            address = _address(local or facts.filter_state.get(f"{_LOCAL_METADATA}.local_ip"))
+            if address is not None:
+                facts.destination = address
+                info.restored = True
+            remote = _address(facts.filter_state.get(f"{_LOCAL_METADATA}.remote_ip"))
+            if remote is not None:
+                facts.source = remote
+                info.remote_text = ""
+        case model.SetDstAddress():
+            destination = _address(_text(facts.metadata, "tunnel", "destination"))
+            if destination is not None:
+                facts.destination = destination
+                info.restored = True
+            via = _text(facts.metadata, "tunnel", "address")
+            if via is not None:
+                facts.filter_state[ORIGINAL_DST_OVERRIDE] = via
+        case model.OriginalSrc():
+            info.options = UpstreamOptions(source=facts.source.host, mark=entry.mark)
+        case model.WorkloadMetadata():
+            value = entry.baggage.get(facts.source.host)
+            if value is not None:
+                facts.metadata[_BAGGAGE_METADATA] = {"baggage": value}
+        case _:
+            raise AssertionError(f"{entry} reads bytes")
+
+
+def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
+    """Run ``original_dst`` on a socket: restore the address that the client dialled, before interception.
+
+    Args:
+        end: the accepted socket.
+        info: its destination is still the socket's own name.
+        transparent: the socket's own name is what the client dialled, unless that was translated.
+    """
+    own = info.destination
+    asked = sockets.conntrack_destination(end.sock, 6 if ":" in own.host else 4)
+    if asked is not None:
+        dialled = SocketAddress(canonical(asked.ip), asked.port)
+        if dialled != own:
+            info.facts.destination = dialled
+            info.restored = True
+            return
+    info.restored = transparent
+
+
+async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
+    """Run ``tls_inspector``: read server name and ALPN of a ClientHello without consuming it."""
+    seen = b""
+    while True:
+        more = await end.peek(client_hello.MAX_BYTES, seen=len(seen))
+        ended = len(more) <= len(seen)
+        seen = more
+        try:
+            hello = client_hello.parse_client_hello(seen)
+        except client_hello.NeedMore:
+            if ended:
+                info.facts.transport_protocol = "raw_buffer"
+                return
+            continue
+        except client_hello.NotTls:
+            info.facts.transport_protocol = "raw_buffer"
+            return
+        info.facts.transport_protocol = "tls"
+        info.facts.server_name = hello.server_name
+        info.facts.application_protocols = hello.alpn
+        return
+
+
+class InspectorCounts:
+    """What TLS inspectors of the process found (``tls_inspector.``)."""
+
+    __slots__ = ("_alpn", "_no_alpn", "_no_sni", "_no_tls", "_sni", "_tls")
+
+    def __init__(self, scope: Scope) -> None:
+        self._tls, self._no_tls = scope.counter("tls_found"), scope.counter("tls_not_found")
+        self._sni, self._no_sni = scope.counter("sni_found"), scope.counter("sni_not_found")
+        self._alpn, self._no_alpn = scope.counter("alpn_found"), scope.counter("alpn_not_found")
+
+    def count(self, facts: ConnectionFacts) -> None:
+        """Count a connection that was inspected; of other protocols nothing more is known."""
+        if facts.transport_protocol != "tls":
+            self._no_tls.value += 1
+            return
+        self._tls.value += 1
+        (self._sni if facts.server_name else self._no_sni).value += 1
+        (self._alpn if facts.application_protocols else self._no_alpn).value += 1
+
+
+async def inspect_http(end: PlainSocket, info: StreamInfo) -> None:
+    """Run ``http_inspector``: recognise cleartext HTTP/2, HTTP/1.1 and HTTP/1.0 by the first line."""
+    if info.facts.transport_protocol == "tls":
+        return
+    seen = b""
+    while True:
+        more = await end.peek(8192, seen=len(seen))
+        ended = len(more) <= len(seen)
+        seen = more
+        if seen[: len(_HTTP2_PREFACE)] == _HTTP2_PREFACE[: len(seen)]:
+            if len(seen) >= len(_HTTP2_PREFACE):
+                info.facts.application_protocols = ("h2c",)
+                return
+        else:
+            line, found, _ = seen.partition(b"\r\n")
+            method, _, rest = line.partition(b" ")
+            if not _METHOD.fullmatch(method):
+                return
+            if found:
+                version = rest.rpartition(b" ")[2]
+                if version in (b"HTTP/1.1", b"HTTP/1.0"):
+                    info.facts.application_protocols = (version.decode().lower(),)
+                return
+        if ended or len(seen) >= 8192:
+            return
+
+
+async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: StreamInfo) -> None:
+    """Run ``proxy_protocol``: apply a PROXY header and remove it from the bytes.
+
+    Raises:
+        FilterClosed: a malformed or disallowed header, or none where one is demanded.
+    """
+    seen = b""
+    while True:
+        more = await end.peek(proxy_protocol.LONGEST, seen=len(seen))
+        ended = len(more) <= len(seen)
+        seen = more
+        try:
+            header = proxy_protocol.parse_header(seen)
+        except proxy_protocol.NeedMore:
+            if ended:
+                raise FilterClosed("PROXY header is cut off") from None
+            continue
+        except proxy_protocol.NoHeader:
+            if entry.allow_without:
+                return
+            raise FilterClosed("no PROXY header") from None
+        except proxy_protocol.BadHeader as error:
+            raise FilterClosed(f"malformed PROXY header: {error}") from None
+        break
+    if header.version in entry.disallowed_versions:
+        raise FilterClosed(f"PROXY version {header.version} is not allowed")
+    await end.read(header.size)
+    if header.source is not None and header.destination is not None:
+        info.facts.source = header.source
+        info.facts.destination = header.destination
+        info.restored = True
+        if info.options.source is not None:
+            info.options = info.options._replace(source=header.source.host)
+
+
+def _address(text: str | None) -> SocketAddress | None:
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        return None
+
+
+def _text(metadata: Mapping[str, object], namespace: str, key: str) -> str | None:
+    found = metadata.get(namespace)
+    value = found.get(key) if isinstance(found, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+def plain_address(name: tuple[str, int]) -> SocketAddress:
+    """Return the result of ``getpeername`` or ``getsockname`` without IPv4 mapping."""
+    return SocketAddress(canonical(name[0]), name[1])

@@ -1,0 +1,83 @@
+"""Limits of a chain's connections: how many at once, and how many new ones in a time."""
+
+from collections.abc import Callable
+
+from xds.model.listener import ConnectionLimit, LocalRateLimit
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stream.outcome import TooMany
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+
+
+class LiveConnectionLimit:
+    """A connection limit with its counters (``connection_limit.<stat prefix>.``).
+
+    As in Envoy, a connection that is held before it is closed is active, and takes no place.
+    """
+
+    def __init__(self, model: ConnectionLimit, stats: Stats) -> None:
+        self.model = model
+        scope = stats.scope(f"connection_limit.{model.stat_prefix}")
+        self._limited = scope.counter("limited_connections")
+        self._active = scope.gauge("active_connections")
+        self._held = 0
+
+    def check(self, info: StreamInfo) -> None:
+        """Take a place for a connection, which it gives back at its end.
+
+        Raises:
+            TooMany: there is none.
+        """
+        if not self.model.enabled:
+            return
+        self._active.stored += 1
+        if self._held >= self.model.most:
+            info.held = (*info.held, self._ended)
+            self._limited.value += 1
+            raise TooMany(delay_s=self.model.delay_s)
+        self._held += 1
+        info.held = (*info.held, self._give_back)
+
+    def _ended(self) -> None:
+        self._active.stored -= 1
+
+    def _give_back(self) -> None:
+        self._held -= 1
+        self._ended()
+
+
+class LiveRateLimit:
+    """A local rate limit with its counter (``local_rate_limit.<stat prefix>.``)."""
+
+    def __init__(self, model: LocalRateLimit, stats: Stats, now: Callable[[], float]) -> None:
+        self.model = model
+        self._limited = stats.scope(f"local_rate_limit.{model.stat_prefix}").counter("rate_limited")
+        self._now = now
+        self._tokens = float(model.most_tokens)
+        self._filled_at = now()
+
+    def check(self, info: StreamInfo) -> None:
+        """Take a token for a connection.
+
+        Raises:
+            TooMany: there is none.
+        """
+        model = self.model
+        if not model.enabled:
+            return
+        now = self._now()
+        gained = (now - self._filled_at) / model.fill_interval_s * model.tokens_per_fill
+        self._tokens = min(float(model.most_tokens), self._tokens + gained)
+        self._filled_at = now
+        if self._tokens < 1:
+            self._limited.value += 1
+            raise TooMany()
+        self._tokens -= 1
+
+
+def live_limit(
+    model: ConnectionLimit | LocalRateLimit, stats: Stats, now: Callable[[], float]
+) -> LiveConnectionLimit | LiveRateLimit:
+    """Return a limit of the configuration at work."""
+    if isinstance(model, ConnectionLimit):
+        return LiveConnectionLimit(model, stats)
+    return LiveRateLimit(model, stats, now)

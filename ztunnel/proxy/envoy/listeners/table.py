@@ -1,0 +1,70 @@
+"""The table of active listeners, by name, address and port.
+
+The manager writes it; the data path, internal listeners and tunnels' ends read it.
+"""
+
+from collections.abc import Collection, Iterator
+
+from xds.model.address import SocketAddress
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+
+
+class ListenerTable:
+    """The active listeners, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, LiveListener] = {}
+        self._by_address: dict[SocketAddress, LiveListener] = {}
+        self._by_port: dict[int, LiveListener] = {}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __iter__(self) -> Iterator[LiveListener]:
+        return iter(self._active.values())
+
+    def get(self, name: str) -> LiveListener | None:
+        """Return the listener of that name."""
+        return self._active.get(name)
+
+    def put(self, listener: LiveListener) -> None:
+        """Add a listener, or replace the one of its name."""
+        self._active[listener.name] = listener
+        self._index()
+
+    def pop(self, name: str) -> LiveListener | None:
+        """Remove and return the listener of that name; ``None`` when there is none."""
+        listener = self._active.pop(name, None)
+        self._index()
+        return listener
+
+    def _index(self) -> None:
+        self._by_address = {a: each for each in self._active.values() for a in each.model.addresses}
+        self._by_port = {address.port: listener for address, listener in self._by_address.items()}
+
+    def internal(self, name: str) -> LiveListener | None:
+        """Return the internal listener of that name."""
+        listener = self._active.get(name)
+        return listener if listener is not None and listener.model.internal else None
+
+    def listening_on(self, port: int) -> LiveListener | None:
+        """Return the socket listener on a port."""
+        return self._by_port.get(port)
+
+    def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
+        """Return the listener for a connection that ``own`` accepted, by its original destination.
+
+        With ``use_original_dst``: a listener bound to that very address, else one bound to the wildcard address of
+        that port, else ``own``.
+        """
+        found = self._by_address.get(destination)
+        if found is None and destination.port in self._by_port:
+            found = self._by_address.get(SocketAddress("0.0.0.0", destination.port)) or self._by_address.get(
+                SocketAddress("::", destination.port)
+            )
+        return found or own
+
+    @property
+    def own_ports(self) -> Collection[int]:
+        """Return the ports that this proxy listens on."""
+        return self._by_port.keys()

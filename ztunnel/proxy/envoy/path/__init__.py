@@ -1,0 +1,1 @@
+"""The path of a connection in Envoy's dialect."""

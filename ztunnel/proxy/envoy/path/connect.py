@@ -1,0 +1,463 @@
+"""Opens the upstream of a hop and its TCP proxy: picks a cluster and a host, opens a socket or a tunnel.
+
+An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`Hop` with its own
+counters and log line, but no bytes pass between the two. With the node-local shortcut, a tunnel to a pod of this
+node is also joined to that pod's inbound chain in-process. The chain's checks are those for a tunnel from the
+wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any, assert_never
+
+from hbone.aio.connection import Connection, ConnectionSettings, default_client
+from hbone.aio.end import End
+from hbone.aio.poller import Poller
+from hbone.aio.pool import Pool
+from hbone.aio.socket import PlainSocket
+from hbone.errors import ConnectRefused, HboneError
+from hbone.pool import PoolFull, PoolSettings
+from tproxy.errors import TproxyError
+from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
+from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket, security_of
+from xds.model.facts import ConnectionFacts
+from xds.model.listener import AppendAction
+from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp, Reason
+from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
+from ztunnel.proxy.envoy.path.dial import (
+    ClusterUpstream,
+    CountedConnection,
+    Dialler,
+    account_connection,
+    address_of,
+    count_failure,
+    failure_of,
+    options_for,
+    pick_cluster,
+    proxy_header,
+    ready_context,
+)
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.path.internal import InternalListeners
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.stream.outcome import (
+    Denied,
+    NoCluster,
+    NoHealthyHost,
+    Overflow,
+    Refused,
+    UpstreamFailed,
+)
+from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, UpstreamOptions
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.host import Host
+from ztunnel.proxy.envoy.upstream.manager import ClusterManager
+from ztunnel.proxy.envoy.upstream.outlier import Result
+
+log = logging.getLogger(__name__)
+
+INVALID_ARGUMENT = "Invalid argument"
+NO_ADDRESS = "endpoint has no address yet"
+NO_HTTP2 = "tunnels need HTTP/2, which the cluster does not speak"
+CLUSTER_OVERRIDE = "envoy.tcp_proxy.cluster"
+DISABLE_TUNNELING = "envoy.tcp_proxy.disable_tunneling"
+RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
+_CLIENT_ADDRESS = "envoy://internal_client_address/"
+
+
+#: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
+_Key = PoolKey[LiveContext | None, UpstreamOptions]
+
+
+class Connector:
+    """Opens upstreams.
+
+    Args:
+        clusters: by name.
+        dialler: opens sockets.
+        internal: internal listeners and, for the short cut, inbound chains.
+        poller: of this loop.
+        rng: picks among weighted clusters.
+        keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
+            loses there (``tunnel_source``).
+        early_data: send the first bytes of a connection along with its CONNECT where the peer says it holds them.
+    """
+
+    def __init__(
+        self,
+        clusters: ClusterManager,
+        dialler: Dialler,
+        internal: InternalListeners,
+        poller: Poller,
+        rng: random.Random,
+        *,
+        keep_client_address: bool,
+        early_data: bool,
+    ) -> None:
+        self._clusters = clusters
+        self._dialler = dialler
+        self._internal = internal
+        self._poller = poller
+        self._rng = rng
+        self._keep_client_address = keep_client_address
+        self._early_data = early_data
+        self._pools: dict[LiveCluster, Pool] = {}
+
+    # What a TCP proxy does
+
+    async def open(self, hop: Hop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
+        """Connect a hop to its cluster, trying again as often as the filter says.
+
+        Args:
+            hop: the connection.
+            proxy: its filter.
+            client: the downstream end, whose first bytes may be sent along with a CONNECT.
+
+        Raises:
+            Refused: no attempt succeeded; ``hop`` has the flags.
+        """
+        info, model = hop.info, proxy.model
+        name = info.facts.filter_state.get(CLUSTER_OVERRIDE) or pick_cluster(model.clusters, self._rng)
+        info.cluster = name
+        cluster = self._clusters.get(name)
+        if cluster is None:
+            proxy.cx_no_route.value += 1
+            raise NoCluster()
+        info.cluster_metadata = cluster.model.metadata
+        info.upstream_cluster = cluster.model.alt_stat_name or name
+        subset = proxy.subsets.get(name, model.metadata_match)
+        # As Envoy's ``max_connect_attempts``: a number and a back-off, no limit of time.
+        attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
+        while True:
+            host = cluster.choose(
+                info, subset=subset, hash_source=model.hash_source_ip, avoid=attempts.avoid, drops=False
+            )
+            if host is None:
+                cluster.stats.cx_none_healthy.value += 1
+                raise NoHealthyHost()
+            info.attempts += 1
+            try:
+                upstream = await self._attempt(hop, proxy, cluster, host, client)
+            except UpstreamFailed as error:
+                count_failure(cluster, host, error)
+                verdict = attempts.failed(error, 0.0, host)
+                if isinstance(verdict, GiveUp):
+                    if verdict.reason is Reason.NO_RETRIES:
+                        cluster.stats.cx_attempts_exceeded.value += 1
+                        info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
+                    raise
+                hop.refused(error)  # as in Envoy, the log says so even if a later attempt succeeds
+            else:
+                info.connected = True
+                return upstream
+            finally:
+                info.ready_s = hop.clock.monotonic() - info.started
+            info.failed = (*info.failed, host.endpoint)
+            await self._back_off(proxy, verdict.failures)
+
+    async def _back_off(self, proxy: LiveTcpProxy, failures: int) -> None:
+        """Wait before the next attempt, exponentially with full jitter, as Envoy's ``backoff_options``."""
+        base = proxy.model.backoff_base_s
+        if base:
+            longest = proxy.model.backoff_max_s or base * 10
+            await asyncio.sleep(self._rng.random() * min(longest, base * 2 ** (failures - 1)))
+
+    async def _attempt(
+        self, hop: Hop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
+    ) -> ClusterUpstream:
+        info = hop.info
+        endpoint = host.endpoint
+        info.upstream_host = str(endpoint.address)
+        info.endpoint = endpoint
+        info.upstream_metadata = endpoint.metadata
+        await self._admit(hop, proxy, host)
+        transport = cluster.transport_socket(host)
+        match endpoint.address:
+            case InternalAddress() as address:
+                upstream = await self._enter(hop, cluster, host, address, transport, client)
+            case SocketAddress() as address if tunnels(proxy, info):
+                upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
+            case PipeAddress() if tunnels(proxy, info):
+                raise UpstreamFailed("a tunnel needs a host with an IP address")
+            case SocketAddress() | PipeAddress() as address:
+                upstream = await self._dialler.dial(info, cluster, host, address, transport)
+            case NamedAddress():
+                raise UpstreamFailed(NO_ADDRESS)
+            case _:
+                assert_never(endpoint.address)
+        cluster.report(host, Result.SUCCESS)
+        return upstream
+
+    async def _admit(self, hop: Hop, proxy: LiveTcpProxy, host: Host) -> None:
+        """Ask what else decides about a host, before anything is opened to it.
+
+        Raises:
+            Denied: the connection is not allowed.
+        """
+
+    # Internal listeners
+
+    async def _enter(
+        self,
+        hop: Hop,
+        cluster: LiveCluster,
+        host: Host,
+        address: InternalAddress,
+        transport: TransportSocket,
+        client: End | None,
+    ) -> ClusterUpstream:
+        """Continue at an internal listener; any failure behind it reads ``Invalid argument`` here, as in Envoy."""
+        if not isinstance(security_of(transport), RawBuffer):
+            raise UpstreamFailed("connections to an internal listener have no TLS")
+        outer = hop.info
+        header = proxy_header(outer, transport)
+        metadata, shared = passed_on(outer.facts, cluster, host, transport)
+        outer.upstream_local = _CLIENT_ADDRESS
+        inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
+        counted = CountedConnection(cluster, self._poller)
+        if inner is None:
+            failed = UpstreamFailed(INVALID_ARGUMENT)
+            counted.failed(failed)
+            raise failed
+        counted.connected()  # as in Envoy, before the inner one is
+        proxy = inner.proxy
+        proxy.cx_total.value += 1
+        try:
+            # Early data would arrive before the header.
+            upstream = await self.open(inner.hop, proxy, None if header else client)
+        except Refused as error:
+            inner.hop.refused(error)
+            inner.hop.life.close()
+            counted.ended(by_peer=True, in_use=True)
+            if isinstance(error, Denied):
+                raise  # no failure of this host, and another attempt would be denied as well
+            final = isinstance(error, UpstreamFailed) and error.final
+            raise UpstreamFailed(INVALID_ARGUMENT, final=final) from error
+        except BaseException:
+            inner.hop.life.close()
+            counted.ended(by_peer=False, in_use=True)
+            raise
+        if header:
+            upstream.end.write([memoryview(header)], len(header))
+            upstream.end.flush()
+        upstream.hops.insert(0, inner.hop)
+        upstream.on_close(inner.hop.life.close)
+        account_connection(cluster, host, upstream, counted)
+        return upstream
+
+    # Tunnels
+
+    async def _tunnel(
+        self,
+        hop: Hop,
+        proxy: LiveTcpProxy,
+        cluster: LiveCluster,
+        host: Host,
+        address: SocketAddress,
+        transport: TransportSocket,
+        client: End | None,
+    ) -> ClusterUpstream:
+        """Open a CONNECT stream, and wait for its 200."""
+        info = hop.info
+        if cluster.model.http2 is None:
+            raise UpstreamFailed(NO_HTTP2)
+        if cluster.breaker.requests_open:
+            cluster.stats.rq_pending_overflow.value += 1
+            raise Overflow()
+        authority, headers = tunnel_request(proxy, info)
+        context = ready_context(cluster, security_of(transport))
+        options = options_for(info, transport)
+        # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
+        if not options.first_bytes:
+            local = await self._internal.shortcut(hop, context, address, authority, headers)
+            if local is not None:
+                self._account_request(cluster, host, local)
+                return local
+        generation = context.generation if context is not None else 0
+        key = PoolKey(address, context, generation, options)
+        cluster.breaker.requests += 1
+        try:
+            tunnel = await self._pool(cluster).open(
+                key,
+                [(b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded(headers)],
+                client if type(client) is PlainSocket else None,
+            )
+        except ConnectRefused as error:
+            raise UpstreamFailed(f"tunnel_response:{error.status}", status=error.status) from error
+        except PoolFull:
+            cluster.stats.rq_pending_overflow.value += 1
+            raise Overflow() from None
+        except (HboneError, TproxyError, UpstreamFailed) as error:
+            raise failure_of(cluster, error) from error
+        finally:
+            cluster.breaker.requests -= 1
+        info.tunnel_authority = authority
+        info.upstream_local = str(address_of(tunnel.connection.local_name))
+        facts = tunnel.connection.facts
+        info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
+        info.upstream_tls = facts
+        info.upstream_certificate = context.presented.certificate if context is not None else None
+        info.upstream_sni = context.model.sni if context is not None else ""
+        if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
+            text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)
+            info.facts.filter_state[RESPONSE_HEADERS] = text
+        upstream = ClusterUpstream(tunnel)
+        self._account_request(cluster, host, upstream)
+        return upstream
+
+    @staticmethod
+    def _account_request(cluster: LiveCluster, host: Host, upstream: ClusterUpstream) -> None:
+        stats = cluster.stats
+        stats.rq_total.value += 1
+        stats.rq_active.stored += 1
+        host.rq_total += 1
+        host.rq_success += 1
+        host.rq_active += 1
+        cluster.breaker.requests += 1
+
+        def closed() -> None:
+            stats.rq_active.stored -= 1
+            host.rq_active -= 1
+            cluster.breaker.requests -= 1
+
+        upstream.on_close(closed)
+
+    def _pool(self, cluster: LiveCluster) -> Pool:
+        pool = self._pools.get(cluster)
+        if pool is None:
+            settings = client_settings(cluster, early_data=self._early_data)
+
+            async def dial(key: Hashable) -> Connection:
+                assert isinstance(key, PoolKey)
+                return await self._dial_tunnel(cluster, key, settings)
+
+            limits = PoolSettings(
+                idle_timeout_s=cluster.model.connection_idle_timeout_s or math.inf,  # 0: never, as in Envoy
+                max_tunnels_per_connection=cluster.model.max_requests_per_connection,
+                max_waiters=cluster.breaker.limits.max_pending_requests,
+            )
+            pool = self._pools[cluster] = Pool(dial, self._poller, limits)
+        return pool
+
+    async def _dial_tunnel(self, cluster: LiveCluster, key: _Key, settings: ConnectionSettings) -> Connection:
+        """Open one connection for tunnels; the pool calls it."""
+        context = key.credentials
+        counted = CountedConnection(cluster, self._poller)
+        try:
+            async with asyncio.timeout(cluster.model.connect_timeout_s):
+                connection = await dial_connection(
+                    lambda: context.current if context is not None else None,
+                    lambda: self._dialler.connect(cluster, key.address, key.options),
+                    settings,
+                    self._poller,
+                )
+        except TimeoutError as error:
+            counted.failed(error)
+            raise UpstreamFailed("connection timeout", timed_out=True) from None
+        except BaseException as error:
+            counted.failed(error)
+            raise
+        counted.connected()
+
+        def ended(_: object) -> None:
+            counted.ended(by_peer=connection.ended_by_peer, in_use=connection.engine.open_streams > 0)
+
+        connection.wait_closed().add_done_callback(ended)
+        cluster.stats.cx_http2.value += 1
+        if connection.facts is not None:
+            cluster.stats.negotiated(connection.facts)
+        return connection
+
+    def cluster(self, name: str) -> LiveCluster | None:
+        """Return the cluster that serves under a name."""
+        return self._clusters.get(name)
+
+    def retire(self, cluster: LiveCluster) -> Pool | None:
+        """Remove and return a cluster's pool; the caller drains it."""
+        return self._pools.pop(cluster, None)
+
+    @property
+    def pools(self) -> dict[LiveCluster, Pool]:
+        """Return the pools in use, for statistics and drain."""
+        return self._pools
+
+
+def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:
+    """Return the HTTP/2 settings towards a cluster: ours, with what the configuration changes."""
+    settings = default_client()
+    wanted = cluster.model.http2
+    http2 = replace(settings.http2, early_data=early_data)
+    if wanted is None:
+        return replace(settings, http2=http2)
+    if wanted.initial_stream_window is not None:
+        http2 = replace(http2, stream_window_bytes=wanted.initial_stream_window)
+    if wanted.initial_connection_window is not None:
+        http2 = replace(http2, connection_window_bytes=wanted.initial_connection_window)
+    return replace(
+        settings,
+        http2=http2,
+        handshake_timeout_s=cluster.model.connect_timeout_s,
+        ping_interval_s=wanted.keepalive_interval_s or settings.ping_interval_s,
+        ping_timeout_s=wanted.keepalive_timeout_s or settings.ping_timeout_s,
+    )
+
+
+def passed_on(
+    outer: ConnectionFacts, cluster: LiveCluster, host: Host, transport: TransportSocket
+) -> tuple[dict[str, Mapping[str, Any]], tuple[tuple[str, bool], ...]]:
+    """Return what a transport socket passes on to an internal listener: metadata, and shared filter state."""
+    if not isinstance(transport, InternalUpstream):
+        return {}, ()
+    of_host, of_cluster = host.endpoint.metadata, cluster.model.metadata
+    metadata = {name: of_host[name] for name in transport.host if name in of_host}
+    metadata |= {name: of_cluster[name] for name in transport.cluster if name in of_cluster}
+    return metadata, outer.shared_state
+
+
+def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
+    """Return whether a proxy opens a tunnel for a connection."""
+    return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
+
+
+def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tuple[str, str]]]:
+    """Return the ``:authority`` and the added headers of a tunnel request, in order.
+
+    Raises:
+        UpstreamFailed: the host name evaluates to nothing.
+    """
+    assert proxy.hostname is not None
+    authority = proxy.hostname(info)
+    if not authority:
+        raise UpstreamFailed("tunnel hostname is empty")
+    headers: list[tuple[str, str]] = []
+    for header in proxy.headers:
+        value = header.render(info)
+        if not value and not header.keep_empty:
+            continue
+        if header.action != AppendAction.APPEND_IF_EXISTS_OR_ADD:
+            others = [(name, old) for name, old in headers if name != header.name]
+            exists = len(others) < len(headers)
+            if header.action == AppendAction.ADD_IF_ABSENT:
+                if exists:
+                    continue
+            elif header.action == AppendAction.OVERWRITE_IF_EXISTS and not exists:
+                continue
+            headers = others
+        headers.append((header.name, value))
+    return authority, headers
+
+
+def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    """Return headers as bytes for the wire."""
+    return [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
+
+
+def _is_repeatable(error: Exception) -> bool:
+    return not (isinstance(error, UpstreamFailed) and error.final)

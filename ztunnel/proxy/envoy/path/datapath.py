@@ -1,0 +1,253 @@
+"""START HERE: the life of one connection, from accept to its last log line.
+
+:meth:`Datapath.accepted` is called for each socket. What follows reads top to bottom: listener filters, filter
+chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (bytes go to a cluster, plainly or in a
+tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (bytes are tunnels that end here). Leaving
+``_serve`` is the only place where an error becomes flags, counters and log lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from hbone.aio.poller import Poller
+from hbone.aio.socket import PlainSocket
+from tproxy.aio.sockets import is_transparent
+from xds.model import listener as model
+from xds.model.facts import ConnectionFacts
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.lives import cancels_current_task
+from ztunnel.proxy.envoy.listeners.chains import LiveChain
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
+from ztunnel.proxy.envoy.listeners.filters import (
+    FilterClosed,
+    annotate,
+    inspect_http,
+    inspect_tls,
+    plain_address,
+    restore,
+    take_proxy_header,
+)
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.path.crowd import Crowd, pod_of
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
+from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer
+from ztunnel.proxy.envoy.stream.outcome import (
+    Incomplete,
+    NoFilterChain,
+    Refused,
+    TooMany,
+)
+from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+class Datapath:
+    """Carries accepted connections to their end; its owner closes it.
+
+    Args:
+        listeners: for hand-off between listeners.
+        proxies: carry connections to clusters.
+        tunnels: end tunnels.
+        crowd: connections by pod.
+        connections: the table that every connection is registered in.
+        poller: of this loop.
+        clock: for times in logs.
+    """
+
+    def __init__(
+        self,
+        listeners: ListenerTable,
+        proxies: TcpProxies,
+        tunnels: TunnelServer,
+        crowd: Crowd,
+        *,
+        connections: Connections,
+        poller: Poller,
+        clock: Clock,
+    ) -> None:
+        self._listeners = listeners
+        self._proxies = proxies
+        self._tunnels = tunnels
+        self._crowd = crowd
+        self._connections = connections
+        self._poller = poller
+        self._clock = clock
+        self._tasks = Tasks("connections")
+
+    # Accepting
+
+    def accepted(self, listener: LiveListener, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Carry an accepted socket, which this object closes; returns at once."""
+        try:
+            source, local = plain_address(peer), plain_address(sock.getsockname())
+        except (OSError, ValueError):
+            sock.close()  # the client is gone already
+            return
+        info = StreamInfo(
+            connection_id=self._connections.next_id(),
+            facts=ConnectionFacts(source=source, direct_source=source, destination=local),
+            started=self._clock.monotonic(),
+            started_at=self._clock.wall(),
+            listener=listener.name,
+            listener_metadata=listener.model.metadata,
+            direct_local=local,
+        )
+        pod = pod_of(listener, info)
+        if not self._crowd.admits(pod):
+            listener.overload_reject.value += 1
+            sock.close()
+            return
+        self._tasks.run(self._poller, self._serve(listener, sock, info, pod), f"{info.connection_id}")
+
+    async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo, pod: str) -> None:
+        end = PlainSocket(sock, self._poller)
+        self._crowd.enter(pod)
+        cancel = cancels_current_task(self._poller)
+        connection = LiveConnection(self._connections, info, listener, cancel)
+        connection.own(end.close)
+        listener.opened()
+        hop = Hop(info, self._clock, connection, listener_sinks=listener.sinks)
+        try:
+            listener = await self._filter(listener, end, info)
+            if listener is not connection.owner:
+                self._move(hop, connection, listener)
+            chain = connection.chain = self._choose_chain(connection, info)
+            connection.state = State.FILTERED
+            if chain.manager is None:
+                hop.filter_sinks = chain.sinks
+            if chain.gated:
+                await self._admit(chain, info)
+            if chain.manager is not None:
+                # As in Envoy, a manager's loggers write a line per request and none for the connection.
+                info.protocol = "HTTP/2"
+                await self._tunnels.serve(hop, connection, listener, chain, end)
+            else:
+                await self._proxies.carry(hop, connection, listener, chain, end)
+        except Refused as error:
+            hop.refused(error)
+            if isinstance(error, NoFilterChain):
+                listener.no_filter_chain_match.value += 1
+            elif isinstance(error, Incomplete):
+                listener.network_extension_config_missing.value += 1
+        except FilterClosed as error:
+            info.termination_details = str(error)
+        except OSError as error:
+            info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+            log.debug("connection %d: %s", info.connection_id, error)
+        finally:
+            connection.close()
+            self._crowd.leave(pod)
+            connection.owner.closed()
+            hop.finish()
+            connection.owner.cx_length.record((info.duration_s or 0.0) * 1000)
+
+    @staticmethod
+    def _move(hop: Hop, connection: LiveConnection, listener: LiveListener) -> None:
+        """Have another listener count and log a connection that was handed to it."""
+        connection.owner.closed()
+        connection.owner = listener
+        listener.opened()
+        hop.listener_sinks = listener.sinks
+        hop.info.listener = listener.name
+        hop.info.listener_metadata = listener.model.metadata
+
+    @staticmethod
+    async def _admit(chain: LiveChain, info: StreamInfo) -> None:
+        """Apply the chain's limits of connections; one too many is held for a while first if that is wanted."""
+        try:
+            chain.admit(info)
+        except TooMany as error:
+            await asyncio.sleep(error.delay_s)
+            raise
+
+    async def _filter(self, listener: LiveListener, end: PlainSocket, info: StreamInfo) -> LiveListener:
+        """Run the listener filters, and hand the connection to another listener if they say so."""
+        transparent = listener.model.transparent or is_transparent(end.sock)
+        if listener.model.use_original_dst:
+            restore(end, info, transparent=transparent)
+            listener = self._listeners.hand_off(info.destination, listener)
+        accepted_for = info.destination
+        await self._run_limited(listener, end, info, transparent=transparent)
+        if listener.model.use_original_dst and info.restored and info.destination != accepted_for:
+            # A PROXY header named another destination; as in Envoy, which hands over once.
+            named = self._listeners.hand_off(info.destination, listener)
+            if named is not listener:
+                listener = named
+                await self._run_limited(listener, end, info, transparent=transparent)
+        return listener
+
+    async def _run_limited(
+        self, listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
+    ) -> None:
+        """Run the filters of a listener within its limit of time.
+
+        Raises:
+            FilterClosed: one of them, or the limit, ends the connection.
+        """
+        if not listener.reads_bytes:
+            await self._run_filters(listener, end, info, transparent=transparent)
+            return
+        listener.pre_cx_active.stored += 1
+        try:
+            if listener.model.listener_filters_timeout_s:
+                async with asyncio.timeout(listener.model.listener_filters_timeout_s):
+                    await self._run_filters(listener, end, info, transparent=transparent)
+            else:
+                await self._run_filters(listener, end, info, transparent=transparent)
+        except TimeoutError:
+            listener.pre_cx_timeout.value += 1
+            if not listener.model.continue_on_filter_timeout:
+                raise FilterClosed("listener filters timed out") from None
+        finally:
+            listener.pre_cx_active.stored -= 1
+
+    @staticmethod
+    async def _run_filters(
+        listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
+    ) -> None:
+        for entry, found in listener.filters:
+            if entry.disabled is not None and entry.disabled.holds(info.destination.port):
+                continue
+            match found:
+                case None:
+                    listener.extension_config_missing.value += 1
+                    raise FilterClosed(f"the configuration of filter {entry.name} has not arrived")
+                case model.OriginalDst():
+                    if not info.restored:
+                        restore(end, info, transparent=transparent)
+                case model.TlsInspector():
+                    await inspect_tls(end, info)
+                    listener.inspected.count(info.facts)
+                case model.HttpInspector():
+                    await inspect_http(end, info)
+                case model.ProxyProtocol():
+                    await take_proxy_header(found, end, info)
+                case _:
+                    annotate(found, info)
+
+    @staticmethod
+    def _choose_chain(connection: LiveConnection, info: StreamInfo) -> LiveChain:
+        # Of the active version: while filters waited for bytes, the listener may have been replaced.
+        chain = connection.owner.latest.chain_for(info.facts)
+        if chain is None:
+            raise NoFilterChain()
+        info.chain = chain.name
+        info.chain_metadata = chain.model.metadata
+        return chain
+
+    # Life
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def close(self) -> None:
+        """End every connection; idempotent."""
+        await self._tasks.close()

@@ -1,0 +1,341 @@
+"""Opens sockets to hosts of clusters: TCP, TLS if the cluster has it, and pipes; counts and limits them.
+
+``connect.py`` uses them for a TCP proxy, ``terminate.py`` for a tunnel's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+
+from hbone.aio.end import End
+from hbone.aio.poller import Poller
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tls_socket import TlsSocket
+from hbone.errors import HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
+from tproxy.aio import sockets
+from tproxy.errors import ConnectTimedOut, KernelRefused, TproxyError
+from xds.model.address import PipeAddress, SocketAddress, canonical
+from xds.model.cluster import RawBuffer, TransportSocket, proxy_version_of, security_of
+from xds.model.tls import TlsContext as ContextModel
+from xds.model.weighted_cluster import WeightedCluster
+from ztunnel.proxy.dataplane.proxy_protocol import header_of_version
+from ztunnel.proxy.dataplane.upstream import Upstream
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.stream.outcome import Overflow, UpstreamFailed
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.host import Host
+from ztunnel.proxy.envoy.upstream.outlier import Result
+
+
+class ClusterUpstream(Upstream):
+    """An open upstream of a cluster.
+
+    Attributes:
+        hops: the in-process hops behind the caller's, outermost first; they end with it.
+        ended_by_peer: whether the host ended last, or reset; else we did. Set before it closes.
+        in_use: whether the connection was still carrying a request when it ended.
+    """
+
+    __slots__ = ("ended_by_peer", "hops", "in_use")
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self.hops: list[Hop] = []
+        self.ended_by_peer = False
+        self.in_use = True
+
+
+class Dialler:
+    """Opens sockets to hosts.
+
+    Args:
+        poller: of this loop.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+
+    async def dial(
+        self,
+        info: StreamInfo,
+        cluster: LiveCluster,
+        host: Host,
+        address: SocketAddress | PipeAddress,
+        transport: TransportSocket,
+    ) -> ClusterUpstream:
+        """Open a connection to a host by TCP or a Unix socket, with its PROXY header and TLS.
+
+        Raises:
+            Overflow: the cluster has too many connections.
+            UpstreamFailed: it could not be opened.
+        """
+        breaker = cluster.breaker
+        if breaker.connections_open:
+            cluster.stats.cx_overflow.value += 1
+            raise Overflow()
+        if breaker.pending_open:
+            cluster.stats.rq_pending_overflow.value += 1
+            raise Overflow()
+        # Counted before the first await, so that a burst cannot exceed the limits.
+        breaker.connections += 1
+        breaker.pending += 1
+        counted = CountedConnection(cluster, self._poller)
+        try:
+            end = await self._open_socket(info, cluster, address, transport)
+        except BaseException as error:
+            counted.failed(error)
+            raise
+        finally:
+            breaker.connections -= 1
+            breaker.pending -= 1
+        counted.connected()
+        upstream = ClusterUpstream(end)
+        account_connection(cluster, host, upstream, counted)
+        return upstream
+
+    async def _open_socket(
+        self,
+        info: StreamInfo,
+        cluster: LiveCluster,
+        address: SocketAddress | PipeAddress,
+        transport: TransportSocket,
+    ) -> End:
+        context = ready_context(cluster, security_of(transport))
+        options = options_for(info, transport)
+        try:
+            if context is None:
+                sock = await self.connect(cluster, address, options)
+                info.upstream_local = _local_text(sock)
+                return PlainSocket(sock, self._poller, fresh=True)
+            assert context.current is not None
+            async with asyncio.timeout(cluster.model.connect_timeout_s):
+                sock = await self.connect(cluster, address, options)
+                info.upstream_local = _local_text(sock)
+                end = TlsSocket(sock, context.current, self._poller)
+                try:
+                    facts = await end.establish(cluster.model.connect_timeout_s)
+                except BaseException:
+                    end.close()
+                    raise
+                info.upstream_uri_sans = facts.uri_sans
+                info.upstream_tls, info.upstream_certificate = facts, context.presented.certificate
+                info.upstream_sni = context.model.sni
+                cluster.stats.negotiated(facts)
+                return end
+        except TimeoutError:
+            raise UpstreamFailed("connection timeout", timed_out=True) from None
+        except (ConnectTimedOut, TproxyError, HboneError) as error:
+            raise failure_of(cluster, error) from error
+
+    async def connect(
+        self, cluster: LiveCluster, address: SocketAddress | PipeAddress, options: UpstreamOptions
+    ) -> socket.socket:
+        """Connect a socket, and send the first bytes of ``options``.
+
+        By TCP it has the cluster's socket options, and the client's address if ``options`` have it.
+
+        Raises:
+            TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
+            UpstreamFailed: likewise, of a Unix socket.
+        """
+        if isinstance(address, PipeAddress):
+            sock = await self._connect_pipe(cluster, address.path)
+        else:
+            sock = await self._connect_tcp(cluster, address, options)
+        if options.first_bytes:
+            await self.send_first(sock, options.first_bytes)
+        return sock
+
+    async def send_first(self, sock: socket.socket, data: bytes) -> None:
+        """Send the first bytes of a connection; the socket is closed if that fails.
+
+        Raises:
+            KernelRefused: the peer has gone.
+        """
+        try:
+            await self._poller.loop.sock_sendall(sock, data)
+        except OSError as error:
+            sock.close()
+            raise KernelRefused("a PROXY header", error.errno or errno.ECONNRESET) from error
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _connect_pipe(self, cluster: LiveCluster, path: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(cluster.model.connect_timeout_s):
+                await self._poller.loop.sock_connect(sock, path)
+        except OSError as error:  # TimeoutError is one
+            sock.close()
+            raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _connect_tcp(
+        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
+    ) -> socket.socket:
+        keepalive = cluster.model.keepalive
+        # A pod that talks to itself cannot be impersonated: source and destination would be one address.
+        source = options.source if options.source != address.host else None
+        return await sockets.connect(
+            (address.host, address.port),
+            source=source or cluster.model.bind_source or None,
+            own_source=source is None,  # as in Envoy, where upstream_bind_config binds addresses of the host
+            mark=options.mark or None,
+            timeout_s=cluster.model.connect_timeout_s,
+            keepalive=None
+            if keepalive is None
+            else sockets.Keepalive(
+                idle_s=keepalive.time_s or 7200,
+                interval_s=keepalive.interval_s or 75,
+                probes=keepalive.probes or 9,
+            ),
+        )
+
+
+class CountedConnection:
+    """A connection in its cluster's statistics, from the first SYN to its end, which is told once."""
+
+    __slots__ = ("_began_s", "_now_s", "_stats")
+
+    def __init__(self, cluster: LiveCluster, poller: Poller) -> None:
+        self._stats = cluster.stats
+        self._now_s = poller.loop.time
+        self._began_s = self._now_s()
+        self._stats.cx_total.value += 1
+        self._stats.cx_active.stored += 1
+
+    def connected(self) -> None:
+        """Count that it may carry something: after TCP, and TLS if the cluster has it."""
+        self._stats.cx_connect_ms.record((self._now_s() - self._began_s) * 1000)
+
+    def failed(self, error: BaseException) -> None:
+        """Count that it was not made.
+
+        The host ended it, unless we did: when time was up, or we could not bind, or were cancelled.
+        """
+        cause = error.__cause__ if isinstance(error, UpstreamFailed) else error
+        bind = isinstance(cause, KernelRefused) and cause.code in _OF_BIND
+        self._stats.bind_errors.value += bind
+        late = isinstance(error, TimeoutError | ConnectTimedOut | PeerSilent)
+        late = late or (isinstance(error, UpstreamFailed) and error.timed_out)
+        self.ended(by_peer=isinstance(error, Exception) and not (bind or late), in_use=False)
+
+    def ended(self, *, by_peer: bool, in_use: bool) -> None:
+        """Count its end."""
+        stats = self._stats
+        stats.cx_active.stored -= 1
+        stats.cx_destroy.value += 1
+        (stats.cx_destroy_remote if by_peer else stats.cx_destroy_local).value += 1
+        if in_use:
+            stats.cx_destroy_active.value += 1
+            (stats.cx_destroy_remote_active if by_peer else stats.cx_destroy_local_active).value += 1
+        stats.cx_length_ms.record((self._now_s() - self._began_s) * 1000)
+
+
+#: What bind(2) says of an address that is not the host's, or whose ports are all taken.
+_OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+
+
+def account_connection(
+    cluster: LiveCluster, host: Host, upstream: ClusterUpstream, counted: CountedConnection
+) -> None:
+    """Count an open connection until its upstream closes; as in Envoy it is one request, too."""
+    stats = cluster.stats
+    stats.rq_total.value += 1
+    stats.rq_active.stored += 1
+    host.cx_total += 1
+    host.cx_active += 1
+    cluster.breaker.connections += 1
+
+    def closed() -> None:
+        stats.rq_active.stored -= 1
+        counted.ended(by_peer=upstream.ended_by_peer, in_use=upstream.in_use)
+        host.cx_active -= 1
+        cluster.breaker.connections -= 1
+
+    upstream.on_close(closed)
+
+
+def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:
+    """Count a failed attempt, and report it to outlier detection."""
+    host.cx_connect_fail += 1
+    cluster.stats.cx_connect_fail.value += 1
+    if error.timed_out:
+        cluster.stats.cx_connect_timeout.value += 1
+    gateway = error.status in (502, 503, 504)
+    cluster.report(host, Result.GATEWAY_FAILURE if gateway else Result.CONNECT_FAILURE)
+
+
+def ready_context(cluster: LiveCluster, transport: RawBuffer | ContextModel) -> LiveContext | None:
+    """Return the TLS context to use now; ``None`` for plain TCP.
+
+    Raises:
+        UpstreamFailed: a secret of it has not arrived.
+    """
+    if isinstance(transport, RawBuffer):
+        return None
+    context = cluster.context(transport)
+    if context.current is None:
+        cluster.stats.secrets_not_ready.value += 1
+        raise UpstreamFailed("TLS_error: Secret is not supplied by SDS")
+    return context
+
+
+def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
+    """Count an error of a library, and return it as a failure with the text for logs."""
+    if isinstance(error, UpstreamFailed):
+        return error
+    if isinstance(error, TlsError):
+        cluster.stats.ssl_failed(error)
+        return UpstreamFailed(f"TLS_error: {error}")
+    timed_out = isinstance(error, ConnectTimedOut | PeerSilent)
+    if timed_out:
+        return UpstreamFailed("connection timeout", timed_out=True)
+    if isinstance(error, PoolClosed):
+        return UpstreamFailed("the cluster is going away")
+    if isinstance(error, TunnelBroken):
+        return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered)
+    return UpstreamFailed(f"delayed connect error: {_reason(error)}")
+
+
+def pick_cluster(choices: tuple[WeightedCluster, ...], rng: random.Random) -> str:
+    """Return the name of one of weighted clusters; most chains have one."""
+    if len(choices) == 1:
+        return choices[0].name
+    return rng.choices(choices, [choice.weight for choice in choices])[0].name
+
+
+def options_for(info: StreamInfo, transport: TransportSocket) -> UpstreamOptions:
+    """Return what distinguishes a socket for a connection: its options, and the PROXY header of ``transport``."""
+    header = proxy_header(info, transport)
+    return info.options._replace(first_bytes=header) if header else info.options
+
+
+def proxy_header(info: StreamInfo, transport: TransportSocket) -> bytes:
+    """Return the PROXY header that a transport socket sends for a connection; empty: it sends none."""
+    version = proxy_version_of(transport)
+    return b"" if version is None else header_of_version(version, info.source, info.facts.destination)
+
+
+def address_of(name: tuple[str, int]) -> SocketAddress:
+    """Return a socket's own or peer's name as an address."""
+    return SocketAddress(canonical(name[0]), name[1])
+
+
+def _local_text(sock: socket.socket) -> str:
+    return "" if sock.family == socket.AF_UNIX else str(address_of(sock.getsockname()))
+
+
+def _reason(error: Exception) -> str:
+    cause = getattr(error, "error", None)
+    return cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)

@@ -1,0 +1,594 @@
+"""Explains the path that a connection would take: repeats the data path's decisions and records them. Pure.
+
+It uses the same objects and functions as the data path, but counts nothing, opens nothing and calls no balancer:
+every endpoint that may be chosen is followed. The kernel's decision, to which listener a packet is diverted, is
+not known here; the question may name the listener.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from xds.model.address import InternalAddress, NamedAddress, SocketAddress, canonical
+from xds.model.cluster import (
+    Discovery,
+    Endpoint,
+    TransportSocket,
+    proxy_version_of,
+    security_of,
+)
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.http import RouteTable
+from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
+from xds.model.matcher import IpTree, Matcher, MatcherList, hits
+from xds.model.policy import PolicyList
+from xds.model.secret import Validation
+from xds.model.tls import SecretRef, TlsContext
+from ztunnel.policy.engine import holds, judge
+from ztunnel.policy.reasons import reason
+from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.filters import annotate
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.path.connect import (
+    NO_ADDRESS,
+    NO_HTTP2,
+    passed_on,
+    tunnel_request,
+    tunnels,
+)
+from ztunnel.proxy.envoy.path.internal import facts_behind, takes_internal
+from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, route_for
+from ztunnel.proxy.envoy.path.verdict import verdict_of
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.host import Host
+
+Answer = dict[str, Any]
+
+#: The limit of nested internal listeners, which ends a loop of them.
+_MOST_HOPS = 4
+#: Policies of a filter that are told; of more, only their number.
+_MOST_TOLD: Final = 32
+_DAY_S: Final = 86400
+_BYTELESS = (OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A hypothetical connection.
+
+    Attributes:
+        identity: the client's, if the connection arrives in a tunnel.
+        listener: name of the listener that accepts it; empty lets :func:`first_listener` find one.
+    """
+
+    source: SocketAddress
+    destination: SocketAddress
+    identity: str = ""
+    listener: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSecrets:
+    """The secrets of a saved dump, which has no keys: no context can be built of them.
+
+    Attributes:
+        identities: in certificates, by the name of the secret.
+        ends: when those certificates expire.
+    """
+
+    identities: Mapping[str, tuple[str, ...]]
+    ends: Mapping[str, datetime] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The current configuration.
+
+    Attributes:
+        listeners: active ones, in order.
+        cluster: by name.
+        now_s: seconds of the wall clock, for the days that certificates have left.
+        keep_client_address: tunnels behind an internal listener keep the client's address too.
+        saved: the secrets of a dump, in the place of contexts.
+        calico: what Calico's policies say where a socket is opened, see
+            :func:`ztunnel.proxy.envoy.path.guarded.told`; ``None``: there are none.
+    """
+
+    listeners: Sequence[LiveListener]
+    cluster: Callable[[str], LiveCluster | None]
+    now_s: float
+    keep_client_address: bool = True
+    saved: SavedSecrets | None = None
+    calico: Callable[[StreamInfo, LiveTcpProxy | None, SocketAddress, Sequence[str]], Answer] | None = None
+
+
+def explain(question: Question, configuration: Configuration) -> Answer:
+    """Return the answer as plain values, ready for JSON.
+
+    Raises:
+        LookupError: the question names a listener that is not there, or there is none that could take it.
+    """
+    found, why = first_listener(question, configuration.listeners)
+    hop = _Explainer(configuration).hop(found, _accepted(question, found), depth=0)
+    answer: Answer = {"verdict": verdict_of(hop)}
+    answer |= {"source": str(question.source), "destination": str(question.destination)}
+    if question.identity:
+        answer["identity"] = question.identity
+    answer["listener_because"] = why
+    answer["hop"] = hop
+    return answer
+
+
+def _accepted(question: Question, listener: LiveListener) -> StreamInfo:
+    """Return what is known of a connection when a listener has accepted it."""
+    destination = question.destination
+    if _ends_tunnels(listener) and listener.model.addresses:
+        # The tunnel goes to the listener's port; the destination is what its request names.
+        destination = SocketAddress(destination.host, listener.model.addresses[0].port)
+    facts = ConnectionFacts(source=question.source, direct_source=question.source, destination=destination)
+    if question.identity:
+        facts.peer = PeerCertificate(uri_sans=(question.identity,))
+        facts.secured = True
+    info = StreamInfo(
+        connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=listener.name, restored=True
+    )
+    info.authority = str(question.destination)
+    return info
+
+
+def _ends_tunnels(listener: LiveListener) -> bool:
+    return any(chain.manager is not None for chain in listener.live_chains)
+
+
+def client_address(given: str) -> SocketAddress:
+    """Return the source of a question: an IP address, with or without a port.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return SocketAddress(canonical(ipaddress.ip_address(given.strip("[]"))), 0)
+    except ValueError:
+        return SocketAddress.parse(given)
+
+
+def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tuple[LiveListener, str]:
+    """Return the socket listener that accepts the connection, and the reason.
+
+    Raises:
+        LookupError: there is none.
+    """
+    outside = [listener for listener in listeners if not listener.model.internal]
+    if question.listener:
+        for listener in listeners:
+            if listener.name == question.listener:
+                return listener, "the question names it"
+        raise LookupError(f"no listener {question.listener}")
+    if question.identity:
+        for listener in outside:
+            if _ends_tunnels(listener):
+                return listener, "the question has an identity, and this listener ends tunnels"
+    for listener in outside:
+        if question.destination in listener.model.addresses:
+            return listener, "it is bound to the destination"
+    for listener in outside:
+        if listener.model.use_original_dst and listener.model.matcher is not None:
+            return listener, "it restores original destinations and matches by source: what pods send"
+    for listener in outside:
+        if listener.model.use_original_dst:
+            return listener, "it restores original destinations"
+    raise LookupError("no listener takes intercepted connections")
+
+
+class _Explainer:
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+
+    def hop(self, listener: LiveListener, info: StreamInfo, depth: int) -> Answer:
+        """Explain one listener: its filters, its chain, its policies, its cluster."""
+        answer: Answer = {"listener": listener.name, "address": listener.address_text}
+        notes, missing_filter = _run_filters(listener, info)
+        if notes:
+            answer["listener_filters"] = notes
+        if missing_filter:
+            return answer | {"chain": None, "verdict": f"closed: {missing_filter}"}
+        chain = listener.chain_for(info.facts)
+        answer["chain"] = chain.name if chain is not None else None
+        answer["chain_because"] = list(chain_reasons(listener, info.facts, chain))
+        if chain is None:
+            return answer | {"verdict": "closed: no filter chain takes it"}
+        if listener.model.internal and not takes_internal(chain):
+            return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
+        missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
+        if missing:
+            # It may be a filter that denies: as in the data path, nothing is served without it.
+            return answer | {
+                "missing_filters": missing,
+                "verdict": "closed: the configuration of a filter has not arrived",
+            }
+        policies, denied = _policies(chain, info)
+        if policies:
+            answer["policies"] = policies
+        if chain.tls is not None:
+            answer["tls"] = _server_tls(chain, self._configuration)
+        if denied is not None:
+            return answer | {"verdict": denied}
+        if chain.manager is not None:
+            return answer | self._terminated(chain, info, depth)
+        assert chain.proxy is not None
+        chain.set_filter_state(info)
+        return answer | self._proxied(chain.proxy, info, depth)
+
+    def _proxied(self, proxy: LiveTcpProxy, info: StreamInfo, depth: int) -> Answer:
+        override = info.facts.filter_state.get("envoy.tcp_proxy.cluster")
+        if override:
+            return {
+                "cluster_because": "filter state envoy.tcp_proxy.cluster names it",
+                "clusters": [self._cluster(override, info, proxy, depth)],
+            }
+        choices = proxy.model.clusters
+        answer: Answer = {"clusters": []}
+        for choice in choices:
+            entry = self._cluster(choice.name, info, proxy, depth)
+            if len(choices) > 1:
+                entry["weight"] = choice.weight
+            answer["clusters"].append(entry)
+        return answer
+
+    def _terminated(self, chain: LiveChain, info: StreamInfo, depth: int) -> Answer:
+        """Explain a tunnel that ends here: its route, and the application behind it."""
+        manager = chain.manager
+        assert manager is not None
+        info.method, info.manager = "CONNECT", manager.model
+        if not isinstance(manager.routes, RouteTable):
+            return {"verdict": "404: the route table has not arrived"}
+        route = route_for(manager.routes, info)
+        if route is None:
+            return {"verdict": "404: no route matches CONNECT"}
+        if not (route.tunnel and manager.model.allows_connect):
+            return {"verdict": "403: the route does not end tunnels"}
+        info.request_headers = (("x-envoy-original-dst-host", info.authority),)
+        own = chain.tls.local_uri_sans if chain.tls is not None else ()
+        clusters = [self._cluster(choice.name, info, None, depth, own) for choice in route.clusters]
+        return {"authority": info.authority, "route": route.name, "clusters": clusters}
+
+    # Upstream
+
+    def _cluster(
+        self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, own: Sequence[str] = ()
+    ) -> Answer:
+        cluster = self._configuration.cluster(name)
+        answer: Answer = {"cluster": name}
+        if cluster is None:
+            return answer | {"verdict": "closed: there is no such cluster (NC)"}
+        model = cluster.model
+        answer |= {"type": str(model.discovery), "lb_policy": str(model.balancing.policy)}
+        subset = proxy.subsets.get(name, proxy.model.metadata_match) if proxy is not None else None
+        hosts, left_out, because = _candidates(cluster, info, subset)
+        answer["endpoints_because"] = because
+        if left_out:
+            answer["left_out"] = left_out
+        answer["endpoints"] = [
+            self._endpoint(cluster, host, priority, info, proxy, depth, own) for host, priority in hosts
+        ]
+        if not hosts:
+            answer["verdict"] = "closed: no endpoint (UH)"
+        return answer
+
+    def _endpoint(
+        self,
+        cluster: LiveCluster,
+        host: Host,
+        priority: int,
+        info: StreamInfo,
+        proxy: LiveTcpProxy | None,
+        depth: int,
+        own: Sequence[str],
+    ) -> Answer:
+        endpoint = host.endpoint
+        answer: Answer = {
+            "address": str(endpoint.address),
+            "health": host.flags,
+            "weight": endpoint.weight,
+            "priority": priority,
+        }
+        match, transport = cluster.model.transport_socket_for(endpoint.metadata)
+        if match:
+            answer["transport_socket_match"] = match
+        inner = security_of(transport)
+        version = proxy_version_of(transport)
+        if version is not None:
+            answer["proxy_protocol"] = version
+        if proxy is None and not isinstance(endpoint.address, SocketAddress):
+            return answer | {"verdict": f"closed: {NO_IP_ADDRESS}"}
+        if isinstance(endpoint.address, InternalAddress):
+            return answer | self._inner(cluster, host, transport, info, depth)
+        if isinstance(endpoint.address, NamedAddress):
+            return answer | {"verdict": f"closed: {NO_ADDRESS}"}
+        if proxy is not None and isinstance(endpoint.address, SocketAddress) and tunnels(proxy, info):
+            answer |= _tunnel(cluster, proxy, info, str(endpoint.address))
+        if isinstance(inner, TlsContext):
+            answer["tls"] = _client_tls(cluster, inner, self._configuration)
+        else:
+            answer["tls"] = None
+        if info.options.source is not None:
+            answer["leaves_from"] = info.options.source
+        if info.options.mark:
+            answer["mark"] = info.options.mark
+        calico = self._configuration.calico
+        if calico is not None and isinstance(endpoint.address, SocketAddress) and "verdict" not in answer:
+            answer |= calico(info, proxy, endpoint.address, own)
+        identities = (answer["tls"] or {}).get("identity")
+        if identities and "tunnel" in answer and depth < _MOST_HOPS:
+            inbound = self._inbound(answer["tunnel"]["authority"], identities[0], info, depth)
+            if inbound is not None:
+                answer["inbound"] = inbound
+        return answer
+
+    def _inbound(self, authority: str, identity: str, outer: StreamInfo, depth: int) -> Answer | None:
+        """Explain the far end of a tunnel, where it is this proxy; ``None``: it is another node's."""
+        try:
+            destination = SocketAddress.parse(authority)
+        except ValueError:
+            return None  # a name, which the far end resolves
+        question = Question(source=outer.facts.source, destination=destination, identity=identity)
+        for listener in self._configuration.listeners:
+            if not listener.model.internal and _ends_tunnels(listener):
+                info = _accepted(question, listener)
+                chain = listener.chain_for(info.facts)
+                if chain is not None and chain.manager is not None:  # others close what no pod here takes
+                    return self.hop(listener, info, depth + 1)
+        return None
+
+    def _inner(
+        self, cluster: LiveCluster, host: Host, transport: TransportSocket, outer: StreamInfo, depth: int
+    ) -> Answer:
+        """Continue at an internal listener, as ``InternalListeners.enter`` does."""
+        address = host.endpoint.address
+        assert isinstance(address, InternalAddress)
+        listener = next(
+            (
+                each
+                for each in self._configuration.listeners
+                if each.model.internal and each.name == address.listener
+            ),
+            None,
+        )
+        if listener is None:
+            return {"verdict": f"closed: there is no internal listener {address.listener}"}
+        if depth >= _MOST_HOPS:
+            return {"verdict": "more internal listeners than are followed here"}
+        facts = facts_behind(outer.facts, *passed_on(outer.facts, cluster, host, transport))
+        info = StreamInfo(connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=listener.name)
+        if self._configuration.keep_client_address:
+            info.options = outer.options
+        return {"hop": self.hop(listener, info, depth + 1)}
+
+
+# Pieces
+
+
+def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], str]:
+    """Run the filters that need no bytes; return what each does, and why one closes the connection."""
+    notes: list[str] = []
+    for entry, found in listener.filters:
+        port = info.destination.port
+        if not listener.model.internal and entry.disabled is not None and entry.disabled.holds(port):
+            notes.append(f"{entry.name}: disabled for port {port}")
+            continue
+        if found is None:
+            notes.append(f"{entry.name}: its configuration has not arrived; connections are closed")
+            if not listener.model.internal:
+                return notes, f"the configuration of filter {entry.name} has not arrived"
+        elif isinstance(found, _BYTELESS):
+            annotate(found, info)
+            if isinstance(found, OriginalSrc):
+                leaves = f"upstream sockets leave from {info.options.source} with mark {found.mark}"
+                notes.append(f"{entry.name}: {leaves}")
+            elif not isinstance(found, OriginalDst) or listener.model.internal:
+                notes.append(f"{entry.name}: destination is {info.facts.destination}")
+        else:
+            notes.append(f"{entry.name}: reads bytes, which a question has none of")
+    return notes, ""
+
+
+def chain_reasons(listener: LiveListener, facts: ConnectionFacts, chain: LiveChain | None) -> Iterator[str]:
+    """Return the steps that lead to a chain, one line each."""
+    if listener.model.matcher is not None:
+        yield from _matcher_steps(listener.model.matcher, facts)
+    elif chain is not None and chain.model is not listener.model.default_chain:
+        yield f"its filter_chain_match is the most specific of {len(listener.model.chains)}"
+    if chain is not None and chain.model is listener.model.default_chain:
+        yield "no other chain matches; this is the default chain"
+
+
+def _matcher_steps(matcher: Matcher, facts: ConnectionFacts) -> Iterator[str]:
+    lookup = matcher.lookup
+    found = hits(lookup, facts)
+    if isinstance(lookup, MatcherList):
+        shown = f"list of {len(lookup.matchers)} predicates"
+    else:
+        entries = len(lookup.ranges) if isinstance(lookup, IpTree) else len(lookup.entries)
+        shown = f"{lookup.input.kind.value} {lookup.input.read(facts)} among {entries}"
+    for hit in found:
+        if isinstance(hit.target, str):
+            yield f"{shown}: {hit.target}"
+            if not hit.keep_matching:
+                return
+        else:
+            yield f"{shown}: found"
+            yield from _matcher_steps(hit.target, facts)
+            if hit.target.evaluate(facts) is not None and not hit.keep_matching:
+                return
+    if not found:
+        yield f"{shown}: not found"
+    fallback = matcher.on_no_match
+    if fallback is None:
+        return
+    if isinstance(fallback.target, str):
+        yield f"on no match: {fallback.target}"
+    else:
+        yield "on no match: go on"
+        yield from _matcher_steps(fallback.target, facts)
+
+
+def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | None]:
+    """Return the result of each RBAC filter, and the verdict if one denies."""
+    shown: list[Answer] = []
+    for rbac in chain.rbac:
+        rules = rbac.model.rules
+        if rules is None:
+            continue
+        decision = judge(rules, info.facts)
+        shown.append(
+            {"allowed": decision.allowed, "policy": decision.policy or None, **_judged(rules, info.facts)}
+        )
+        if rbac.model.shadow is not None:
+            shadow = judge(rbac.model.shadow, info.facts)
+            told = _judged(rbac.model.shadow, info.facts)
+            shown[-1]["shadow"] = {"allowed": shadow.allowed, "policy": shadow.policy or None, **told}
+        if not decision.allowed and not rbac.model.log_only:
+            return shown, f"closed: rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
+    return shown, None
+
+
+def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
+    """Return what each policy of a filter says, and by which of its clauses."""
+    listed = [(policy, holds(policy.condition, facts)) for tier in rules.tiers for policy in tier.policies]
+    # Those that hold decide; of the others the first are told.
+    listed.sort(key=lambda each: not each[1])
+    told: Answer = {
+        "judged": [
+            {
+                "policy": policy.name,
+                "action": str(policy.verdict),
+                "holds": held,
+                "because": reason(policy.condition, facts),
+            }
+            for policy, held in listed[:_MOST_TOLD]
+        ]
+    }
+    if len(listed) > _MOST_TOLD:
+        told["more_policies"] = len(listed) - _MOST_TOLD
+    return told
+
+
+def _candidates(
+    cluster: LiveCluster, info: StreamInfo, subset: Mapping[str, object] | None
+) -> tuple[list[tuple[Host, int]], list[Answer], str]:
+    """Return the hosts that can be chosen with their priority, why others cannot, and how one is."""
+    if cluster.model.discovery is Discovery.ORIGINAL_DST:
+        hosts, because = _original(cluster, info)
+        return hosts, [], because
+    every = [(host, priority) for priority, level in enumerate(cluster.hosts.levels) for host in level.hosts]
+    drawn = set(cluster.candidates(subset))
+    hosts = [each for each in every if each[0] in drawn]
+    left_out = [
+        {
+            "address": str(host.endpoint.address),
+            "because": "another priority, locality or subset is chosen" if host.healthy else host.flags,
+        }
+        for host, _ in every
+        if host not in drawn
+    ]
+    usable = sum(host.healthy for host, _ in every)
+    one = "one" if len(hosts) == len(every) else f"one of {len(hosts)}"
+    shown = f"{len(every)} endpoint{'' if len(every) == 1 else 's'}, {usable} healthy"
+    return hosts, left_out[:_MOST_TOLD], f"{shown}, {one} is chosen per connection"
+
+
+def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
+    before = cluster.stats.original_dst_host_invalid.value
+    address = cluster.original_address(info)
+    cluster.stats.original_dst_host_invalid.value = before  # a question is no connection
+    if address is None:
+        return [], "ORIGINAL_DST: the connection has no original destination"
+    known = next((host for host in cluster.all_hosts if host.endpoint.key == str(address)), None)
+    host = known or Host(Endpoint(address=address))
+    override = cluster.model.original_dst
+    port = f", port overridden to {override.port_override}" if override and override.port_override else ""
+    return [(host, 0)], f"ORIGINAL_DST: the connection's own destination{port}"
+
+
+def _tunnel(cluster: LiveCluster, proxy: LiveTcpProxy, info: StreamInfo, address: str) -> Answer:
+    if cluster.model.http2 is None:
+        return {"verdict": f"closed: {NO_HTTP2}"}
+    try:
+        authority, headers = tunnel_request(proxy, info)
+    except UpstreamFailed as error:
+        return {"verdict": f"closed: {error}"}
+    shown = [f"{name}: {value}" for name, value in headers]
+    return {"tunnel": {"address": address, "authority": authority, "headers": shown}}
+
+
+def _client_tls(cluster: LiveCluster, model: TlsContext, configuration: Configuration) -> Answer:
+    context = cluster.context(model)
+    if configuration.saved is not None:
+        return {**_own(context.model, configuration), "verifies": _wanted(context.model)}
+    if context.current is None:
+        return {"verdict": "closed: secrets are missing", "awaits": [ref.name for ref in model.secret_refs]}
+    return {**_presented(context, configuration.now_s), "verifies": _verification(context.validation)}
+
+
+def _server_tls(chain: LiveChain, configuration: Configuration) -> Answer:
+    context = chain.tls
+    assert context is not None
+    requires = {"requires_client_certificate": context.model.require_peer_certificate}
+    if configuration.saved is not None:
+        return {**_own(context.model, configuration), **requires, "verifies": _wanted(context.model)}
+    if context.current is None:
+        awaited = [ref.name for ref in chain.model.secret_refs]
+        return {"verdict": "closed: secrets are missing", "awaits": awaited}
+    own = _presented(context, configuration.now_s)
+    return {**own, **requires, "verifies": _verification(context.validation)}
+
+
+def _presented(context: LiveContext, now_s: float) -> Answer:
+    """Return the identities of a context's own certificate, and how long it is valid."""
+    leaf = context.presented.leaf
+    ends = leaf.not_valid_after_utc if leaf is not None else None
+    return {"identity": list(context.local_uri_sans), **_validity(ends, now_s)}
+
+
+def _own(model: TlsContext, configuration: Configuration) -> Answer:
+    """Return the same by the dump's secrets."""
+    source, saved = model.certificate, configuration.saved
+    assert saved is not None
+    if not isinstance(source, SecretRef):
+        return {"identity": []}
+    ends = saved.ends.get(source.name)
+    return {"identity": list(saved.identities.get(source.name, ())), **_validity(ends, configuration.now_s)}
+
+
+def _validity(ends: datetime | None, now_s: float) -> Answer:
+    if ends is None:
+        return {}
+    days = math.floor(10 * (ends.timestamp() - now_s) / _DAY_S) / 10
+    return {"valid_until": f"{ends:%Y-%m-%dT%H:%M:%SZ}", "days_left": days}
+
+
+def _wanted(model: TlsContext) -> list[str] | None:
+    """Return the requirements on the peer's certificate of a context that has not been built."""
+    validation = model.validation
+    if model.validation_ref is None:
+        return _verification(validation)
+    return ["a trusted root", *(_sans(validation) if validation is not None else ())]
+
+
+def _sans(validation: Validation) -> list[str]:
+    return [f"{san.san_type} {san.match.kind} {san.match.value}" for san in validation.san_matches]
+
+
+def _verification(validation: Validation | None) -> list[str] | None:
+    """Return the requirements on the peer's certificate; None if there are none."""
+    if validation is None or validation.trusted_ca_pem is None:
+        return None
+    return ["a trusted root", *_sans(validation)]

@@ -1,0 +1,265 @@
+"""Connections of Envoy's dialect where Calico's policies are in force, too; see
+:mod:`ztunnel.policy.calico.guard`.
+
+One more list that must allow, beside the filters of the configuration, asked when the address that is dialled is
+known and before it is. Without Calico's policies none of this is made, and a connection costs what it did.
+
+=================================  ==================================================================
+what is dialled                    what is judged
+=================================  ==================================================================
+an application, for a tunnel that  ingress of the pod that is dialled, with the peer's certificate
+ends here
+a tunnel                           egress of the pod that dials, with the port that CONNECT will name
+anything else                      egress of the pod that dials and ingress of the pod that is dialled,
+                                   whichever are known; without either, as a pod that is not known
+=================================  ==================================================================
+
+The names of a tunnel's far end are proven by its handshake only, after this: rules about the destination's account
+allow nothing here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hbone.aio.poller import Poller
+from xds.model import calico as c
+from xds.model.address import SocketAddress
+from ztunnel.policy.calico.guard import Decision, Guard, connection
+from ztunnel.policy.calico.live import LivePolicies
+from ztunnel.proxy.dataplane.life import ALLOWED, Event, Verdict
+from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.connections import Connections
+from ztunnel.proxy.envoy.path.connect import Connector, tunnel_request, tunnels
+from ztunnel.proxy.envoy.path.dial import Dialler
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.path.internal import InternalListeners
+from ztunnel.proxy.envoy.path.terminate import Terminator
+from ztunnel.proxy.envoy.stats.stats import Counter, Stats
+from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.telemetry.decisions import Decisions
+from ztunnel.proxy.envoy.upstream.host import Host
+from ztunnel.proxy.envoy.upstream.manager import ClusterManager
+
+log = logging.getLogger(__name__)
+
+#: Begin of ``CONNECTION_TERMINATION_DETAILS``, in the manner of Envoy's ``rbac_access_denied_matched_policy``.
+_DENIED = "calico_access_denied"
+#: Dynamic metadata with tier, name and rule of a decision: ``%DYNAMIC_METADATA(calico.policy:rule)%``.
+METADATA = "calico.policy"
+
+_Question = tuple[c.Direction, c.Flow]
+
+
+class Enforcer:
+    """Asks before a connection is opened, and has every life judged again after each change."""
+
+    def __init__(self, policies: LivePolicies, decisions: Decisions, connections: Connections) -> None:
+        self._policies = policies
+        self._decisions = decisions
+        policies.watch(partial(connections.review_all, Event.POLICIES))
+
+    @property
+    def knows(self) -> Callable[[str], bool]:
+        """See :meth:`ztunnel.policy.calico.guard.Guard.knows`."""
+        return self._policies.guard.knows
+
+    async def admit(self, hop: Hop, questions: tuple[_Question, ...]) -> None:
+        """Return if every question is answered by an allow; they are asked again as long as the hop lives.
+
+        A later attempt's questions replace those of the one before.
+
+        Raises:
+            Denied: one is not.
+        """
+        info, life = hop.info, hop.life
+        for direction, flow in questions:
+            decision = await self._policies.admit(direction, flow)
+            _note(info, decision)
+            if not decision.allowed:
+                denied = _denied(decision)
+                self._decisions.denied(info, info.facts, denied.details)
+                raise denied
+        life.also = (partial(self._verdict, questions, info),)
+        # The first question may have been answered before a later one waited.
+        denial = self._denial(questions, info)
+        if denial is not None:
+            raise denial
+
+    def _denial(self, questions: tuple[_Question, ...], info: StreamInfo) -> Denied | None:
+        for direction, flow in questions:
+            decision = self._policies.guard.check(direction, flow, counted=False)
+            if not decision.allowed:
+                _note(info, decision)
+                return _denied(decision)
+        return None
+
+    def _verdict(self, questions: tuple[_Question, ...], info: StreamInfo) -> Verdict:
+        denial = self._denial(questions, info)
+        if denial is None:
+            return ALLOWED
+        log.info("connection %s->%s closed: %s", info.source, info.upstream_host, denial.details)
+        verdict = Verdict(f"{POLICY_CHANGE}: {denial.details}")
+        self._decisions.denied(info, info.facts, verdict.reason)
+        return verdict
+
+
+def _note(info: StreamInfo, decision: Decision) -> None:
+    """Put the rule that decided in the connection's metadata."""
+    told = {name.removeprefix("policy."): value for name, value in decision.fields}
+    if decision.staged:
+        told["dry_run"] = decision.staged
+    # A copy: the tunnels of one connection share its facts, and each has a line of its own.
+    info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: told})
+
+
+def _denied(decision: Decision) -> Denied:
+    return Denied(f"{_DENIED}[{decision.verdict.message.removeprefix('denied by ')}]")
+
+
+class GuardedTerminator(Terminator):
+    """Finds the applications behind tunnels that end here."""
+
+    def __init__(
+        self,
+        enforcer: Enforcer,
+        clusters: ClusterManager,
+        dialler: Dialler,
+        rng: random.Random,
+        *,
+        check_authority: bool,
+        own_ports: Callable[[], Collection[int]],
+        judge_ports: bool,
+    ) -> None:
+        super().__init__(
+            clusters, dialler, rng, check_authority=check_authority, own_ports=own_ports, judge_ports=judge_ports
+        )
+        self._enforcer = enforcer
+
+    async def _admit(self, hop: Hop, address: SocketAddress) -> None:
+        own = hop.info.tls.local_uri_sans if hop.info.tls is not None else ()
+        await self._enforcer.admit(hop, _at_its_end(hop.info, address, own))
+
+
+class GuardedConnector(Connector):
+    """Opens what TCP proxies are configured to."""
+
+    def __init__(
+        self,
+        enforcer: Enforcer,
+        clusters: ClusterManager,
+        dialler: Dialler,
+        internal: InternalListeners,
+        poller: Poller,
+        rng: random.Random,
+        *,
+        keep_client_address: bool,
+        early_data: bool,
+    ) -> None:
+        super().__init__(
+            clusters,
+            dialler,
+            internal,
+            poller,
+            rng,
+            keep_client_address=keep_client_address,
+            early_data=early_data,
+        )
+        self._enforcer = enforcer
+
+    async def _admit(self, hop: Hop, proxy: LiveTcpProxy, host: Host) -> None:
+        address = host.endpoint.address
+        if isinstance(address, SocketAddress):  # another has no address yet, or never has one
+            await self._enforcer.admit(hop, _where_it_begins(hop.info, proxy, address, self._enforcer.knows))
+
+
+def told(
+    guard: Guard, info: StreamInfo, proxy: LiveTcpProxy | None, address: SocketAddress, own: Sequence[str]
+) -> dict[str, Any]:
+    """Return what an explanation says of Calico's policies; nothing is counted.
+
+    Args:
+        guard: has the policies.
+        info: the connection.
+        proxy: that opens it; ``None`` at the end of a tunnel.
+        address: of the next socket.
+        own: the identities that the end of a tunnel shows.
+    """
+    asked = (
+        _at_its_end(info, address, own) if proxy is None else _where_it_begins(info, proxy, address, guard.knows)
+    )
+    lines = []
+    for direction, flow in asked:
+        decision = guard.check(direction, flow, counted=False)
+        verdict = decision.verdict
+        if not decision.allowed:
+            lines.append(f"{direction}: {verdict.message}")
+            answer = {"calico": {"allowed": False, "lines": lines}}
+            return {**answer, "verdict": f"closed: {_denied(decision).details}"}
+        lines.append(f"{direction}: allowed by {verdict.rule or 'no rule: none is asked'}")
+    return {"calico": {"allowed": True, "lines": lines}}
+
+
+def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
+    peer, principal = info.facts.peer, ""
+    if peer is not None:
+        # Not empty without an identity: that would be plain text, for which addresses may be enough.
+        principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
+    return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
+
+
+def _where_it_begins(
+    info: StreamInfo, proxy: LiveTcpProxy, address: SocketAddress, knows: Callable[[str], bool]
+) -> tuple[_Question, ...]:
+    if tunnels(proxy, info):
+        authority, _ = tunnel_request(proxy, info)
+        port = authority.rpartition(":")[2]
+        there = SocketAddress(address.host, int(port)) if port.isascii() and port.isdigit() else address
+        return ((c.Direction.EGRESS, connection(info.source, there, _own(info), "")),)
+    flow = connection(info.source, address, "", "")
+    found = []
+    if knows(info.source.host) or not knows(address.host):
+        found.append((c.Direction.EGRESS, flow))
+    if knows(address.host):
+        found.append((c.Direction.INGRESS, flow))
+    return tuple(found)
+
+
+def _own(info: StreamInfo) -> str:
+    """Return the identity of the pod that dials, as far as TLS has shown one on its side: normally it has not."""
+    peer = info.facts.peer
+    return str(peer.identity) if peer is not None and peer.identity is not None else ""
+
+
+class CountedDecisions(MutableMapping[tuple[str, str, str], int]):
+    """Decisions by tier, policy and result, each of which is a counter of the statistics."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._counters: dict[tuple[str, str, str], Counter] = {}
+
+    def __getitem__(self, key: tuple[str, str, str]) -> int:
+        return self._counters[key].value
+
+    def __setitem__(self, key: tuple[str, str, str], value: int) -> None:
+        found = self._counters.get(key)
+        if found is None:
+            labels = tuple(zip(("tier", "policy", "result"), key, strict=True))
+            scope = self._stats.scope(f"policy.{'.'.join(key)}", family="policy", labels=labels)
+            found = self._counters[key] = scope.counter("decisions")
+        found.value = value
+
+    def __delitem__(self, key: tuple[str, str, str]) -> None:
+        del self._counters[key]
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        return iter(self._counters)
+
+    def __len__(self) -> int:
+        return len(self._counters)

@@ -1,0 +1,294 @@
+"""Connections that never leave the process: internal listeners, and tunnels between two pods of this node."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from hbone.aio.poller import Poller
+from hbone.errors import TunnelBroken
+from xds.model.address import InternalAddress, SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.http import HttpConnectionManager
+from xds.model.listener import ProxyProtocol
+from ztunnel.proxy.dataplane.apart import run_apart
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.lives import cancels_current_task
+from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
+from ztunnel.proxy.envoy.listeners.filters import annotate
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.path.dial import ClusterUpstream
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.path.terminate import RequestRefused, Terminator
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext, agree, verified_client
+from ztunnel.proxy.envoy.secrets.names import peer_names
+from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Refused, UpstreamFailed
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, TlsFacts, UpstreamOptions
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.tasks import Tasks
+
+_CLIENT_ADDRESS = "envoy://internal_client_address/"
+
+
+class Entry(NamedTuple):
+    """A connection that entered an internal listener; closing ``hop.life`` counts its end and writes its line."""
+
+    hop: Hop
+    proxy: LiveTcpProxy
+
+
+@dataclass(slots=True)
+class InternalListeners:
+    """Hops inside the process.
+
+    Args:
+        listeners: by name and by port.
+        connections: the table that every hop is registered in.
+        terminator: the tunnels' end, for the short cut.
+        clock: for start times.
+        poller: of this loop.
+        tasks: run the inbound halves of joined tunnels.
+        shortcut_ports: destination ports of tunnels that come back to this very proxy, and the listener port
+            they come back to (15008, and 15088 by the NAT rule of the node). Empty switches the short cut off.
+    """
+
+    listeners: ListenerTable
+    connections: Connections
+    terminator: Terminator
+    clock: Clock
+    poller: Poller
+    tasks: Tasks
+    shortcut_ports: Mapping[int, int] = field(default_factory=dict)
+
+    def enter(
+        self,
+        address: InternalAddress,
+        outer: StreamInfo,
+        metadata: Mapping[str, Mapping[str, Any]],
+        shared: tuple[tuple[str, bool], ...],
+        *,
+        keep_options: bool,
+    ) -> Entry | None:
+        """Open a connection to an internal listener; ``None`` when there is none, or no chain takes it.
+
+        Args:
+            address: the endpoint.
+            outer: the hop that connects.
+            metadata: what its transport socket passes on.
+            shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
+            keep_options: keep the client's address, which Envoy's internal connections lose.
+        """
+        listener = self.listeners.internal(address.listener)
+        if listener is None or any(isinstance(each, ProxyProtocol) for _, each in listener.filters):
+            return None  # no bytes pass here, so that a PROXY header could not be read
+        facts = facts_behind(outer.facts, metadata, shared)
+        info = StreamInfo(
+            connection_id=self.connections.next_id(),
+            facts=facts,
+            started=self.clock.monotonic(),
+            started_at=self.clock.wall(),
+            listener=listener.name,
+            listener_metadata=listener.model.metadata,
+            direct_local=address,
+            remote_text=_CLIENT_ADDRESS,
+            options=outer.options if keep_options else UpstreamOptions(),
+        )
+        life = LiveHop(self.connections.hops, info, listener)
+        hop = Hop(info, self.clock, life, listener_sinks=listener.sinks)
+        life.own(hop.finish)
+        listener.opened()
+        life.own(listener.closed)
+        for _, filter_ in listener.filters:
+            if filter_ is not None:
+                annotate(filter_, info)
+        chain = listener.chain_for(facts)
+        if chain is None or chain.proxy is None or not takes_internal(chain):
+            listener.no_filter_chain_match.value += chain is None
+            life.close()
+            return None
+        life.chain = chain
+        info.chain = chain.name
+        info.chain_metadata = chain.model.metadata
+        hop.filter_sinks = chain.sinks
+        try:
+            chain.admit(info)
+            life.require()
+        except Refused as error:
+            hop.refused(error)
+            life.close()
+            return None
+        life.state = State.DIALING
+        life.aborts_by(cancels_current_task(self.poller))
+        chain.set_filter_state(info)
+        return Entry(hop, chain.proxy)
+
+    async def shortcut(
+        self,
+        hop: Hop,
+        client: LiveContext | None,
+        address: SocketAddress,
+        authority: str,
+        headers: list[tuple[str, str]],
+    ) -> ClusterUpstream | None:
+        """Join a tunnel to a pod of this node in-process, if its far end is one.
+
+        Both certificates are checked as in a handshake: the client's by the inbound chain's context, the
+        server's by the client's. Then the inbound chain's policy and its request handling run unchanged.
+
+        Returns:
+            The connection to the application, or ``None`` when the tunnel must go over the wire.
+
+        Raises:
+            UpstreamFailed: the inbound side refuses.
+        """
+        port = self.shortcut_ports.get(address.port)
+        if port is None or client is None:
+            return None
+        listener = self.listeners.listening_on(port)
+        if listener is None or not listener.model.serves(address.host):
+            return None
+        outer = hop.info
+        source = SocketAddress(outer.options.source or outer.source.host, outer.source.port)
+        facts = ConnectionFacts(
+            source=source,
+            direct_source=source,
+            destination=SocketAddress(address.host, port),
+            transport_protocol="tls",
+            application_protocols=("h2",),
+        )
+        chain = listener.chain_for(facts)
+        if chain is None or not isinstance(chain.model.terminal, HttpConnectionManager) or chain.tls is None:
+            return None
+        if not agree(client, chain.tls, datetime.fromtimestamp(self.clock.wall(), UTC)):
+            return None  # the wire refuses it with the right alert and counters
+        facts.secured = True
+        if client.presented.leaf is not None:
+            facts.peer = peer_names(client.presented.leaf, client.local_uri_sans)
+        info = self._inbound_info(listener, chain, facts, authority, headers)
+        info.options = listener.options_for(info)
+        joining = self._join(info, listener, chain, client)
+        try:
+            return await run_apart(self.tasks, self.poller, joining, f"{info.connection_id} joined", _discard)
+        except TunnelBroken as error:
+            raise UpstreamFailed(f"tunnel failed: {error}") from error
+
+    def _inbound_info(
+        self,
+        listener: LiveListener,
+        chain: LiveChain,
+        facts: ConnectionFacts,
+        authority: str,
+        headers: list[tuple[str, str]],
+    ) -> StreamInfo:
+        return StreamInfo(
+            connection_id=self.connections.next_id(),
+            facts=facts,
+            started=self.clock.monotonic(),
+            started_at=self.clock.wall(),
+            listener=listener.name,
+            listener_metadata=listener.model.metadata,
+            direct_local=facts.destination,
+            restored=True,
+            chain=chain.name,
+            chain_metadata=chain.model.metadata,
+            protocol="HTTP/2",
+            method="CONNECT",
+            authority=authority,
+            request_headers=tuple(headers),
+            manager=chain.manager.model if chain.manager is not None else None,
+        )
+
+    async def _join(
+        self, info: StreamInfo, listener: LiveListener, chain: LiveChain, client: LiveContext
+    ) -> ClusterUpstream:
+        """Open the inbound half, in a fiber of its own.
+
+        Raises:
+            UpstreamFailed: what the wire would have told the client.
+            TunnelBroken: the half was ended while its application was dialled, for another reason than a policy.
+        """
+        manager = chain.manager
+        assert manager is not None
+        assert chain.tls is not None
+        info.tls = TlsFacts(
+            version="in-process",
+            peer_chain=tuple(verified_client(client, chain.tls)),
+            peer_uri_sans=client.local_uri_sans,
+            local_uri_sans=chain.tls.local_uri_sans,
+        )
+        listener.node_local.value += 1
+        judges_ports = self.terminator.judges_ports
+        abort = cancels_current_task(self.poller)
+        life = LiveHop(self.connections.hops, info, listener, abort, port_known=not judges_ports)
+        life.chain = chain
+        hop = Hop(info, self.clock, life, filter_sinks=chain.sinks)
+        life.own(hop.finish)
+        try:
+            return await self._open_joined(hop, chain, manager)
+        except BaseException:
+            life.close()
+            raise
+
+    async def _open_joined(self, hop: Hop, chain: LiveChain, manager: LiveConnectionManager) -> ClusterUpstream:
+        info, life = hop.info, hop.life
+        try:
+            chain.admit(info)
+            life.require()
+        except Refused as error:
+            hop.refused(error)
+            raise UpstreamFailed("connection_termination") from error
+        manager.rq_total.value += 1
+        manager.rq_active.stored += 1
+        life.own(manager.request_ended)
+        try:
+            _, upstream = await self.terminator.open(hop, chain)
+        except RequestRefused as refusal:
+            info.response_code = refusal.answer.status
+            info.response_details = refusal.answer.details
+            status = refusal.answer.status
+            raise UpstreamFailed(f"tunnel_response:{status}", status=status) from refusal
+        except asyncio.CancelledError as error:
+            info.response_details = life.reason
+            if life.reason.startswith(POLICY_CHANGE):
+                info.response_code = 403
+                raise UpstreamFailed("tunnel_response:403", status=403) from error
+            raise
+        info.response_code = 200
+        info.response_details = "via_upstream"
+        manager.rq_by_class[2].value += 1
+        life.state = State.JOINED
+        upstream.hops.append(hop)
+        upstream.on_close(life.close)
+        return upstream
+
+
+def facts_behind(
+    outer: ConnectionFacts, metadata: Mapping[str, Mapping[str, Any]], shared: tuple[tuple[str, bool], ...]
+) -> ConnectionFacts:
+    """Return what is known of a connection when an internal listener has accepted it.
+
+    Args:
+        outer: the same of the hop that connects.
+        metadata: what its transport socket passes on.
+        shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
+    """
+    return ConnectionFacts(
+        source=outer.source,
+        direct_source=outer.direct_source,
+        destination=outer.destination,
+        metadata=dict(metadata),
+        filter_state={key: outer.filter_state[key] for key, _ in shared},
+        shared_state=tuple([entry for entry in shared if entry[1]]),
+    )
+
+
+def takes_internal(chain: LiveChain) -> bool:
+    """Return whether a chain can carry a connection of an internal listener: bytes, without TLS."""
+    return chain.proxy is not None and chain.tls is None
+
+
+def _discard(upstream: ClusterUpstream) -> None:
+    upstream.close()

@@ -1,0 +1,199 @@
+"""Asks a host of a cluster for its health: by TCP, HTTP/1.1 or gRPC's health service, with the cluster's TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import Final, assert_never
+
+import h11
+
+from hbone.aio.poller import Poller
+from hbone.aio.relay import ByteCounts, relay
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tls_socket import TlsSocket
+from hbone.errors import HboneError
+from hbone.tls_context import TlsContext
+from tproxy.errors import TproxyError
+from xds.aio.channel import Channel
+from xds.aio.health import serves
+from xds.errors import XdsError
+from xds.grpc.status import RpcFailed, Status
+from xds.model.address import PipeAddress, SocketAddress
+from xds.model.cluster import InternalUpstream, proxy_version_of, security_of
+from xds.model.health_check import GrpcCheck, HealthCheck, HttpCheck, TcpCheck
+from ztunnel.proxy.dataplane.proxy_protocol import LOCAL_HEADER, header_of_version
+from ztunnel.proxy.envoy.path.dial import Dialler, address_of, ready_context
+from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
+from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.health_state import CheckResult
+from ztunnel.proxy.envoy.upstream.host import Host
+
+log = logging.getLogger(__name__)
+
+_READ: Final = 8 * 1024
+#: Bytes after which an answer that does not contain what is expected counts as none.
+_MOST_READ: Final = 1 << 20
+#: Methods whose requests say that they have no body, as Envoy's do.
+_WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
+_NO_OPTIONS: Final = UpstreamOptions()
+#: What means that there was no answer.
+_SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, h11.RemoteProtocolError)
+
+
+class Prober:
+    """Asks hosts.
+
+    Args:
+        poller: of this loop.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+        self._dialler = Dialler(poller)
+
+    async def ask(self, cluster: LiveCluster, host: Host) -> CheckResult:
+        """Return the outcome of one check, which takes no longer than its time limit."""
+        settings = cluster.model.health_check
+        assert settings is not None
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                return await self._ask(cluster, host, settings)
+        except _SILENCE as error:  # TimeoutError is an OSError
+            log.debug("cluster %s: check of host %s: %s", cluster.model.name, host, error or "no answer in time")
+            return CheckResult.NO_ANSWER
+
+    async def _ask(self, cluster: LiveCluster, host: Host, settings: HealthCheck) -> CheckResult:
+        match settings.check:
+            case GrpcCheck(service):
+                return await self._grpc(cluster, host, service, settings.timeout_s)
+            case TcpCheck() as check:
+                async with self._connection(cluster, host) as connection:
+                    return await _tcp(connection, check)
+            case HttpCheck() as check:
+                own = host.endpoint.check.host if host.endpoint.check is not None else ""
+                async with self._connection(cluster, host) as connection:
+                    return await _http(connection, check, own or check.host or cluster.model.name)
+            case _:
+                assert_never(settings.check)
+
+    @contextlib.asynccontextmanager
+    async def _connection(self, cluster: LiveCluster, host: Host) -> AsyncIterator[PlainSocket]:
+        """Connect to a host; with TLS, what is said goes through a pair of sockets into it."""
+        async with contextlib.AsyncExitStack() as stack:
+            context = _context(cluster, host)
+            sock = await self._dialler.connect(cluster, checked_address(host), _NO_OPTIONS)
+            header = _header(cluster, host, sock)
+            if header:
+                await self._dialler.send_first(sock, header)
+            if context is None:
+                plain = PlainSocket(sock, self._poller, fresh=True)
+                stack.callback(plain.close)
+                yield plain
+                return
+            sealed = TlsSocket(sock, context, self._poller)
+            stack.callback(sealed.close)
+            await sealed.establish()
+            near, far = socket.socketpair()
+            near.setblocking(False)
+            far.setblocking(False)
+            plain, inner = PlainSocket(near, self._poller), PlainSocket(far, self._poller)
+            stack.callback(plain.close)
+            stack.callback(inner.close)
+            running = relay(inner, sealed, ByteCounts())
+            stack.callback(running.abort, "checked")
+            yield plain
+
+    async def _grpc(self, cluster: LiveCluster, host: Host, service: str, timeout_s: float) -> CheckResult:
+        address = checked_address(host)
+        target = str(address) if isinstance(address, SocketAddress) else f"unix:{address.path}"
+        async with Channel(target, tls=_context(cluster, host), keepalive=None) as channel:
+            try:
+                healthy = await serves(channel, service, timeout_s)
+            except RpcFailed as error:
+                if error.status in (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED):
+                    raise
+                return CheckResult.REFUSED
+        return CheckResult.PASSED if healthy else CheckResult.REFUSED
+
+
+def checked_address(host: Host) -> SocketAddress | PipeAddress:
+    """Return where a host is asked; clusters with checks have no endpoints that are listeners of this process."""
+    address, own = host.endpoint.address, host.endpoint.check
+    assert isinstance(address, (SocketAddress, PipeAddress))
+    if own is None:
+        return address
+    if own.address is not None:
+        address = own.address
+    if own.port and isinstance(address, SocketAddress):
+        return SocketAddress(address.host, own.port)
+    return address
+
+
+def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
+    """Return the TLS that connections to a host have; ``None``: none.
+
+    Raises:
+        UpstreamFailed: a secret of it has not arrived.
+    """
+    _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
+    assert not isinstance(transport, InternalUpstream)
+    live = ready_context(cluster, security_of(transport))
+    return None if live is None else live.current
+
+
+def _header(cluster: LiveCluster, host: Host, sock: socket.socket) -> bytes:
+    """Return the PROXY header of a check; empty: none is sent.
+
+    A check has no client. Like Envoy's, it has the socket's own addresses in version 1, and LOCAL in version 2.
+    """
+    _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
+    version = proxy_version_of(transport)
+    if version is None:
+        return b""
+    if version == 2:
+        return LOCAL_HEADER
+    if sock.family == socket.AF_UNIX:
+        return b"PROXY UNKNOWN\r\n"
+    return header_of_version(1, address_of(sock.getsockname()), address_of(sock.getpeername()))
+
+
+async def _tcp(connection: PlainSocket, check: TcpCheck) -> CheckResult:
+    if check.send:
+        connection.send_first(check.send)
+    seen, begin = b"", 0
+    for wanted in check.receive:
+        while (found := seen.find(wanted, begin)) < 0:
+            more = await connection.read(_READ)
+            if not more or len(seen) > _MOST_READ:
+                return CheckResult.NO_ANSWER
+            seen += more
+        begin = found + len(wanted)
+    return CheckResult.PASSED
+
+
+async def _http(connection: PlainSocket, check: HttpCheck, host: str) -> CheckResult:
+    http = h11.Connection(h11.CLIENT)
+    headers = [("Host", host), ("User-Agent", "Envoy/HC"), ("Connection", "close"), *check.headers]
+    if check.method in _WITH_BODY:
+        headers.append(("Content-Length", "0"))
+    request = h11.Request(method=check.method, target=check.path, headers=headers)
+    connection.send_first((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(await connection.read(_READ))
+        elif isinstance(event, h11.Response):
+            break
+        elif isinstance(event, h11.ConnectionClosed):
+            return CheckResult.NO_ANSWER
+    status = event.status_code
+    if any(start <= status < end for start, end in check.expected):
+        return CheckResult.PASSED
+    if any(start <= status < end for start, end in check.retriable):
+        return CheckResult.NO_ANSWER
+    return CheckResult.REFUSED

@@ -1,0 +1,282 @@
+"""The server's end of a tunnel: chooses the route of a CONNECT and connects to the application behind it.
+
+It serves tunnels from the wire and those that were joined in-process (``internal.shortcut``) alike.
+"""
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from xds.model.address import SocketAddress, is_loopback
+from xds.model.cluster import Discovery
+from xds.model.http import Route, RouteTable, VirtualHost
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
+from ztunnel.proxy.envoy.path.dial import (
+    ClusterUpstream,
+    Dialler,
+    count_failure,
+    pick_cluster,
+)
+from ztunnel.proxy.envoy.path.hop import Hop
+from ztunnel.proxy.envoy.stream.outcome import (
+    Denied,
+    NoHealthyHost,
+    Refused,
+    UpstreamFailed,
+)
+from ztunnel.proxy.envoy.stream.request_headers import header_values
+from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.manager import ClusterManager
+
+#: HTTP/2 error code CONNECT_ERROR, with which Envoy resets after a failed CONNECT.
+CONNECT_ERROR = 10
+
+NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
+#: The body that Envoy's RBAC filter answers with.
+DENIED = b"RBAC: access denied"
+_RESET = b"upstream connect error or disconnect/reset before headers. reset reason: "
+_BODIES = {
+    "remote": _RESET + b"remote connection failure",
+    "local": _RESET + b"connection timeout",
+    "overflow": _RESET + b"overflow",
+    "no host": b"no healthy upstream",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The response that refuses a request."""
+
+    status: int
+    details: str
+    body: bytes = b""
+    reset_code: int = 0
+
+
+class RequestRefused(Exception):
+    """The request is answered instead of becoming a tunnel.
+
+    Attributes:
+        answer: the response.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status, answer.details)
+        self.answer = answer
+
+
+class Terminator:
+    """Turns tunnel requests into connections to applications.
+
+    Args:
+        clusters: by name.
+        dialler: opens sockets.
+        rng: picks among weighted clusters.
+        check_authority: a tunnel may only name the pod it was opened to. Off (as Envoy), a client that may reach
+            one pod of the node may reach all of them, judged by the first one's policy.
+        own_ports: the ports of this proxy's listeners, to which no tunnel may lead.
+        judge_ports: policies' ports are the application's. Off (as Envoy), they are compared with the captured
+            port, 15008, so that a DENY by port never holds for a tunnel.
+    """
+
+    def __init__(
+        self,
+        clusters: ClusterManager,
+        dialler: Dialler,
+        rng: random.Random,
+        *,
+        check_authority: bool,
+        own_ports: Callable[[], Collection[int]],
+        judge_ports: bool,
+    ) -> None:
+        self._clusters = clusters
+        self._dialler = dialler
+        self._rng = rng
+        self._check_authority = check_authority
+        self._own_ports = own_ports
+        self.judges_ports = judge_ports
+
+    async def open(self, hop: Hop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
+        """Connect to the application a request is for.
+
+        Raises:
+            RequestRefused: with the answer; ``hop`` has the flags.
+        """
+        info, manager = hop.info, chain.manager
+        assert manager is not None
+        route = self._route(manager, info)
+        name = pick_cluster(route.clusters, self._rng)
+        info.cluster = name
+        info.route = route.name
+        cluster = self._clusters.get(name)
+        if cluster is None:
+            manager.no_cluster.value += 1
+            info.flags.add(Flag.NO_CLUSTER)
+            raise RequestRefused(Answer(route.cluster_not_found_status, "cluster_not_found"))
+        info.upstream_cluster = cluster.model.alt_stat_name or name
+        try:
+            upstream = await self._dial(hop, chain, cluster)
+        except Denied as error:
+            hop.refused(error)
+            raise RequestRefused(Answer(403, error.details, DENIED)) from error
+        except Refused as error:
+            hop.refused(error)
+            raise RequestRefused(_answer_to(error)) from error
+        return route, upstream
+
+    def _route(self, manager: LiveConnectionManager, info: StreamInfo) -> Route:
+        host = _virtual_host(manager.routes.virtual_hosts, info.authority) if manager.routes is not None else None
+        route = _route_in(host, info)
+        if host is not None:
+            info.virtual_host_metadata = host.metadata
+        if route is None:
+            manager.no_route.value += 1
+            info.flags.add(Flag.NO_ROUTE)
+            raise RequestRefused(Answer(404, "route_not_found"))
+        info.route_metadata = route.metadata
+        if route.direct_status:
+            raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
+        if not (route.tunnel and manager.model.allows_connect):
+            raise RequestRefused(Answer(403, "upgrade_failed"))
+        return route
+
+    async def _dial(self, hop: Hop, chain: LiveChain, cluster: LiveCluster) -> ClusterUpstream:
+        info = hop.info
+        if self._check_authority and cluster.model.discovery is Discovery.ORIGINAL_DST:
+            self._require_own_address(info, cluster)
+        host = cluster.choose(info)
+        if host is None:
+            cluster.stats.cx_none_healthy.value += 1
+            raise NoHealthyHost()
+        info.upstream_host = str(host)
+        info.endpoint = host.endpoint
+        info.upstream_metadata = host.endpoint.metadata
+        info.attempts += 1
+        address = host.endpoint.address
+        if not isinstance(address, SocketAddress):
+            raise UpstreamFailed(NO_IP_ADDRESS)
+        if self.judges_ports:
+            hop.life.application = address
+            hop.life.current_chain().judge_port(info, address)
+        await self._admit(hop, address)
+        hop.life.state = State.DIALING
+        try:
+            upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport_socket(host))
+        except UpstreamFailed as error:
+            count_failure(cluster, host, error)
+            raise
+        finally:
+            info.ready_s = hop.clock.monotonic() - info.started
+        info.connected = True
+        return upstream
+
+    async def _admit(self, hop: Hop, address: SocketAddress) -> None:
+        """Ask what else decides about the application of a tunnel, before it is dialled.
+
+        Raises:
+            Denied: the tunnel is not allowed.
+        """
+
+    def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
+        """Check that the request names the pod its connection was captured for, on a port that is not ours.
+
+        Without the configuration's header the authority counts: today's ztunnels and waypoints send no
+        ``x-envoy-original-dst-host``.
+        """
+        config = cluster.model.original_dst
+        assert config is not None
+        own = info.destination.host
+        header = None
+        for name, value in info.request_headers:
+            if name == config.http_header_name:
+                header = value
+                break
+        authority = _ip_port(info.authority)
+        named = authority if header is None else _ip_port(header)
+        if named is None:
+            text = header if header is not None else info.authority
+            raise RequestRefused(Answer(400, f"no valid authority pseudo header: {text}"))
+        for address in (named, authority):
+            if address is not None and address.host != own:
+                raise RequestRefused(Answer(400, f"ip mismatch: {own} != {address.host}"))
+        if named.port in self._own_ports() or is_loopback(named.host):
+            raise RequestRefused(Answer(503, "attempted recursive call to ourselves"))
+        if config.use_http_header and header is None:
+            info.request_headers = (*info.request_headers, (config.http_header_name, str(named)))
+
+
+def _ip_port(text: str) -> SocketAddress | None:
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        return None
+
+
+def _answer_to(error: Refused) -> Answer:
+    """Return Envoy's 503: the same status and body for every way a host can be unreachable."""
+    if isinstance(error, UpstreamFailed):
+        kind = "local" if error.timed_out else "remote"
+        details = f"upstream_reset_before_response_started{{remote_connection_failure|{error.reason}}}"
+        if error.timed_out:
+            details = "upstream_reset_before_response_started{connection_timeout}"
+        return Answer(503, details, _BODIES[kind], CONNECT_ERROR)
+    if error.flag is Flag.UPSTREAM_OVERFLOW:
+        return Answer(503, "upstream_reset_before_response_started{overflow}", _BODIES["overflow"], CONNECT_ERROR)
+    return Answer(503, "no_healthy_upstream", _BODIES["no host"], CONNECT_ERROR)
+
+
+def route_for(table: RouteTable, info: StreamInfo) -> Route | None:
+    """Return the first route of the best virtual host that matches a request."""
+    return _route_in(_virtual_host(table.virtual_hosts, info.authority), info)
+
+
+def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:
+    """Return the first route of a virtual host that matches a request."""
+    if host is not None:
+        for route in host.routes:
+            if _matches(route, info):
+                return route
+    return None
+
+
+def _virtual_host(hosts: Sequence[VirtualHost], authority: str) -> VirtualHost | None:
+    """Return the best host, as Envoy: exact domain, longest ``*.suffix``, longest ``prefix.*``, then ``*``."""
+    name = authority.lower()
+    best: tuple[int, int] | None = None
+    found = None
+    for host in hosts:
+        for domain in host.domains:
+            rank = _domain_rank(domain, name)
+            if rank is not None and (best is None or rank > best):
+                best, found = rank, host
+    return found
+
+
+def _domain_rank(domain: str, name: str) -> tuple[int, int] | None:
+    if domain == name:
+        return 3, 0
+    if domain == "*":
+        return 0, 0
+    if domain.startswith("*") and name.endswith(domain[1:]) and len(name) > len(domain) - 1:
+        return 2, len(domain)
+    if domain.endswith("*") and name.startswith(domain[:-1]) and len(name) > len(domain) - 1:
+        return 1, len(domain)
+    return None
+
+
+def _matches(route: Route, info: StreamInfo) -> bool:
+    connect = info.method == "CONNECT"
+    if route.path is None:
+        # Extended CONNECT is an upgrade of its own protocol and no plain CONNECT (as Envoy: 404).
+        if not (connect and not info.path) and not (route.allow_post and info.method == "POST"):
+            return False
+    elif not info.path or not route.path.matches(info.path.partition("?")[0]):
+        return False
+    for wanted in route.headers:
+        values = header_values(info, wanted.name)
+        hit = bool(values) and (wanted.match is None or wanted.match.matches(",".join(values)))
+        if hit == wanted.invert:
+            return False
+    return True

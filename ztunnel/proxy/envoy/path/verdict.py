@@ -1,0 +1,53 @@
+"""The verdict of an answer of Envoy's dialect: what becomes of the connection on all its ways together. Pure.
+
+Apart from :mod:`ztunnel.proxy.envoy.path.explain`: a command that adds the far side's answer judges anew, and
+needs nothing else of the data path.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+Answer = Mapping[str, Any]
+
+_ALLOWED: Final = ""
+_FAR: Final = "far"
+
+
+def verdict_of(hop: Answer) -> str:
+    """Return ``allowed ...`` or ``refused: ...``, with the first reason of those ways that are closed."""
+    ends = list(_ends(hop))
+    closed = [end for end in ends if end not in (_ALLOWED, _FAR)]
+    if len(closed) == len(ends):
+        return f"refused: {closed[0]}" if closed else "refused: closed: no endpoint"
+    if closed:
+        return f"allowed, but not by {len(closed)} of {len(ends)} endpoints: {closed[0]}"
+    if _FAR in ends:
+        return "allowed here; the tunnel's far end decides, which is another proxy's"
+    return "allowed"
+
+
+def _ends(hop: Answer) -> Iterator[str]:
+    """Yield for each way through a hop why it is closed, or that nothing closes it."""
+    reason = _closed(hop)
+    if reason is not None:
+        yield reason
+        return
+    for cluster in hop.get("clusters") or ():
+        if "verdict" in cluster:
+            yield str(cluster["verdict"])
+            continue
+        for endpoint in cluster.get("endpoints") or ():
+            reason = _closed(endpoint)
+            if reason is not None:
+                yield reason
+            elif "hop" in endpoint:
+                yield from _ends(endpoint["hop"])
+            elif "inbound" in endpoint:
+                yield from _ends(endpoint["inbound"])
+            else:
+                yield _FAR if "tunnel" in endpoint else _ALLOWED
+
+
+def _closed(place: Answer) -> str | None:
+    found = place.get("verdict") or (place.get("tls") or {}).get("verdict")
+    return str(found) if found is not None else None

@@ -1,0 +1,265 @@
+"""Build OpenSSL's context from one of the configuration and its secrets, or name the field that is wrong.
+
+Pure, but for the file of logged keys.
+
+A context is built before the version of the listener, cluster or secret that it belongs to is accepted: the ACK
+says that handshakes work, and ``--validate`` says no less. Paths of errors begin at the TLS context's message
+(``common_tls_context.tls_params.cipher_suites[0]``).
+
+A secret that has not arrived leaves its half unchecked; whatever delivers it builds the context again, before it
+accepts the secret.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from OpenSSL import SSL
+
+from hbone.settings import Role
+from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
+from hbone.tls_context import TlsVersion as HboneVersion
+from hbone.tls_identities import Identity
+from xds.errors import ConfigError
+from xds.model.secret import Certificate, Secret, Validation
+from xds.model.tls import SecretRef, TlsVersion
+from xds.model.tls import TlsContext as ContextModel
+from ztunnel.proxy.envoy.secrets.verify import (
+    check_secret,
+    peer_verifier,
+    unlocked,
+    with_usable_roots,
+)
+
+log = logging.getLogger(__name__)
+
+_COMMON = "common_tls_context"
+_VERSIONS = {TlsVersion.TLS12: HboneVersion.TLS_1_2, TlsVersion.TLS13: HboneVersion.TLS_1_3}
+_TLS13_SUITES = {
+    "TLS_AES_128_GCM_SHA256",
+    "TLS_AES_256_GCM_SHA384",
+    "TLS_CHACHA20_POLY1305_SHA256",
+}
+_NOTHING = Validation()
+
+#: Finds a secret by its reference; ``None``: it has not arrived.
+Find = Callable[[SecretRef], Secret | None]
+
+
+def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Validation | None] | None:
+    """Return the context and how it verifies its peer; ``None`` while a secret is missing.
+
+    The validation has its SDS part merged in, and only the roots that can be used.
+
+    Raises:
+        ConfigError: no handshake could succeed with it; with the field, and the file or secret where there is one.
+    """
+    _check_parameters(role, model.cipher_suites, model.curves)
+    _check_inline(model)
+    own = _certificates(model, find)
+    validation = _validation(model, find)
+    if any(find(ref) is None for ref in model.secret_refs):
+        return None
+    _check_validation(model, validation)
+    if validation is not None:
+        validation = with_usable_roots(validation)
+    try:
+        return TlsContext(role, _settings(model, own, validation)), validation
+    except ValueError as error:
+        # Key material that parses and that OpenSSL refuses all the same: keys below its security level.
+        raise ConfigError(str(error), _certificate_path(model)) from None
+
+
+def _check_inline(model: ContextModel) -> None:
+    default = ".default_validation_context" if model.validation_ref is not None else ""
+    for secret, path in (
+        *((source, _certificate_path(model, index)) for index, source in enumerate(_sources(model))),
+        (model.validation, _validation_path(model) + default),
+    ):
+        if isinstance(secret, Certificate | Validation):
+            try:
+                check_secret(secret)
+            except ConfigError as error:
+                raise error.under(path) from error.__cause__
+
+
+def _certificates(model: ContextModel, find: Find) -> list[Certificate]:
+    """The certificates that have arrived."""
+    found = []
+    for index, source in enumerate(_sources(model)):
+        secret = find(source) if isinstance(source, SecretRef) else source
+        if isinstance(secret, Certificate):
+            found.append(secret)
+        elif secret is not None and isinstance(source, SecretRef):
+            raise ConfigError(f"secret {source.name} is not a certificate", _certificate_path(model, index))
+    return found
+
+
+def _sources(model: ContextModel) -> tuple[Certificate | SecretRef, ...]:
+    return (model.certificate, *model.further_certificates) if model.certificate is not None else ()
+
+
+def _validation(model: ContextModel, find: Find) -> Validation | None:
+    ref = model.validation_ref
+    if ref is None:
+        return model.validation
+    secret = find(ref)
+    if isinstance(secret, Certificate):
+        raise ConfigError(f"secret {ref.name} is not a validation context", _validation_path(model))
+    if secret is None or model.validation is None:
+        return secret
+    return model.validation.merged(secret)
+
+
+def _check_validation(model: ContextModel, validation: Validation | None) -> None:
+    """Refuse demands that only a trusted root could make good.
+
+    As Envoy, except the last, which Envoy accepts and then takes any certificate for.
+    """
+    if validation is not None and validation.trusted_ca_pem is None:
+        path = _validation_path(model)
+        if validation.crl_pem is not None:
+            raise ConfigError("a revocation list without trusted_ca", path)
+        if validation.san_matches:
+            raise ConfigError(
+                "SAN-based verification of peer certificates without trusted CA is insecure and not allowed", path
+            )
+        if validation.allow_expired:
+            raise ConfigError("Certificate validity period is always ignored without trusted CA", path)
+    verified = validation is not None and (validation.trusted_ca_pem is not None or validation.pins)
+    if model.require_peer_certificate and not verified:
+        raise ConfigError(
+            "there is no trusted_ca to verify the required certificate with", "require_client_certificate"
+        )
+
+
+def _settings(model: ContextModel, own: Sequence[Certificate], validation: Validation | None) -> TlsSettings:
+    validation = validation or _NOTHING
+    plain = [unlocked(certificate) for certificate in own]
+    modern, older = _split(model.cipher_suites)
+    defaults = TlsSettings()
+    return TlsSettings(
+        certificate_chain_pem=plain[0].chain_pem if plain else None,
+        private_key_pem=plain[0].key_pem if plain else None,
+        further=tuple(Identity(other.chain_pem, other.key_pem) for other in plain[1:]),
+        trusted_ca_pem=validation.trusted_ca_pem,
+        crl_pem=validation.crl_pem,
+        client_certificate=_client_certificate(model, validation),
+        allow_expired=validation.allow_expired,
+        min_version=_VERSIONS[model.min_version],
+        max_version=_VERSIONS[model.max_version],
+        suites=modern or defaults.suites,
+        ciphers_1_2=older or defaults.ciphers_1_2,
+        groups=model.curves or None,
+        alpn=tuple(protocol.encode() for protocol in model.alpn),
+        server_name=model.sni or None,
+        verify=peer_verifier(validation),
+        any_chain=validation.pins,
+        key_log=_key_log(model.key_log_path),
+    )
+
+
+def _client_certificate(model: ContextModel, validation: Validation) -> ClientCertificate:
+    """As Envoy: demanded when said so or when names or keys are matched, asked for when there are roots."""
+    if model.require_peer_certificate or validation.restricts:
+        return ClientCertificate.REQUIRED
+    return ClientCertificate.OPTIONAL if validation.trusted_ca_pem is not None else ClientCertificate.NONE
+
+
+@lru_cache(maxsize=256)  # a mesh's contexts have the same few parameters; a refusal is not kept
+def _check_parameters(role: Role, cipher_suites: tuple[str, ...], curves: tuple[str, ...]) -> None:
+    """Refuse names that OpenSSL would skip, one by one, and lists that it refuses as a whole.
+
+    ``SSL_CTX_set_cipher_list`` ignores unknown names beside a known one; Envoy refuses each of them.
+    """
+    params = f"{_COMMON}.tls_params"
+    for index, entry in enumerate(cipher_suites):
+        for name in _names(entry):
+            if name not in _TLS13_SUITES and name[:1] not in "!-+@" and not _known_cipher(name):
+                raise ConfigError(f"unknown cipher suite {name!r}", f"{params}.cipher_suites[{index}]")
+    for index, group in enumerate(curves):
+        if not _known_group(role, group):
+            raise ConfigError(f"unknown key exchange group {group!r}", f"{params}.ecdh_curves[{index}]")
+    modern, older = _split(cipher_suites)
+    defaults = TlsSettings()
+    try:
+        TlsContext(
+            role,
+            TlsSettings(
+                suites=modern or defaults.suites,
+                ciphers_1_2=older or defaults.ciphers_1_2,
+                groups=curves or None,
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error), params) from None
+
+
+def _known_cipher(name: str) -> bool:
+    try:
+        SSL.Context(SSL.TLS_METHOD).set_cipher_list(name.encode())
+    except (SSL.Error, UnicodeError):
+        return False
+    return bool(name)
+
+
+def _known_group(role: Role, name: str) -> bool:
+    try:
+        TlsContext(role, TlsSettings(groups=(name,)))
+    except ValueError:
+        return False
+    return True
+
+
+def _split(cipher_suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Suites of TLS 1.3, and those of older versions."""
+    names = [name for entry in cipher_suites for name in _names(entry)]
+    modern = tuple(name for name in names if name in _TLS13_SUITES)
+    return modern, tuple(name for name in names if name not in _TLS13_SUITES)
+
+
+def _names(entry: str) -> list[str]:
+    """The suites of one entry. ``[A|B]`` is BoringSSL's group of equal preference; OpenSSL takes them in order."""
+    if entry.startswith("[") and entry.endswith("]"):
+        return entry[1:-1].split("|")
+    return entry.split(":")
+
+
+def _certificate_path(model: ContextModel, index: int = 0) -> str:
+    if isinstance(model.certificate, SecretRef):
+        return f"{_COMMON}.tls_certificate_sds_secret_configs[{index}]"
+    return f"{_COMMON}.tls_certificates[{index}]"
+
+
+def _validation_path(model: ContextModel) -> str:
+    if model.validation_ref is None:
+        return f"{_COMMON}.validation_context"
+    if model.validation is None:
+        return f"{_COMMON}.validation_context_sds_secret_config"
+    return f"{_COMMON}.combined_validation_context"
+
+
+def _key_log(path: str) -> Callable[[bytes], None] | None:
+    """Return what appends a line; the file is made at once, as by Envoy, so that one that cannot be is refused."""
+    if not path:
+        return None
+    try:
+        Path(path).open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}", f"{_COMMON}.key_log.path") from None
+    fails = False
+
+    def append(line: bytes) -> None:
+        nonlocal fails
+        try:
+            with Path(path).open("ab") as file:
+                file.write(line + b"\n")
+        except OSError as error:
+            if not fails:
+                log.error("keys are not logged path=%s error=%s", path, error.strerror)
+            fails = True
+        else:
+            fails = False
+
+    return append

@@ -1,0 +1,281 @@
+"""TLS contexts in use: made when their secrets have arrived, and again before a changed secret is accepted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+
+from cryptography import x509
+
+from hbone.settings import Role
+from hbone.tls import PeerFacts
+from hbone.tls_context import TlsContext
+from xds.errors import ConfigError
+from xds.model.secret import Certificate, SanMatch, Secret, Validation
+from xds.model.strings import StringMatch
+from xds.model.tls import SecretRef
+from xds.model.tls import TlsContext as ContextModel
+from ztunnel.proxy.dataplane.agreement import Credentials, Party, would_shake_hands
+from ztunnel.proxy.envoy.secrets.build import build
+from ztunnel.proxy.envoy.secrets.files import files_of, reread
+from ztunnel.proxy.envoy.secrets.store import SecretHandle, SecretStore, settled
+from ztunnel.proxy.envoy.secrets.verify import leaf_of, san_matches, subject_alt_names
+from ztunnel.proxy.identity.crl import CrlError, RevocationLists
+
+log = logging.getLogger(__name__)
+
+
+def hardened(context: ContextModel) -> ContextModel:
+    """Return a client's context that verifies its server even if the configuration does not.
+
+    The control plane of 2022 sent upstream contexts without any validation. If the certificate is a workload
+    identity from SDS, the root is requested under the name that this control plane uses (``ROOTCA``), and the
+    server must present an identity of the same trust domain.
+    """
+    if context.validation is not None or context.validation_ref is not None:
+        return context
+    if not isinstance(context.certificate, SecretRef) or not context.certificate.name.startswith("spiffe://"):
+        return context
+    trust_domain = context.certificate.name.removeprefix("spiffe://").partition("/")[0]
+    prefix = SanMatch("uri", StringMatch("prefix", f"spiffe://{trust_domain}/"))
+    root = SecretRef("ROOTCA", context.certificate.source, context.certificate.initial_fetch_timeout_s)
+    return replace(context, validation=Validation(san_matches=(prefix,)), validation_ref=root)
+
+
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """A certificate that is shown to peers: as configured, its leaf, and the identities in it."""
+
+    certificate: Certificate | None = None
+    leaf: x509.Certificate | None = None
+    uri_sans: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, certificate: Certificate) -> Presented:
+        """Read what is known of it."""
+        leaf = leaf_of(certificate)
+        names = subject_alt_names(leaf)
+        return cls(certificate, leaf, tuple(text for kind, text in names if kind == "uri"))
+
+
+_NOTHING_PRESENTED = Presented()
+
+
+class LiveContext:
+    """A context of the configuration with its current secrets.
+
+    Args:
+        role: client or server.
+        model: the configuration.
+        secrets: where its references lead.
+        on_update: called after each rebuild by a renewed secret.
+        owner: the listener or cluster, for errors and warnings.
+
+    Raises:
+        ConfigError: it is unusable by itself or with the secrets that are here; nothing stays subscribed to.
+
+    Attributes:
+        current: the context for the next handshake; ``None`` while a secret is missing.
+        validation: the check of the peer, with its part from SDS; ``None`` verifies nothing.
+        generation: increases with each rebuild. It is part of the key of pooled connections, so that new tunnels
+            use a rotated certificate while old connections continue.
+        presented: its own certificate in ``current``, with its identities; the first, where it has several.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        model: ContextModel,
+        secrets: SecretStore,
+        on_update: Callable[[], None],
+        *,
+        owner: str = "",
+    ) -> None:
+        self.model = model
+        self.current: TlsContext | None = None
+        self.validation: Validation | None = None
+        self.generation = 0
+        self.presented = _NOTHING_PRESENTED
+        self._choice: tuple[Presented, ...] = ()
+        self._party: tuple[Party | None] | None = None
+        self._role = role
+        self._owner = owner
+        self._secrets = secrets
+        self._on_update = on_update
+        self._handles: list[SecretHandle] = []
+        self._unfollow: Callable[[], None] = lambda: None
+        # Checked before subscribing, so that a refused context requests nothing. Static and earlier secrets are
+        # found.
+        self._use(build(role, model, secrets.find))
+        try:
+            for ref in model.secret_refs:
+                self._handles.append(secrets.acquire(ref, self))
+        except ConfigError:
+            self.close()
+            raise
+        inline = (*self._inline_certificates, model.validation)
+        self._unfollow = secrets.files.follow(owner, files_of(inline), self._reload)
+        if role is Role.CLIENT and not self._verifies():
+            log.warning("%s: the configuration does not verify the server's certificate", owner)
+
+    def _verifies(self) -> bool:
+        validation = self.model.validation
+        return self.model.validation_ref is not None or (
+            validation is not None and (validation.trusted_ca_pem is not None or validation.pins)
+        )
+
+    @property
+    def certificates(self) -> list[Certificate]:
+        """The certificates that it presents or, as a server with several, chooses between."""
+        sources = (self.model.certificate, *self.model.further_certificates)
+        found = [self._secrets.find(one) if isinstance(one, SecretRef) else one for one in sources]
+        return [one for one in found if isinstance(one, Certificate)]
+
+    @property
+    def local_uri_sans(self) -> tuple[str, ...]:
+        """The identities of its own certificate."""
+        return self.presented.uri_sans
+
+    def has_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
+        """Return whether a chain that was verified before is on the revocation lists of now."""
+        validation = self.validation
+        if validation is None or validation.crl_pem is None or not chain:
+            return False
+        return _lists(validation.crl_pem).is_revoked(chain)
+
+    def presented_in(self, handshake: PeerFacts) -> Presented:
+        """Return which of its certificates a handshake showed to the peer."""
+        if handshake.presented is not None:
+            for one in self._choice:
+                if one.leaf == handshake.presented:
+                    return one
+        return self.presented
+
+    @property
+    def party(self) -> Party | None:
+        """The context as a party of an agreement without a handshake; ``None`` if only a handshake can decide.
+
+        Made on first use, because few contexts are those of tunnels within one node.
+        """
+        if self._party is None:
+            self._party = (self._make_party(),)
+        return self._party[0]
+
+    def _make_party(self) -> Party | None:
+        own, validation = self.certificates, self.validation
+        if len(own) > 1:
+            return None
+        chain = tuple(certificates_in(own[0].chain_pem)) if own else ()
+        if validation is None:
+            return Party(Credentials(chain, None), lambda names: True)
+        if validation.crl_pem is not None or validation.certificate_hashes or validation.spki_hashes:
+            return None
+
+        @lru_cache(maxsize=64)  # per connection, about the few identities of one node
+        def accepts(names: tuple[str, ...]) -> bool:
+            matches = validation.san_matches
+            return not matches or any(san_matches(match, "uri", name) for match in matches for name in names)
+
+        return Party(Credentials(chain, tuple(certificates_in(validation.trusted_ca_pem))), accepts)
+
+    async def settled(self) -> None:
+        """Wait until every secret has arrived or its time limit has passed."""
+        await settled(self._handles)
+
+    @property
+    def _inline_certificates(self) -> list[Certificate]:
+        sources = (self.model.certificate, *self.model.further_certificates)
+        return [one for one in sources if isinstance(one, Certificate)]
+
+    def _reload(self) -> bool:
+        """Use the files that the context itself names as they are now; returns whether they are new.
+
+        Raises:
+            ConfigError: they cannot be used, and the context stays as it is.
+        """
+        read, model = self._secrets.read_file, self.model
+        certificates = [reread(one, read) for one in self._inline_certificates]
+        if certificates:
+            model = replace(model, certificate=certificates[0], further_certificates=tuple(certificates[1:]))
+        if model.validation is not None:
+            model = replace(model, validation=reread(model.validation, read))
+        if model == self.model:
+            return False
+        built = build(self._role, model, self._secrets.find)
+        self.model = model
+        self._use(built)
+        self._on_update()
+        return True
+
+    def close(self) -> None:
+        """Release the secrets. Idempotent."""
+        self._unfollow()
+        for handle in self._handles:
+            self._secrets.release(handle, self)
+        self._handles.clear()
+
+    def prepare(self, handle: SecretHandle, secret: Secret) -> Callable[[], None]:
+        """Build the context with a secret that has arrived; return what makes it current.
+
+        Raises:
+            ConfigError: the context cannot use that secret, and stays as it is.
+        """
+
+        def find(ref: SecretRef) -> Secret | None:
+            return secret if handle.answers(ref) else self._secrets.find(ref)
+
+        try:
+            built = build(self._role, self.model, find)
+        except ConfigError as error:
+            raise error.under(self._owner) if self._owner else error from error.__cause__
+
+        def make_current() -> None:
+            self._use(built)
+            self._on_update()
+
+        return make_current
+
+    def _use(self, built: tuple[TlsContext, Validation | None] | None) -> None:
+        if built is None:
+            return
+        self.current, self.validation = built
+        self.generation += 1
+        self._party = None
+        self._choice = tuple(Presented.of(certificate) for certificate in self.certificates)
+        if self._choice:
+            self.presented = self._choice[0]
+
+
+def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.Certificate]:
+    """Return the client's chain as the server has verified it when the two agreed."""
+    assert client.party is not None
+    assert server.party is not None
+    found = server.party.credentials.verified(client.party.credentials, Role.CLIENT)
+    return found.path if found is not None else ()
+
+
+def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
+    """Return whether a handshake of two contexts of this process would succeed at ``now`` (aware, UTC).
+
+    ``False`` also where only a handshake can tell: pinned keys, revocation lists.
+    """
+    if client.current is None or server.current is None:
+        return False
+    ours, theirs = client.party, server.party
+    return ours is not None and theirs is not None and would_shake_hands(ours, theirs, now)
+
+
+@lru_cache(maxsize=8)  # of the contexts in use; lists of large authorities take seconds to read
+def _lists(crl_pem: bytes) -> RevocationLists:
+    try:
+        return RevocationLists.parse(crl_pem)
+    except CrlError:
+        return RevocationLists(unreadable=True)  # OpenSSL has read it, so this is a bug; fail closed
+
+
+def certificates_in(pem: bytes | None) -> list[x509.Certificate]:
+    """Return the certificates in a PEM text; none for ``None``."""
+    return x509.load_pem_x509_certificates(pem) if pem else []

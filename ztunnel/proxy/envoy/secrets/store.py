@@ -1,0 +1,237 @@
+"""Secrets by name, from the sources that the configuration names, shared by all users."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+from xds.dialects.envoy import Surroundings, compile_secret
+from xds.dialects.envoy.reading import at
+from xds.errors import ConfigError
+from xds.model.secret import Certificate, Secret
+from xds.model.tls import SecretRef
+from xds.proto import registry
+from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
+from xds.proto.well_known import Any as AnyMessage
+from xds.protocol.resource import Subscription, Update, UpdateRejected
+from ztunnel.proxy.envoy.config.sources import Sources
+from ztunnel.proxy.envoy.secrets.files import SecretFiles, files_of, reread
+from ztunnel.proxy.envoy.secrets.verify import check_secret, unlocked
+from ztunnel.proxy.envoy.stats.stats import Scope, Stats
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+TYPE_URL = registry.type_url(tls_pb2.Secret)
+
+
+class SecretUser(Protocol):
+    """A user of a secret."""
+
+    def prepare(self, handle: "SecretHandle", secret: Secret) -> Callable[[], None]:
+        """Prepare for a new version without using it yet; return a function that makes it current.
+
+        Raises:
+            ConfigError: this user cannot use it. The version is then refused for all users.
+        """
+
+
+class SecretHandle:
+    """One secret, its versions over time and its users.
+
+    Attributes:
+        secret: the accepted value, ``None`` until the first.
+        body: the message as sent, for dumps (which redact it).
+        contents: the secret as its message and files have it, before a password was applied.
+        settled: set once the secret is here, or waiting for it is over.
+        error: text of the last rejected version and when it came.
+    """
+
+    def __init__(self, ref: SecretRef, clock: Clock) -> None:
+        self.ref = ref
+        self.secret: Secret | None = None
+        self.contents: Secret | None = None
+        self.unfollow: Callable[[], None] = lambda: None
+        self.body: AnyMessage | None = None
+        self.version = ""
+        self.last_updated = clock.wall()
+        self.settled = asyncio.Event()
+        self.error: tuple[str, float] | None = None
+        self.users: list[SecretUser] = []
+        self.subscription: Subscription | None = None
+        self.scope: Scope | None = None
+
+    def answers(self, ref: SecretRef) -> bool:
+        """Return whether a reference leads to this secret; of a static one the name alone counts."""
+        return ref.name == self.ref.name and self.ref.source in (None, ref.source)
+
+
+class SecretStore:
+    """All secrets in use. A secret is subscribed to while it has users.
+
+    Attributes:
+        files: the files of secrets and contexts; the owner runs it.
+    """
+
+    def __init__(self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock) -> None:
+        self._sources = sources
+        self._surroundings = surroundings
+        self._stats = stats
+        self._clock = clock
+        self._handles: dict[tuple[str, object], SecretHandle] = {}
+        self._static: dict[str, SecretHandle] = {}
+        self.files = SecretFiles()
+
+    @property
+    def dynamic(self) -> list[SecretHandle]:
+        """Return the secrets from SDS, by name."""
+        return sorted(self._handles.values(), key=lambda handle: handle.ref.name)
+
+    @property
+    def static(self) -> list[SecretHandle]:
+        """Return the secrets of the bootstrap, by name."""
+        return [self._static[name] for name in sorted(self._static)]
+
+    def add_static(self, body: AnyMessage) -> None:
+        """Add a secret of ``static_resources``.
+
+        Raises:
+            ConfigError: unusable.
+        """
+        message = registry.unpack(body)
+        assert isinstance(message, tls_pb2.Secret)
+        handle = SecretHandle(SecretRef(message.name, None), self._clock)  # type: ignore[arg-type]  # no source
+        self._accept(handle, message, body, "")
+        self._static[message.name] = handle
+
+    def check(self, refs: Iterable[SecretRef]) -> None:
+        """Refuse references that :meth:`acquire` would refuse.
+
+        Raises:
+            ConfigError: there is no such source.
+        """
+        for ref in refs:
+            if ref.name not in self._static:
+                self._sources.check(ref.source)
+
+    def find(self, ref: SecretRef) -> Secret | None:
+        """Return the accepted value that a reference leads to; ``None``: there is none, or nothing uses it yet."""
+        handle = self._static.get(ref.name) or self._handles.get((ref.name, ref.source))
+        return handle.secret if handle is not None else None
+
+    def acquire(self, ref: SecretRef, user: SecretUser) -> SecretHandle:
+        """Use a secret; ``user`` prepares for each later version before that is accepted.
+
+        Raises:
+            ConfigError: there is no such source; :meth:`check` first.
+        """
+        handle = self._static.get(ref.name)
+        if handle is None:
+            key = (ref.name, ref.source)
+            handle = self._handles.get(key)
+            if handle is None:
+                handle = SecretHandle(ref, self._clock)
+                handle.subscription = self._sources.of(ref.source).subscribe(
+                    TYPE_URL,
+                    [ref.name],
+                    partial(self._receive, handle),
+                    initial_fetch_timeout_s=ref.initial_fetch_timeout_s,
+                    on_initial_timeout=handle.settled.set,
+                )
+                handle.scope = self._stats.scope(f"sds.{ref.name}")
+                self._sources.count(handle.scope, handle.subscription)
+                # Last: the next user must not find a handle that was never subscribed to.
+                self._handles[key] = handle
+        handle.users.append(user)
+        return handle
+
+    def release(self, handle: SecretHandle, user: SecretUser) -> None:
+        """Stop using a secret; ``user`` is the argument of :meth:`acquire`."""
+        handle.users.remove(user)
+        key = (handle.ref.name, handle.ref.source)
+        if not handle.users and self._handles.get(key) is handle:
+            del self._handles[key]
+            handle.unfollow()
+            if handle.scope is not None:
+                handle.scope.close()
+            if handle.subscription is not None:
+                handle.subscription.close()
+
+    async def _receive(self, handle: SecretHandle, update: Update) -> None:
+        found = [resource for resource in update.resources if resource.name == handle.ref.name]
+        if len(found) > 1:
+            raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
+        if not found:
+            if handle.ref.name in update.removed:
+                # As Envoy: a delivered version stays current; without one the wait ends.
+                handle.settled.set()
+            return
+        resource = found[0]
+        if handle.body is not None and handle.body.value == resource.body.value:
+            # A state-of-the-world response repeats every secret when one changes; contexts stay as they are.
+            handle.version = resource.version
+            handle.error = None
+            return
+        try:
+            message = registry.unpack(resource.body)
+            if not isinstance(message, tls_pb2.Secret):
+                raise ConfigError(f"not a Secret: {resource.body.type_url}")
+            self._accept(handle, message, resource.body, resource.version)
+        except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+            handle.error = (str(error), self._clock.wall())
+            raise UpdateRejected(f"{handle.ref.name}: {error}") from error
+
+    def _accept(self, handle: SecretHandle, message: tls_pb2.Secret, body: AnyMessage, version: str) -> None:
+        self._use(handle, compile_secret(message, self._surroundings))
+        handle.body = body
+        handle.version = version
+        handle.unfollow()
+        handle.unfollow = self.files.follow(
+            f"secret {handle.ref.name}", files_of([handle.contents]), partial(self._reload, handle)
+        )
+
+    def _reload(self, handle: SecretHandle) -> bool:
+        """Use the files of a secret as they are now; returns whether they are new.
+
+        Raises:
+            ConfigError: they cannot be used.
+        """
+        assert handle.contents is not None
+        try:
+            contents = reread(handle.contents, self.read_file)
+            if contents == handle.contents:
+                handle.error = None
+                return False
+            self._use(handle, contents)
+        except ConfigError as error:
+            handle.error = (str(error), self._clock.wall())
+            raise
+        return True
+
+    def read_file(self, path: str) -> bytes:
+        """Return the contents of a file that the configuration names."""
+        return self._surroundings.read_file(path)
+
+    def _use(self, handle: SecretHandle, contents: Secret) -> None:
+        kind = "tls_certificate" if isinstance(contents, Certificate) else "validation_context"
+        with at(kind):
+            check_secret(contents)
+        secret = contents
+        if isinstance(secret, Certificate):
+            secret = unlocked(secret)
+        # All users or none: a version that one of them cannot use is refused, and the good version stays.
+        taken_into_use = [user.prepare(handle, secret) for user in handle.users]
+        handle.secret = secret
+        handle.contents = contents
+        handle.error = None
+        handle.last_updated = self._clock.wall()
+        handle.settled.set()
+        for take_into_use in taken_into_use:
+            take_into_use()
+
+
+async def settled(handles: Iterable[SecretHandle]) -> None:
+    """Wait until each secret has arrived or its time limit has passed."""
+    for handle in handles:
+        await handle.settled.wait()

@@ -1,0 +1,1 @@
+"""Statistics in Envoy's dialect: counters, their pages, their export."""

@@ -1,0 +1,41 @@
+"""Sends the statistics to an OpenTelemetry collector; access logs go where the listeners' access loggers say."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from ztunnel import __version__
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.otlp.exporter import MetricExport
+from ztunnel.proxy.otlp.settings import OtlpSettings
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.http.exposition import Family
+from ztunnel.runtime.tasks import Tasks
+
+
+@asynccontextmanager
+async def exported(settings: OtlpSettings, node: Node, stats: Stats, clock: Clock) -> AsyncIterator[None]:
+    """Export until the end of the context, and what has changed since the last interval with it."""
+    described = {
+        "service.name": "ztunnel",
+        "service.version": __version__,
+        "service.instance.id": node.id,
+        "service.namespace": node.cluster,
+    }
+
+    async def families() -> Iterable[Family]:
+        from ztunnel.proxy.envoy.stats.prometheus import (
+            scraped,  # as the page: see ztunnel.runtime.http.exposition
+        )
+
+        return scraped(stats)
+
+    export = MetricExport(settings, {name: value for name, value in described.items() if value}, families, clock)
+    stats.scope("otlp").gauge("metrics_dropped", lambda: export.dropped)
+    tasks = Tasks("otlp")
+    tasks.keep(export.run, "metrics export")
+    try:
+        yield
+    finally:
+        await tasks.close()
+        await export.close()

@@ -1,0 +1,73 @@
+"""A request's headers as logs and routes see them: those that its client sent, and those that a manager writes.
+
+Envoy writes its own headers into each request before it routes it. Here a value is made when it is asked for: most
+requests are routed and logged without.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from xds.model.http import HttpConnectionManager
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+
+REQUEST_ID: Final = "x-request-id"
+
+#: Returns the values of one header that a manager writes: of the request, its manager and what the client sent.
+_Writes = Callable[[StreamInfo, HttpConnectionManager, Sequence[str]], Sequence[str]]
+
+
+def header_values(info: StreamInfo, name: str) -> Sequence[str]:
+    """Return the values of a header of a hop's request, none without a request; ``name`` is in lower case."""
+    sent = [value for key, value in info.request_headers if key == name] if info.request_headers else ()
+    if info.manager is not None and name in _WRITTEN:
+        return _WRITTEN[name](info, info.manager, sent)
+    return sent
+
+
+def stream_id(info: StreamInfo) -> str | None:
+    """Return the identifier of a hop, made when it is first asked for; that of a request is its id, if any."""
+    if info.manager is not None:
+        return ",".join(header_values(info, REQUEST_ID)) or None
+    return _made(info)
+
+
+def _made(info: StreamInfo) -> str:
+    info.stream_id = info.stream_id or str(uuid.uuid4())
+    return info.stream_id
+
+
+def _request_id(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
+    if not manager.generates_request_id:
+        return sent
+    # At the edge of a mesh a client must not choose the id by which its requests are found.
+    believed = manager.preserves_request_id or not manager.uses_remote_address
+    return sent if believed and any(sent) else (_made(info),)
+
+
+def _scheme(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
+    if sent and not manager.uses_remote_address:
+        return sent
+    return ("http" if info.tls is None else "https",)
+
+
+def _forwarded_for(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
+    # Envoy has its own address there for a client on loopback, the first that it finds among its interfaces.
+    return (*sent, info.source.host) if manager.uses_remote_address else sent
+
+
+def _external_address(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
+    return (info.source.host,) if manager.uses_remote_address else sent
+
+
+def _internal(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
+    return ()  # no client is internal without ``internal_address_config``, whatever it says
+
+
+_WRITTEN: Final[Mapping[str, _Writes]] = {
+    REQUEST_ID: _request_id,
+    "x-forwarded-proto": _scheme,
+    "x-forwarded-for": _forwarded_for,
+    "x-envoy-external-address": _external_address,
+    "x-envoy-internal": _internal,
+}

@@ -1,0 +1,199 @@
+"""The facts about one hop of a connection, from accept to its log line."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from cryptography import x509
+
+from hbone.tls import PeerFacts
+from xds.model.address import InternalAddress, SocketAddress
+from xds.model.cluster import Endpoint
+from xds.model.facts import ConnectionFacts
+from xds.model.http import HttpConnectionManager
+from xds.model.metadata import NO_METADATA, Metadata
+from xds.model.secret import Certificate
+
+
+class Flag(StrEnum):
+    """Response flags, in the order in which logs print several."""
+
+    NO_HEALTHY_UPSTREAM = "UH"
+    UPSTREAM_CONNECT_FAILURE = "UF"
+    UPSTREAM_OVERFLOW = "UO"
+    NO_ROUTE = "NR"
+    UPSTREAM_RETRY_EXHAUSTED = "URX"
+    NO_CLUSTER = "NC"
+    DURATION_TIMEOUT = "DT"
+    DOWNSTREAM_TERMINATED = "DC"
+    LOCAL_RESET = "LR"
+    UPSTREAM_RESET = "UR"
+    UPSTREAM_TERMINATED = "UC"
+    UPSTREAM_TIMEOUT = "UT"
+    STREAM_IDLE = "SI"
+    DOWNSTREAM_RESET = "DR"
+    EXTERNAL_AUTH = "UAEX"
+    DOWNSTREAM_PROTOCOL_ERROR = "DPE"
+    UPSTREAM_PROTOCOL_ERROR = "UPE"
+    OVERLOAD = "OM"
+
+
+#: What RESPONSE_FLAGS_LONG prints (Envoy's documentation of its access logs).
+LONG_NAMES: dict[Flag, str] = {
+    Flag.NO_HEALTHY_UPSTREAM: "NoHealthyUpstream",
+    Flag.UPSTREAM_CONNECT_FAILURE: "UpstreamConnectionFailure",
+    Flag.UPSTREAM_OVERFLOW: "UpstreamOverflow",
+    Flag.NO_ROUTE: "NoRouteFound",
+    Flag.UPSTREAM_RETRY_EXHAUSTED: "UpstreamRetryLimitExceeded",
+    Flag.NO_CLUSTER: "NoClusterFound",
+    Flag.DURATION_TIMEOUT: "DurationTimeout",
+    Flag.DOWNSTREAM_TERMINATED: "DownstreamConnectionTermination",
+    Flag.LOCAL_RESET: "LocalReset",
+    Flag.UPSTREAM_RESET: "UpstreamRemoteReset",
+    Flag.UPSTREAM_TERMINATED: "UpstreamConnectionTermination",
+    Flag.UPSTREAM_TIMEOUT: "UpstreamRequestTimeout",
+    Flag.STREAM_IDLE: "StreamIdleTimeout",
+    Flag.DOWNSTREAM_RESET: "DownstreamRemoteReset",
+    Flag.EXTERNAL_AUTH: "UnauthorizedExternalService",
+    Flag.DOWNSTREAM_PROTOCOL_ERROR: "DownstreamProtocolError",
+    Flag.UPSTREAM_PROTOCOL_ERROR: "UpstreamProtocolError",
+    Flag.OVERLOAD: "OverloadManagerTerminated",
+}
+
+
+class UpstreamOptions(NamedTuple):
+    """What distinguishes sockets opened for one connection: the options of ``original_src``, a PROXY header.
+
+    Two connections share pooled connections only when these are equal. A tuple, because it is made and hashed
+    for every connection.
+
+    Attributes:
+        source: the address to connect from; ``None``: any.
+        mark: of the socket.
+        first_bytes: are sent before all others, TLS included.
+    """
+
+    source: str | None = None
+    mark: int = 0
+    first_bytes: bytes = b""
+
+
+_NO_OPTIONS = UpstreamOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFacts:
+    """The facts of a finished handshake, for logs."""
+
+    version: str = ""
+    cipher: str = ""
+    peer_subject: str = ""
+    peer_chain: tuple[x509.Certificate, ...] = ()
+    local: Certificate | None = None
+    peer_uri_sans: tuple[str, ...] = ()
+    peer_dns_sans: tuple[str, ...] = ()
+    local_uri_sans: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StreamInfo:
+    """One hop. An internal hop is a second object of this class; no bytes pass between the two.
+
+    Attributes:
+        facts: addresses, metadata and identity, as matchers and policies see them.
+        restored: the destination is an original one, not just the socket's own name.
+        started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
+        upstream_tls: what the upstream's handshake proved; ``upstream_certificate`` is ours there.
+        request_headers: as the client sent them; see :mod:`ztunnel.proxy.envoy.stream.request_headers` for the
+            others.
+        manager: the connection manager that a request came to.
+        stream_id: made when a log asks for it.
+        direct_local: the accepted socket's own name, or the internal address; never restored.
+        endpoint: the host of the last attempt; those of earlier ones are in ``failed``.
+        upstream_cluster: the cluster's alternative name, or its name; empty if it does not exist.
+        upstream_sni: the server name that our handshake sent.
+        tunnel_authority: what our CONNECT named, of a tunnel over the wire.
+        connected: the last attempt succeeded.
+        ready_s: from ``started`` until the last attempt succeeded or failed; None without an attempt.
+        bytes_received: from downstream; ``bytes_sent`` to downstream.
+    """
+
+    connection_id: int
+    facts: ConnectionFacts
+    started: float
+    started_at: float
+    listener: str = ""
+    restored: bool = False
+    remote_text: str = ""
+    options: UpstreamOptions = _NO_OPTIONS
+    chain: str = ""
+    route: str = ""
+    tls: TlsFacts | None = None
+    protocol: str = ""
+    method: str = ""
+    authority: str = ""
+    path: str = ""
+    request_headers: tuple[tuple[str, str], ...] = ()
+    manager: HttpConnectionManager | None = None
+    response_headers: tuple[tuple[str, str], ...] = ()
+    response_code: int = 0
+    response_details: str = ""
+    flags: set[Flag] = field(default_factory=set)
+    termination_details: str = ""
+    upstream_failure: str = ""
+    downstream_failure: str = ""
+    cluster: str = ""
+    upstream_cluster: str = ""
+    cluster_metadata: Metadata = NO_METADATA
+    upstream_host: str = ""
+    upstream_local: str = ""
+    upstream_metadata: Metadata = NO_METADATA
+    upstream_uri_sans: tuple[str, ...] = ()
+    upstream_tls: PeerFacts | None = None
+    upstream_certificate: Certificate | None = None
+    stream_id: str = ""
+    attempts: int = 0
+    direct_local: SocketAddress | InternalAddress | None = None
+    endpoint: Endpoint | None = None
+    failed: tuple[Endpoint, ...] = ()
+    upstream_sni: str = ""
+    tunnel_authority: str = ""
+    ready_s: float | None = None
+    connected: bool = False
+    listener_metadata: Metadata = NO_METADATA
+    chain_metadata: Metadata = NO_METADATA
+    route_metadata: Metadata = NO_METADATA
+    virtual_host_metadata: Metadata = NO_METADATA
+    held: tuple[Callable[[], None], ...] = ()
+    """Called when the hop is over: they give its places among limited connections back."""
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    duration_s: float | None = None
+
+    @property
+    def source(self) -> SocketAddress:
+        """The downstream peer."""
+        return self.facts.source
+
+    @property
+    def destination(self) -> SocketAddress:
+        """The downstream local address: the destination that the client addressed."""
+        return self.facts.destination
+
+    @property
+    def downstream_remote(self) -> str:
+        """The peer as logs print it; the far end of an internal hop has no address."""
+        return self.remote_text or str(self.facts.source)
+
+    def long_flags_text(self) -> str:
+        """The flags by their long names, as :meth:`flags_text`."""
+        if not self.flags:
+            return "-"
+        return ",".join([LONG_NAMES[flag] for flag in Flag if flag in self.flags])
+
+    def flags_text(self) -> str:
+        """The flags joined by commas in fixed order, ``-`` for none."""
+        if not self.flags:
+            return "-"
+        return ",".join(flag for flag in Flag if flag in self.flags)

@@ -1,0 +1,125 @@
+"""Access logs of Envoy's dialect: renders lines, which the process's :class:`LogWriter` writes; or makes entries.
+
+Lines are written when 64 KiB are queued or after a flush interval (by default 10 s, as Envoy's).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from xds.model.access_log import AccessLog, AnyAccessLog, GrpcAccessLog, LogFilter
+from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.telemetry.access_log_filter import Chooses, chooser
+from ztunnel.proxy.envoy.telemetry.format import Line, Renderer, log_renderer
+from ztunnel.proxy.envoy.telemetry.log_entries import MakesEntry, entry_maker
+from ztunnel.proxy.envoy.telemetry.log_stream import LogStreams, Sender
+from ztunnel.runtime.log_writer import LogFile, LogWriter, WriteCounts
+
+
+@dataclass(frozen=True, slots=True)
+class LogSink:
+    """A configured logger: the renderer of its lines, and their file.
+
+    Attributes:
+        chooses: tells which lines are written; None: all.
+    """
+
+    render: Renderer
+    file: LogFile
+    writer: LogWriter
+    chooses: Chooses | None = None
+
+    def write(self, line: bytes) -> None:
+        """Queue one line; called once per finished hop."""
+        if self.file.append(line):
+            self.writer.hand_over(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySink:
+    """A configured logger of an access log service; ``chooses`` as of :class:`LogSink`."""
+
+    entry_of: MakesEntry
+    sender: Sender
+    chooses: Chooses | None = None
+
+
+Sink: TypeAlias = LogSink | EntrySink
+
+
+def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
+    """Write one line per logger about a finished hop.
+
+    A listener and the filter behind it usually print the same values: they are read once for all of them.
+    """
+    values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
+    values: tuple[str, ...] = ()
+    for sink in sinks:
+        if sink.chooses is not None and not sink.chooses(info):
+            continue
+        if isinstance(sink, EntrySink):
+            sink.sender.add(sink.entry_of(info))
+            continue
+        render = sink.render
+        if isinstance(render, Line):
+            if render.values is not values_of:
+                values_of, values = render.values, render.values(info)
+            line = render.of(values)
+        else:
+            line = render(info)
+        sink.write(line.encode(errors="backslashreplace"))
+
+
+class AccessLogs:
+    """All access logs of the process.
+
+    Args:
+        stats: gets ``filesystem.*`` and ``access_log_file.dropped``.
+        flush_interval_s: longest a line may wait; the owner calls :meth:`LogWriter.flush` so often.
+        streams: to access log services; None: no configuration names one.
+
+    Attributes:
+        writer: the files and their thread.
+    """
+
+    def __init__(self, stats: Stats, flush_interval_s: float = 10.0, streams: LogStreams | None = None) -> None:
+        self.streams = streams
+        self.flush_interval_s = flush_interval_s
+        scope = stats.scope("filesystem")
+        self.writer = LogWriter(
+            WriteCounts(
+                completed=scope.counter("write_completed"),
+                failed=scope.counter("write_failed"),
+                dropped=stats.scope("access_log_file").counter("dropped"),
+            )
+        )
+        #: With the model itself, which keeps its ``id`` from being reused.
+        self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
+
+    def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:
+        """Return one sink per configured log, opening files on first use.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        sinks: list[Sink] = []
+        for entry in logs:
+            if isinstance(entry, GrpcAccessLog):
+                sinks.append(self._entry_sink(entry))
+                continue
+            file = self.writer.file(entry.path)
+            # Compilers give equal formats as one object, so that thousands of chains share one sink.
+            key = (entry.path, id(entry.format), entry.omit_empty, entry.filter)
+            known = self._sinks.get(key)
+            if known is None:
+                chooses = chooser(entry.filter) if entry.filter is not None else None
+                sink = LogSink(log_renderer(entry), file, self.writer, chooses)
+                known = self._sinks[key] = (entry, sink)
+            sinks.append(known[1])
+        return tuple(sinks)
+
+    def _entry_sink(self, log: GrpcAccessLog) -> EntrySink:
+        assert self.streams is not None
+        chooses = chooser(log.filter) if log.filter is not None else None
+        return EntrySink(entry_maker(log), self.streams.sender(log.stream), chooses)

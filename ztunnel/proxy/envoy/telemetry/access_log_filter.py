@@ -1,0 +1,47 @@
+"""Which lines an access log gets: filters as closures over the facts of a finished hop. Pure."""
+
+import operator
+from collections.abc import Callable
+from typing import TypeAlias, assert_never
+
+from xds.model.access_log import (
+    AllFilters,
+    AnyFilter,
+    Comparison,
+    DurationFilter,
+    FlagFilter,
+    LogFilter,
+    StatusFilter,
+)
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+
+#: Tells whether a line is written.
+Chooses: TypeAlias = Callable[[StreamInfo], bool]
+
+_COMPARE: dict[Comparison, Callable[[int, int], bool]] = {
+    Comparison.EQUAL: operator.eq,
+    Comparison.AT_LEAST: operator.ge,
+    Comparison.AT_MOST: operator.le,
+    Comparison.DIFFERENT: operator.ne,
+}
+
+
+def chooser(wanted: LogFilter) -> Chooses:
+    """Return a filter as a function, made once per logger."""
+    match wanted:
+        case StatusFilter(comparison, value):
+            compare = _COMPARE[comparison]
+            return lambda info: compare(info.response_code, value)
+        case DurationFilter(comparison, value):
+            compare = _COMPARE[comparison]
+            return lambda info: info.duration_s is not None and compare(int(info.duration_s * 1000), value)
+        case FlagFilter(flags):
+            return lambda info: not flags.isdisjoint(info.flags) if flags else bool(info.flags)
+        case AllFilters(filters):
+            every = tuple(map(chooser, filters))
+            return lambda info: all(each(info) for each in every)
+        case AnyFilter(filters):
+            some = tuple(map(chooser, filters))
+            return lambda info: any(each(info) for each in some)
+        case _:
+            assert_never(wanted)

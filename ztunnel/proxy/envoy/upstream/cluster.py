@@ -1,0 +1,769 @@
+"""A cluster at run time: its hosts and balancers, its limits, its TLS contexts, its statistics."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol
+
+from hbone.errors import TlsError, TlsReason
+from hbone.settings import Role
+from hbone.tls import PeerFacts
+from xds.dialects.envoy import compile_assignment
+from xds.dialects.envoy.reading import at
+from xds.errors import ConfigError
+from xds.model.address import InternalAddress, NamedAddress, SocketAddress
+from xds.model.cluster import (
+    Cluster,
+    Discovery,
+    Endpoint,
+    InternalUpstream,
+    LoadAssignment,
+    Locality,
+    LocalityGroup,
+    ProxyHeader,
+    TransportSocket,
+)
+from xds.model.metadata import value_key
+from xds.model.tls import TlsContext as ContextModel
+from xds.proto import registry
+from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
+from xds.proto.well_known import Any as AnyMessage
+from xds.protocol.client import Backoff
+from xds.protocol.resource import Subscription, SubscriptionStats, Update, UpdateRejected
+from ztunnel.proxy.dataplane.resolver import ResolveFailed, Resolver
+from ztunnel.proxy.envoy.config.sources import Sources
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext, hardened
+from ztunnel.proxy.envoy.secrets.store import SecretStore
+from ztunnel.proxy.envoy.stats.stats import (
+    Counter,
+    Declared,
+    Gauge,
+    Histogram,
+    OnTouch,
+    Stats,
+    cluster_scope,
+    count_parameters,
+    declared_in,
+)
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.upstream.balancer import Balancer, in_subset, source_hash
+from ztunnel.proxy.envoy.upstream.health_checker import HealthChecker
+from ztunnel.proxy.envoy.upstream.health_state import CheckResult
+from ztunnel.proxy.envoy.upstream.host import Host, HostSet
+from ztunnel.proxy.envoy.upstream.outlier import OutlierDetector, Result
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.latch import Latch
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+EDS_URL = registry.type_url(endpoint_pb2.ClusterLoadAssignment)
+ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
+
+
+class Asks(Protocol):
+    """Asks hosts for their health: :class:`ztunnel.proxy.envoy.path.probe.Prober`."""
+
+    async def ask(self, cluster: "LiveCluster", host: Host) -> CheckResult:
+        """Return the outcome of one check."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surround:
+    """The objects of the process that every cluster uses."""
+
+    sources: Sources
+    secrets: SecretStore
+    stats: Stats
+    clock: Clock
+    rng: random.Random
+    resolver: Resolver
+    prober: Asks
+    strict_tls: bool
+
+
+class ClusterStats:
+    """Counters of one cluster, each made on first use: most clusters of a big mesh never carry anything."""
+
+    __slots__ = ("__dict__", "scope")
+
+    cx_total = OnTouch(Counter, "upstream_cx_total")
+    cx_active = OnTouch(Gauge, "upstream_cx_active")
+    cx_destroy = OnTouch(Counter, "upstream_cx_destroy")
+    cx_destroy_local = OnTouch(Counter, "upstream_cx_destroy_local")
+    cx_destroy_remote = OnTouch(Counter, "upstream_cx_destroy_remote")
+    cx_destroy_active = OnTouch(Counter, "upstream_cx_destroy_with_active_rq")
+    cx_destroy_local_active = OnTouch(Counter, "upstream_cx_destroy_local_with_active_rq")
+    cx_destroy_remote_active = OnTouch(Counter, "upstream_cx_destroy_remote_with_active_rq")
+    cx_connect_ms = OnTouch(Histogram, "upstream_cx_connect_ms")
+    cx_length_ms = OnTouch(Histogram, "upstream_cx_length_ms")
+    cx_http2 = OnTouch(Counter, "upstream_cx_http2_total")
+    cx_connect_fail = OnTouch(Counter, "upstream_cx_connect_fail")
+    cx_attempts_exceeded = OnTouch(Counter, "upstream_cx_connect_attempts_exceeded")
+    cx_connect_timeout = OnTouch(Counter, "upstream_cx_connect_timeout")
+    cx_overflow = OnTouch(Counter, "upstream_cx_overflow")
+    cx_none_healthy = OnTouch(Counter, "upstream_cx_none_healthy")
+    cx_rx_bytes = OnTouch(Counter, "upstream_cx_rx_bytes_total")
+    cx_tx_bytes = OnTouch(Counter, "upstream_cx_tx_bytes_total")
+    rq_total = OnTouch(Counter, "upstream_rq_total")
+    rq_active = OnTouch(Gauge, "upstream_rq_active")
+    rq_pending_overflow = OnTouch(Counter, "upstream_rq_pending_overflow")
+    rq_timeout = OnTouch(Counter, "upstream_rq_timeout")
+    retry_overflow = OnTouch(Counter, "upstream_rq_retry_overflow")
+    original_dst_host_invalid = OnTouch(Counter, "original_dst_host_invalid")
+    secrets_not_ready = OnTouch(Counter, "client_ssl_socket_factory.upstream_context_secrets_not_ready")
+    sds_updates = OnTouch(Counter, "client_ssl_socket_factory.ssl_context_update_by_sds")
+    handshakes = OnTouch(Counter, "ssl.handshake")
+    ssl_errors = OnTouch(Counter, "ssl.connection_error")
+    ssl_fail_verify = OnTouch(Counter, "ssl.fail_verify_error")
+    ssl_fail_verify_san = OnTouch(Counter, "ssl.fail_verify_san")
+    drop_overload = OnTouch(Counter, "upstream_rq_drop_overload")
+    bind_errors = OnTouch(Counter, "bind_errors")
+    lb_healthy_panic = OnTouch(Counter, "lb_healthy_panic")
+
+    def __init__(self, stats: Stats, model: Cluster) -> None:
+        self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
+
+    def negotiated(self, facts: PeerFacts) -> None:
+        """Count a finished handshake and its parameters."""
+        self.handshakes.value += 1
+        count_parameters(self.scope.scope("ssl"), facts.version, facts.cipher, facts.group)
+
+    def ssl_failed(self, error: TlsError) -> None:
+        """Count a failed handshake by its reason."""
+        if error.by_peer:
+            self.ssl_errors.value += 1
+        elif error.reason is TlsReason.SAN:
+            self.ssl_fail_verify_san.value += 1
+        elif error.reason in (TlsReason.CHAIN, TlsReason.EXPIRED, TlsReason.REVOKED):
+            self.ssl_fail_verify.value += 1
+        else:
+            self.ssl_errors.value += 1
+
+    def declare(self) -> None:
+        """Show the counters on pages, in place of an earlier version's."""
+        self.scope.declare(_COUNTED, self)
+
+
+_COUNTED = declared_in(ClusterStats)
+
+
+class Breaker:
+    """Counts resources in use, and compares them with the limits of priority DEFAULT."""
+
+    __slots__ = ("connections", "limits", "pending", "requests")
+
+    def __init__(self, model: Cluster) -> None:
+        self.limits = model.breakers[0]
+        self.connections = 0
+        self.pending = 0
+        self.requests = 0
+
+    @property
+    def connections_open(self) -> bool:
+        """Whether the limit of connections is reached: "open" as an electric circuit is."""
+        return self.connections >= self.limits.max_connections
+
+    @property
+    def pending_open(self) -> bool:
+        """Whether the limit of waiting requests is reached."""
+        return self.pending >= self.limits.max_pending_requests
+
+    @property
+    def requests_open(self) -> bool:
+        """Whether the limit of requests is reached."""
+        return self.requests >= self.limits.max_requests
+
+
+class LiveCluster:
+    """A cluster of the configuration with its hosts and connections' limits.
+
+    Attributes:
+        warm: set when it may serve: secrets and endpoints have arrived, or their time limit has passed.
+
+    Raises:
+        ConfigError: a TLS context cannot be built; with its place.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_assigned",
+        "_balancer",
+        "_contexts",
+        "_dropping",
+        "_have_endpoints",
+        "_original",
+        "_subscription",
+        "_subsets",
+        "_surround",
+        "_tasks",
+        "_wanted",
+        "added_via_api",
+        "body",
+        "breaker",
+        "checker",
+        "empty_updates",
+        "hosts",
+        "last_updated",
+        "model",
+        "outlier",
+        "stats",
+        "unchanged_updates",
+        "updates",
+        "version",
+        "warm",
+    )
+
+    def __init__(
+        self,
+        model: Cluster,
+        body: AnyMessage,
+        surround: Surround,
+        *,
+        version: str = "",
+        added_via_api: bool = True,
+    ) -> None:
+        self.model = model
+        self.body = body
+        self.version = version
+        self.added_via_api = added_via_api
+        self.last_updated = surround.clock.wall()
+        self.stats = ClusterStats(surround.stats, model)
+        self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
+        # Before the statistics are shown: if this version is refused, those of the active one stay.
+        self._build_contexts(surround)
+        self.stats.declare()
+        self.breaker = Breaker(model)
+        self.hosts = HostSet()
+        self.warm = Latch()
+        self._surround = surround
+        self._tasks: Tasks | None = None
+        self._balancer = Balancer(model.balancing, self.hosts, surround.rng)
+        self._subsets: dict[Hashable, Balancer] = {}
+        self._original: dict[str, tuple[Host, float]] = {}
+        self._have_endpoints = Latch()
+        self._assigned: AnyMessage | None = None
+        self._dropping: tuple[tuple[str, float], ...] = ()
+        self._subscription: Subscription | None = None
+        self.outlier: OutlierDetector | None = None
+        if model.outlier is not None:
+            self.outlier = OutlierDetector(
+                model.outlier, self._health_changed, lambda: surround.rng.random() * 100
+            )
+        self._wanted: LoadAssignment | None = None
+        self.checker: HealthChecker | None = None
+        if model.health_check is not None:
+            self.checker = HealthChecker(
+                model.health_check,
+                partial(surround.prober.ask, self),
+                name=model.name,
+                changed=self._check_changed,
+                passed=self._passed_check,
+                has_traffic=lambda: self.stats.cx_total.value > 0,
+                chance=surround.rng.random,
+                scope=self.stats.scope,
+            )
+        self.stats.scope.declare(_STATE, self)
+        for priority, limits in zip(("default", "high"), model.breakers, strict=True):
+            if limits.track_remaining:
+                self.stats.scope.declare(_remaining(priority), self)
+        self.empty_updates = self.unchanged_updates = 0
+        self.updates = _NO_UPDATES
+        if model.discovery in (Discovery.STRICT_DNS, Discovery.LOGICAL_DNS):
+            self.updates = SubscriptionStats()
+
+    def _build_contexts(self, surround: Surround) -> None:
+        try:
+            for place, context in tls_contexts(self.model):
+                chosen = hardened(context) if surround.strict_tls else context
+                with at(place):
+                    self._contexts[id(context)] = LiveContext(
+                        Role.CLIENT,
+                        chosen,
+                        surround.secrets,
+                        self._updated_by_sds,
+                        owner=f"cluster {self.model.name}: {place}",
+                    )
+        except ConfigError:
+            for made in self._contexts.values():
+                made.close()
+            raise
+
+    def _updated_by_sds(self) -> None:
+        self.stats.sds_updates.value += 1
+
+    # Life
+
+    def start(self) -> None:
+        """Start discovering endpoints and waiting for secrets; :attr:`warm` is set when that is done."""
+        model = self.model
+        # An earlier version of the cluster may have been discovered in another way.
+        if model.discovery is Discovery.EDS:
+            self.stats.scope.withdraw(_UPDATES)
+        else:
+            self._surround.sources.forget(self.stats.scope)
+            self.stats.scope.declare(_UPDATES, self)
+        match model.discovery:
+            case Discovery.STATIC:
+                assert model.assignment is not None
+                self._assign(model.assignment)
+            case Discovery.EDS:
+                assert model.eds_source is not None
+                self._subscription = self._surround.sources.of(model.eds_source).subscribe(
+                    EDS_URL,
+                    [model.eds_name],
+                    self._receive_endpoints,
+                    initial_fetch_timeout_s=model.eds_initial_fetch_timeout_s,
+                    on_initial_timeout=self._have_endpoints.set,
+                )
+                self._surround.sources.count(self.stats.scope, self._subscription)
+            case Discovery.STRICT_DNS | Discovery.LOGICAL_DNS:
+                self._resolve_names()
+            case Discovery.ORIGINAL_DST:
+                self._have_endpoints.set()
+                self._run(self._clean_up_for_ever(), "cleanup")
+        if self.outlier is not None:
+            self._run(self._watch_outliers(), "outlier detection")
+        if self._contexts or self.checker is not None:
+            self._run(self._warm_up(), "warming")
+        else:
+            self._have_endpoints.then(self.warm.set)
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        if self._tasks is None:
+            self._tasks = Tasks(f"cluster {self.model.name}")
+        self._tasks.start(work, name)
+
+    async def _warm_up(self) -> None:
+        for context in self._contexts.values():
+            await context.settled()
+        await self._have_endpoints.wait()
+        if self.checker is not None:
+            self.checker.begin()
+            await self.checker.settled.wait()
+        self.warm.set()
+
+    async def close(self) -> None:
+        """Stop discovering endpoints and release secrets; the owner drains connections. Idempotent."""
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
+        if self._tasks is not None:
+            await self._tasks.close()
+        if self.checker is not None:
+            await self.checker.close()
+            self.checker = None  # it holds this cluster's methods, as the subscription does
+        for context in self._contexts.values():
+            context.close()
+
+    # Endpoints
+
+    async def _receive_endpoints(self, update: Update) -> None:
+        for resource in update.resources:
+            if resource.name != self.model.eds_name:
+                continue
+            if self._assigned is not None and self._assigned == resource.body:
+                # A state-of-the-world response repeats every assignment when one changes. Of equal bodies the new
+                # one is kept: a body keeps the whole response in memory which it came in.
+                self._assigned = resource.body
+                self.unchanged_updates += 1
+                continue
+            try:
+                message = registry.unpack(resource.body)
+                if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):
+                    raise ConfigError(f"not a ClusterLoadAssignment: {resource.body.type_url}")
+                assignment = compile_assignment(message)
+                if self.checker is not None and any(
+                    isinstance(each.address, InternalAddress) for each in assignment.endpoints
+                ):
+                    raise ConfigError("endpoints that are internal listeners cannot be checked", "endpoints")
+            except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+                raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
+            self._assigned = resource.body
+            self._assign(assignment)
+        self.empty_updates += not update.resources
+        if self.model.eds_name in update.removed:
+            self._have_endpoints.set()  # the name does not exist: an answer, and the end of the wait
+
+    def _assign(self, assignment: LoadAssignment) -> None:
+        self._dropping = assignment.drop
+        leaving: list[Host] = []
+        if self.checker is not None and not self.model.ignore_health_on_removal:
+            # Discovery may lag behind: a host that has gone from it and passes its checks still serves.
+            self._wanted = assignment
+            wanted = {endpoint.address for endpoint in assignment.endpoints}
+            gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
+            leaving = [host for host in gone if self.checker.checks(host) and not host.failed_check]
+            assignment = _with(assignment, leaving)
+        for host in self.hosts.assign(assignment, self._surround.clock.monotonic()):
+            if self.outlier is not None:
+                self.outlier.forget(host)
+        if self.checker is not None:
+            for host in self.hosts.hosts:
+                host.leaving = False
+            for host in leaving:
+                host.leaving = True
+            self.checker.follow(self.hosts.hosts)
+        self._health_changed()
+        self._have_endpoints.set()
+
+    def preset(self, assignment: LoadAssignment) -> None:
+        """Take the hosts of a saved dump; nothing is discovered or checked."""
+        self.hosts.assign(assignment, self._surround.clock.monotonic())
+        self._health_changed()
+
+    def _health_changed(self) -> None:
+        self.hosts.refresh()
+        self._balancer.update()
+        self._subsets.clear()
+
+    def _check_changed(self, host: Host) -> None:
+        if host.leaving and host.failed_check and self._wanted is not None:
+            self._assign(self._wanted)
+        else:
+            self._health_changed()
+
+    def _passed_check(self, host: Host) -> None:
+        if self.outlier is not None:
+            self.outlier.passed_check(host)
+
+    def _resolve_names(self) -> None:
+        """Follow each name on its own, so that one slow name server delays the addresses of no other name."""
+        assert self.model.assignment is not None
+        endpoints = self.model.assignment.endpoints
+        names = dict.fromkeys(each.address.name for each in endpoints if isinstance(each.address, NamedAddress))
+        known: dict[str, tuple[str, ...] | None] = dict.fromkeys(names)
+        self._resolved_names(known)
+        resolver = self._surround.resolver
+        if self.model.dns_resolver is not None:
+            resolver = resolver.with_settings(self.model.dns_resolver)
+        for name in names:
+            self._run(self._resolve_for_ever(name, known, resolver), f"dns {name}")
+
+    def _resolved_names(self, known: Mapping[str, tuple[str, ...] | None]) -> None:
+        """Use the addresses of all names, once each has been looked up."""
+        assert self.model.assignment is not None
+        found = {name: addresses for name, addresses in known.items() if addresses is not None}
+        if len(found) == len(known):
+            self._assign(_resolved(self.model.assignment, found))
+
+    async def _resolve_for_ever(
+        self, name: str, known: dict[str, tuple[str, ...] | None], resolver: Resolver
+    ) -> None:
+        model = self.model
+        backoff = None if model.dns_failure_backoff is None else Backoff(*model.dns_failure_backoff)
+        while True:
+            wait_s = model.dns_refresh_s
+            before = known[name]
+            self.updates.update_attempt += 1
+            try:
+                answer = await resolver.resolve(name, model.dns_family)
+            except ResolveFailed as error:
+                log.debug("cluster %s: %s", model.name, error)
+                self.updates.update_failure += 1
+                # Like Envoy's, hosts of STRICT_DNS go with their name; a server that does not answer changes
+                # nothing.
+                gone = error.absent and model.discovery is Discovery.STRICT_DNS
+                known[name] = () if gone or before is None else before
+                if backoff is not None:
+                    wait_s = backoff.next(self._surround.rng.random())
+            else:
+                self.updates.update_success += 1
+                addresses = answer.addresses
+                if model.discovery is Discovery.LOGICAL_DNS:
+                    addresses = before if before and before[0] in addresses else addresses[:1]
+                if before == addresses:
+                    self.unchanged_updates += 1
+                known[name] = addresses
+                if model.respect_dns_ttl:
+                    wait_s = max(1.0, answer.ttl_s)
+                wait_s += self._surround.rng.random() * model.dns_jitter_s
+                if backoff is not None:
+                    backoff.reset()
+            self._resolved_names(known)
+            await asyncio.sleep(wait_s)
+
+    async def _watch_outliers(self) -> None:
+        assert self.outlier is not None
+        assert self.model.outlier is not None
+        while True:
+            await asyncio.sleep(self.model.outlier.interval_s)
+            self.outlier.tick(self.hosts.hosts, self._surround.clock.monotonic())
+
+    async def _clean_up_for_ever(self) -> None:
+        """Drop hosts unused for one to two intervals, unless a connection to them is open."""
+        interval = self.model.cleanup_interval_s
+        while True:
+            await asyncio.sleep(interval)
+            now = self._surround.clock.monotonic()
+            before = len(self._original)
+            for key, (host, used) in list(self._original.items()):
+                if now - used >= interval and not host.active:
+                    del self._original[key]
+            self.hosts.changes += len(self._original) < before
+
+    @property
+    def healthy_count(self) -> int:
+        """The number of healthy hosts, ``membership_healthy``; those of ORIGINAL_DST count as healthy."""
+        return self.hosts.healthy_count or len(self._original)
+
+    # Choice
+
+    @property
+    def all_hosts(self) -> list[Host]:
+        """Return all hosts, those of ORIGINAL_DST included."""
+        return [*self.hosts.hosts, *(host for host, _ in self._original.values())]
+
+    def context(self, model: ContextModel) -> LiveContext:
+        """Return the live context of one of this cluster's transport sockets."""
+        return self._contexts[id(model)]
+
+    @property
+    def contexts(self) -> list[LiveContext]:
+        """All TLS contexts of the cluster."""
+        return list(self._contexts.values())
+
+    def choose(
+        self,
+        info: StreamInfo,
+        *,
+        subset: Mapping[str, object] | None = None,
+        hash_source: bool = False,
+        avoid: frozenset[Host] = frozenset(),
+        drops: bool = True,
+    ) -> Host | None:
+        """Return the host for a connection, or None if there is none.
+
+        Args:
+            info: the hop; ORIGINAL_DST reads the address from it.
+            subset: the endpoint metadata to require, if the cluster is divided into subsets.
+            hash_source: hash the client's address, for RING_HASH and MAGLEV.
+            avoid: hosts that already failed for this connection.
+            drops: obey ``drop_overloads``, as Envoy does for requests and not for connections of ``tcp_proxy``.
+        """
+        now = self._surround.clock.monotonic()
+        if self.model.discovery is Discovery.ORIGINAL_DST:
+            return self._original_host(info, now)
+        for _category, share in self._dropping if drops else ():
+            if self._surround.rng.random() < share:
+                self.stats.drop_overload.value += 1
+                return None
+        balancer = self._balancer_for(subset)
+        if balancer is None:
+            return None
+        key = source_hash(info.source.host) if hash_source else None
+        panics = balancer.panics
+        host = balancer.choose(now, hash_key=key, avoid=avoid)
+        if balancer.panics != panics:
+            self.stats.lb_healthy_panic.value += 1
+        return host
+
+    def candidates(self, subset: Mapping[str, object] | None) -> list[Host]:
+        """Return every host that :meth:`choose` can give to a connection, of another cluster than ORIGINAL_DST."""
+        balancer = self._balancer_for(subset)
+        return balancer.candidates() if balancer is not None else []
+
+    def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
+        """Return the balancer of a subset by ``lb_subset_config``, or that of all hosts."""
+        division = self.model.subsets
+        if division is None:
+            return self._balancer
+        wanted: Mapping[str, object] | None = subset or None
+        if wanted is None or frozenset(wanted) not in division.selectors or not self._any_in(wanted):
+            if division.fallback == "ANY_ENDPOINT":
+                return self._balancer
+            wanted = division.default if division.fallback == "DEFAULT_SUBSET" else None
+            if wanted is None:
+                return None
+        key = value_key(wanted)
+        balancer = self._subsets.get(key)
+        if balancer is None:
+            chosen = wanted
+            hosts = self.hosts.filtered(lambda host: in_subset(host, chosen))
+            balancer = self._subsets[key] = Balancer(self.model.balancing, hosts, self._surround.rng)
+            balancer.update()
+        return balancer
+
+    def _any_in(self, subset: Mapping[str, object]) -> bool:
+        return any(in_subset(host, subset) for host in self.hosts.hosts)
+
+    def _original_host(self, info: StreamInfo, now: float) -> Host | None:
+        address = self.original_address(info)
+        if address is None:
+            return None
+        key = str(address)
+        found = self._original.get(key)
+        if found is None:
+            endpoint = Endpoint(address=address, hostname=f"{self.model.name}{key}")
+            found = (Host(endpoint, added_at=now), now)
+            self.hosts.changes += 1
+        self._original[key] = (found[0], now)
+        return found[0]
+
+    def original_address(self, info: StreamInfo) -> SocketAddress | None:
+        """Return the address to which an ORIGINAL_DST cluster sends a connection, or None.
+
+        It is the first of filter state, metadata, request header and restored destination. The port may be
+        overridden. A header that is not ``ip:port`` is counted and ignored, as in Envoy.
+        """
+        config = self.model.original_dst
+        assert config is not None
+        address = _parsed(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
+        if address is None and config.metadata_key is not None:
+            address = _parsed(_metadata_text(info, *config.metadata_key))
+        if address is None and config.use_http_header:
+            values = [value for name, value in info.request_headers if name == config.http_header_name]
+            address = _parsed(values[0]) if values else None
+            if values and address is None:
+                self.stats.original_dst_host_invalid.value += 1
+        if address is None and info.restored:
+            address = info.destination
+        if address is not None and config.port_override:
+            address = SocketAddress(address.host, config.port_override)
+        return address
+
+    def transport_socket(self, host: Host) -> TransportSocket:
+        """Return the transport socket for a host, and count the match that chose it."""
+        name, socket = self.model.transport_socket_for(host.endpoint.metadata)
+        if name:
+            self.stats.scope.counter(f"{name}.total_match_count").value += 1
+        return socket
+
+    def report(self, host: Host, result: Result) -> None:
+        """Pass the outcome of an attempt on a host to outlier detection."""
+        if self.outlier is not None:
+            self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
+
+
+_STATE = (
+    Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
+    Declared("membership_change", Counter, lambda cluster: cluster.hosts.changes),
+    Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
+    Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
+    Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
+    Declared("update_empty", Counter, lambda cluster: cluster.empty_updates),
+    Declared("update_no_rebuild", Counter, lambda cluster: cluster.unchanged_updates),
+    Declared("circuit_breakers.default.cx_open", Gauge, lambda cluster: int(cluster.breaker.connections_open)),
+    Declared("circuit_breakers.default.rq_open", Gauge, lambda cluster: int(cluster.breaker.requests_open)),
+    Declared("circuit_breakers.default.rq_pending_open", Gauge, lambda cluster: int(cluster.breaker.pending_open)),
+)
+
+
+def _remaining(priority: str) -> tuple[Declared, ...]:
+    """Return what ``track_remaining`` shows; everything here is of the priority DEFAULT."""
+    used = {"cx": "connections", "pending": "pending", "rq": "requests"}
+    limits = {"cx": "max_connections", "pending": "max_pending_requests", "rq": "max_requests"}
+    place = ("default", "high").index(priority)
+
+    def left(cluster: LiveCluster, short: str) -> int:
+        limit: int = getattr(cluster.model.breakers[place], limits[short])
+        return max(0, limit - (getattr(cluster.breaker, used[short]) if place == 0 else 0))
+
+    shown = [
+        Declared(f"circuit_breakers.{priority}.remaining_{short}", Gauge, partial(left, short=short))
+        for short in used
+    ]
+    retries = Declared(
+        f"circuit_breakers.{priority}.remaining_retries",
+        Gauge,
+        lambda cluster: cluster.model.breakers[place].max_retries,
+    )
+    return (*shown, retries)
+
+
+#: What Envoy shows of a cluster without a subscription; of names of DNS each resolution is an update.
+_UPDATES = (
+    *(
+        Declared(name, Counter, attrgetter(f"updates.{name}"))
+        for name in ("update_attempt", "update_success", "update_failure")
+    ),
+    Declared("version", Gauge),
+)
+_NO_UPDATES = SubscriptionStats()
+
+
+def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
+    """Yield each TLS context of a cluster with its place."""
+    sockets: list[tuple[str, TransportSocket]] = [("transport_socket", model.transport_socket)]
+    for index, match in enumerate(model.socket_matches):
+        sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))
+    for place, socket in sockets:
+        # Transport sockets inside others are in a field of the same name.
+        while isinstance(socket, InternalUpstream | ProxyHeader):
+            place, socket = f"{place}.typed_config.transport_socket", socket.inner
+        if isinstance(socket, ContextModel):
+            yield f"{place}.typed_config", socket
+
+
+def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
+    """Return ``assignment`` with each name replaced by its addresses."""
+    groups = []
+    for group in assignment.groups:
+        endpoints: list[Endpoint] = []
+        for endpoint in group.endpoints:
+            address = endpoint.address
+            if not isinstance(address, NamedAddress):
+                endpoints.append(endpoint)
+                continue
+            hostname = endpoint.hostname or address.name
+            found = (SocketAddress(host, address.port) for host in known.get(address.name, ()))
+            endpoints.extend(replace(endpoint, address=each, hostname=hostname) for each in found)
+        groups.append(replace(group, endpoints=tuple(endpoints)))
+    return replace(assignment, groups=tuple(groups))
+
+
+def _with(assignment: LoadAssignment, hosts: Iterable[Host]) -> LoadAssignment:
+    """Return an assignment with the endpoints of more hosts, each where it was."""
+    groups = list(assignment.groups)
+    for host in hosts:
+        endpoint = host.endpoint
+        for index, group in enumerate(groups):
+            if (group.locality, group.priority) == (endpoint.locality, endpoint.priority):
+                groups[index] = replace(group, endpoints=(*group.endpoints, endpoint))
+                break
+        else:
+            groups.append(
+                LocalityGroup(
+                    locality=endpoint.locality, priority=endpoint.priority, weight=0, endpoints=(endpoint,)
+                )
+            )
+    return replace(assignment, groups=tuple(groups))
+
+
+def _parsed(text: str | None) -> SocketAddress | None:
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        return None
+
+
+def _metadata_text(info: StreamInfo, namespace: str, path: tuple[str, ...]) -> str | None:
+    value: object = info.facts.metadata.get(namespace)
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else None
+
+
+def live_assignment(cluster: LiveCluster) -> LoadAssignment:
+    """Return the hosts in use for dumps: as assigned, or one locality per address for ORIGINAL_DST."""
+    groups = []
+    for priority, level in enumerate(cluster.hosts.levels):
+        for group in level.groups:
+            endpoints = tuple(host.endpoint for host in group.hosts)
+            groups.append(
+                LocalityGroup(locality=group.locality, priority=priority, weight=group.weight, endpoints=endpoints)
+            )
+    original = [host for host in cluster.all_hosts if cluster.hosts.get(host.endpoint.address) is None]
+    groups.extend(
+        LocalityGroup(locality=Locality(), priority=0, weight=0, endpoints=(host.endpoint,)) for host in original
+    )
+    return LoadAssignment(cluster_name=cluster.model.name, groups=tuple(groups))

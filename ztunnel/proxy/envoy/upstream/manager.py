@@ -1,0 +1,218 @@
+"""Manages all clusters: static ones, those from CDS, and the replacement of one version by the next.
+
+A changed cluster warms beside the old one and replaces it when it may serve; connections of the old one continue.
+Each cluster is promoted when it is warm itself: one whose endpoints or secrets never arrive delays no other
+cluster, no removal and no later update. If a cluster is refused, its old version stays current, the refusal is
+reported, and the other clusters of the update are applied.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from xds.dialects.envoy import Surroundings, compile_cluster
+from xds.errors import ConfigError
+from xds.model.cluster import Cluster
+from xds.proto import registry
+from xds.proto.envoy.config.cluster.v3 import cluster_pb2
+from xds.proto.well_known import Any as AnyMessage
+from xds.protocol.resource import Resource, Update, UpdateRejected
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
+from ztunnel.runtime.latch import Latch, all_of
+
+log = logging.getLogger(__name__)
+
+#: Clusters made in one turn of the loop, 5 ms or so.
+_AT_ONCE = 50
+TYPE_URL = registry.type_url(cluster_pb2.Cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A refused version of a resource, for ``error_state`` in dumps."""
+
+    name: str
+    body: AnyMessage
+    details: str
+    at: float
+    version: str
+
+
+class ClusterManager:
+    """Creates, replaces and retires clusters by name.
+
+    Args:
+        surround: what clusters need from the process.
+        surroundings: the names that configuration may refer to.
+        retired: called with each replaced or removed cluster, which it drains and closes.
+    """
+
+    def __init__(
+        self, surround: Surround, surroundings: Surroundings, retired: Callable[[LiveCluster], None]
+    ) -> None:
+        self._surround = surround
+        self._surroundings = surroundings
+        self._retired = retired
+        self._active: dict[str, LiveCluster] = {}
+        self._warming: dict[str, LiveCluster] = {}
+        self._static: set[str] = set()
+        self.failures: dict[str, Failure] = {}
+        self.version = ""
+        scope = surround.stats.scope("cluster_manager")
+        scope.gauge("active_clusters", lambda: float(len(self._active)))
+        scope.gauge("warming_clusters", lambda: float(len(self._warming)))
+        self._added = scope.counter("cluster_added")
+        self._modified = scope.counter("cluster_modified")
+        self._removed = scope.counter("cluster_removed")
+
+    def get(self, name: str) -> LiveCluster | None:
+        """Return the active cluster of a name, or None."""
+        return self._active.get(name)
+
+    @property
+    def active(self) -> list[LiveCluster]:
+        """The active clusters, by name."""
+        return [self._active[name] for name in sorted(self._active)]
+
+    @property
+    def warming(self) -> list[LiveCluster]:
+        """The clusters that wait for secrets or endpoints, by name."""
+        return [self._warming[name] for name in sorted(self._warming)]
+
+    def add_static(self, body: AnyMessage) -> None:
+        """Add a cluster of ``static_resources``.
+
+        Raises:
+            ConfigError: it cannot be obeyed.
+        """
+        model = self._compile(body)
+        self._check_sources(model)
+        cluster = LiveCluster(model, body, self._surround, added_via_api=False)
+        self._static.add(model.name)
+        self._active[model.name] = cluster
+        self._added.value += 1
+        cluster.start()
+
+    async def initialised(self) -> None:
+        """Wait until no cluster warms; one that is removed or replaced meanwhile no longer counts."""
+        for cluster in list(self._active.values()):
+            await cluster.warm.wait()
+        while self._warming:
+            await next(iter(self._warming.values())).warm.wait()
+
+    async def receive(self, update: Update) -> Latch:
+        """Apply a CDS update; the latch is set when no cluster that it changed warms any longer.
+
+        Raises:
+            UpdateRejected: names each cluster that was refused; the others are applied.
+        """
+        self.version = update.version
+        errors: list[str] = []
+        changed: list[LiveCluster] = []
+        seen: set[str] = set()
+        for resource in update.resources:
+            seen.add(resource.name)
+            try:
+                cluster = self._apply(resource)
+            except ConfigError as error:
+                reason = str(error)
+                log.warning("cluster %s refused, its last good version stays: %s", resource.name, reason)
+                errors.append(f"{resource.name}: {reason}")
+                self.failures[resource.name] = Failure(
+                    resource.name, resource.body, reason, self._surround.clock.wall(), resource.version
+                )
+                continue
+            self.failures.pop(resource.name, None)
+            if cluster is not None:
+                changed.append(cluster)
+                if len(changed) % _AT_ONCE == 0:
+                    await asyncio.sleep(0)  # connections go on while a mesh arrives
+        gone = set(update.removed)
+        if update.complete:
+            gone |= {name for name in (*self._active, *self._warming) if name not in seen}
+        for name in gone - self._static:
+            self._remove(name)
+        if changed or gone:
+            log.info(
+                "clusters: %d active, %d changed, version %s", len(self._active), len(changed), update.version
+            )
+        if errors:
+            raise UpdateRejected("Error adding/updating cluster(s) " + ", ".join(errors))
+        return all_of([cluster.warm for cluster in changed])
+
+    def _compile(self, body: AnyMessage) -> Cluster:
+        try:
+            message = registry.unpack(body)
+        except (registry.UnknownType, registry.MalformedMessage) as error:
+            raise ConfigError(str(error)) from None
+        if not isinstance(message, cluster_pb2.Cluster):
+            raise ConfigError(f"not a Cluster: {body.type_url}")
+        return compile_cluster(message, self._surroundings)
+
+    def _check_sources(self, model: Cluster) -> None:
+        if model.eds_source is not None:
+            self._surround.sources.check(model.eds_source)
+        self._surround.secrets.check(model.secret_refs)
+
+    def _apply(self, resource: Resource) -> LiveCluster | None:
+        body, version = resource.body, resource.version
+        current = self._warming.get(resource.name) or self._active.get(resource.name)
+        if current is not None and current.added_via_api and current.body == body:
+            # A state-of-the-world response repeats every cluster when one changes. Of equal bodies the new one is
+            # kept: a body keeps the whole response in memory which it came in.
+            current.body, current.version = body, version
+            return None
+        model = self._compile(body)
+        if model.name in self._static:
+            return None
+        current = self._warming.get(model.name) or self._active.get(model.name)
+        if current is not None and current.model.content == model.content:
+            current.body, current.version = body, version
+            return None
+        self._check_sources(model)
+        try:
+            cluster = LiveCluster(model, body, self._surround, version=version)
+            cluster.start()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        superseded = self._warming.pop(model.name, None)
+        if superseded is not None:
+            self._discard(superseded)
+        self._warming[model.name] = cluster
+        (self._modified if model.name in self._active else self._added).value += 1
+        cluster.warm.then(partial(self._promote, cluster))
+        return cluster
+
+    def _promote(self, cluster: LiveCluster) -> None:
+        name = cluster.model.name
+        if self._warming.get(name) is not cluster:
+            return
+        del self._warming[name]
+        old = self._active.get(name)
+        self._active[name] = cluster
+        if old is not None:
+            self._retired(old)
+
+    def _discard(self, cluster: LiveCluster) -> None:
+        """Retire a version that never served; its warming is over."""
+        cluster.warm.set()
+        self._retired(cluster)
+
+    def _remove(self, name: str) -> None:
+        active, warming = self._active.pop(name, None), self._warming.pop(name, None)
+        for cluster in (active, warming):
+            if cluster is not None:
+                cluster.stats.scope.close()
+                self._removed.value += 1
+        if active is not None:
+            self._retired(active)
+        if warming is not None:
+            self._discard(warming)
+        self.failures.pop(name, None)
+
+    async def close(self) -> None:
+        """Close every cluster; idempotent."""
+        everything = [*self._active.values(), *self._warming.values()]
+        await asyncio.gather(*(cluster.close() for cluster in everything))

@@ -1,0 +1,67 @@
+"""Bounds what peers say of themselves in metrics and logs. Pure.
+
+A peer that the control plane has not described (yet), or that is behind a gateway, is labelled by its baggage: its
+own words. Each principal has a budget of label sets. Without one, a single peer could fill the page of metrics,
+and what comes after it would count as unknown. Beyond it a connection has the principal alone, which is proved.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from hbone.headers import Baggage
+from xds.model.identity import SpiffeId
+from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
+
+#: A service account has a deployment or few, with few revisions in few zones.
+SETS_PER_PEER: Final = 64
+PEERS: Final = 2048
+#: The longest name in Kubernetes.
+VALUE_CHARACTERS: Final = 253
+
+
+class BaggageLabels:
+    """The label sets that came as baggage, by principal; those unused for :data:`EXPIRY_S` are forgotten.
+
+    Attributes:
+        refused: how many connections were labelled by their principal alone, ever.
+    """
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._by_peer: OrderedDict[str, OrderedDict[PeerLabels, float]] = OrderedDict()
+
+    def labels(self, baggage: Baggage, identity: SpiffeId | None, now_s: float) -> PeerLabels:
+        """Return the labels of a connection.
+
+        Args:
+            baggage: the peer's.
+            identity: what its certificate has proved. Its namespace is taken before the baggage's.
+            now_s: monotonic seconds.
+        """
+        principal = str(identity) if identity is not None else ""
+        alone = PeerLabels(principal=principal, namespace=identity.namespace if identity is not None else "")
+        if baggage == Baggage():
+            return alone._replace(namespace="")
+        labels = PeerLabels.of_baggage(baggage, principal)
+        if identity is not None:
+            labels = labels._replace(namespace=identity.namespace)
+        if any(isinstance(value, str) and len(value) > VALUE_CHARACTERS for value in labels):
+            self.refused += 1
+            return alone
+        known = self._by_peer.get(principal)
+        if known is None:
+            if len(self._by_peer) >= PEERS:
+                self._by_peer.popitem(last=False)
+            known = self._by_peer[principal] = OrderedDict()
+        self._by_peer.move_to_end(principal)
+        if labels not in known:
+            while known and now_s - next(iter(known.values())) > EXPIRY_S:
+                known.popitem(last=False)
+            if len(known) >= SETS_PER_PEER:
+                self.refused += 1
+                return alone
+        known[labels] = now_s
+        known.move_to_end(labels)
+        return labels

@@ -1,0 +1,321 @@
+"""Logs in the format of Rust ztunnel: one stream on standard output, plain or JSON, filtered by target.
+
+Operational lines come through :mod:`logging`. :mod:`ztunnel.proxy.istio.accounting.record` makes access lines,
+after checking here that their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes both, off
+the data path.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from ztunnel.runtime.clock import utc
+from ztunnel.runtime.log_writer import LogFile, LogWriter
+
+#: The first clause of every filter of Rust ztunnel.
+ALWAYS = "hickory_server::server=off"
+TRACE = 5
+_LEVELS = {
+    "off": logging.CRITICAL + 10,
+    "error": logging.ERROR,
+    "warn": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+    "trace": TRACE,
+}
+#: The time that a line waits for others, so that one write takes all of them.
+_FLUSH_S = 0.05
+
+#: Our loggers and the targets that operators filter by; the first prefix that matches wins.
+_TARGETS = (
+    ("ztunnel.proxy.istio.path.outbound", "ztunnel::proxy::outbound"),
+    ("ztunnel.proxy.istio.path.inbound", "ztunnel::proxy::inbound"),
+    ("ztunnel.proxy.istio.xds.mesh_feed", "ztunnel::xds"),
+    ("ztunnel.proxy.istio.app", "ztunnel::app"),
+    ("ztunnel.proxy.istio.zds", "ztunnel::inpod"),
+    ("ztunnel.proxy.istio.dns", "ztunnel::dns"),
+    ("ztunnel.proxy.istio.certificates", "ztunnel::identity"),
+    ("ztunnel.proxy.istio", "ztunnel::proxy"),
+    ("ztunnel.runtime", "ztunnel"),
+    ("ztunnel.", "ztunnel::"),
+    ("xds", "ztunnel::xds"),
+    ("hbone", "ztunnel::hbone"),
+    ("tproxy", "ztunnel::tproxy"),
+)
+
+
+_FIELDS_AT_END = re.compile(r"(?: [a-z][a-z_.]*=%[sdrg])+$")
+_NAME = re.compile(r"([a-z_.]+)=%")
+
+
+class InvalidLevel(ValueError):
+    """A clause of a filter is neither a level nor ``target=level``.
+
+    Attributes:
+        clause: the clause as given.
+    """
+
+    def __init__(self, clause: str) -> None:
+        super().__init__(clause)
+        self.clause = clause
+
+    def __str__(self) -> str:
+        return f"Invalid level provided: {self.clause}"
+
+
+class LogFilter:
+    """A default level and levels of targets, such as ``error,ztunnel::proxy=warn``; the longest prefix wins."""
+
+    def __init__(self, text: str = "info") -> None:
+        self.default = "error"  # as Rust's filter without a default
+        self.targets: dict[str, str] = {}
+        self.add(ALWAYS)
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        """Add clauses, which replace earlier ones for the same target.
+
+        Raises:
+            InvalidLevel: a clause is neither a level nor ``target=level``; nothing is changed then.
+        """
+        default, targets = self.default, dict(self.targets)
+        for clause in filter(None, (part.strip() for part in text.split(","))):
+            target, equals, level = clause.partition("=")
+            if not equals:
+                if clause.lower() not in _LEVELS:
+                    raise InvalidLevel(clause)
+                default = clause.lower()
+            elif not target or level.lower() not in _LEVELS:
+                raise InvalidLevel(clause)
+            else:
+                targets[target] = level.lower()
+        self.default, self.targets = default, targets
+
+    def level(self, target: str) -> int:
+        """Return the lowest level that is printed for a target."""
+        found, length = self.default, -1
+        for prefix, level in self.targets.items():
+            if len(prefix) > length and (target == prefix or target.startswith(prefix + "::")):
+                found, length = level, len(prefix)
+        return _LEVELS[found]
+
+    @property
+    def least(self) -> int:
+        """The lowest level of all targets."""
+        return min(_LEVELS[level] for level in (self.default, *self.targets.values()))
+
+    def __str__(self) -> str:
+        ordered = sorted(self.targets.items(), key=lambda item: (-len(item[0]), item[0]))
+        return ",".join([*(f"{target}={level}" for target, level in ordered), self.default])
+
+
+def target_of(logger: str) -> str:
+    """Return the target of a logger, by the name of its module."""
+    for prefix, target in _TARGETS:
+        if logger == prefix or logger.startswith(prefix.rstrip(".") + "."):
+            rest = logger[len(prefix) :].lstrip(".")
+            base = target.rstrip(":")
+            return f"{base}::{rest.replace('.', '::')}" if rest else base
+    return logger.replace(".", "::")
+
+
+Field = tuple[str, str | int]
+
+
+class Bare(str):
+    """The value of a field that plain lines print without quotes; used for addresses."""
+
+    __slots__ = ()
+
+
+class Recurring:
+    """Fields that many lines have in common; they are rendered once."""
+
+    __slots__ = ("fields", "plain")
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = tuple(fields)
+        self.plain = " ".join([_plain_field(name, value) for name, value in self.fields])
+
+
+Fields = Iterable[Field | Recurring]
+
+
+# The defaults of json.dumps make an encoder per call.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
+    """Return a line ``TIME LEVEL TARGET MESSAGE k=v k=v``, separated by tabs, with texts quoted."""
+    shown = " ".join([part.plain if isinstance(part, Recurring) else _plain_field(*part) for part in fields])
+    return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
+
+
+def _plain_field(name: str, value: str | int) -> str:
+    return f"{name}={_encode(value)}" if type(value) is str else f"{name}={value}"
+
+
+def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
+    """Return a line as a JSON object; numbers stay numbers."""
+    entry: dict[str, str | int] = {"level": level, "time": time, "scope": target, "message": message}
+    for part in fields:
+        if isinstance(part, Recurring):
+            entry.update(part.fields)
+        else:
+            entry[part[0]] = part[1]
+    return _encode(entry) + "\n"
+
+
+def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
+    """Return a record's message without the fields at its end, and these: ``fetched identity=%s`` has one.
+
+    A line of JSON has them as keys, as those of the Rust ztunnel; plain lines print them where they stand.
+    """
+    head, names = _parts(str(record.msg))
+    args = record.args
+    if not names or not isinstance(args, tuple) or len(args) < len(names):
+        return record.getMessage(), []
+    first = len(args) - len(names)
+    values = [value if type(value) is int else str(value) for value in args[first:]]
+    return head % args[:first], list(zip(names, values, strict=True))
+
+
+@lru_cache(maxsize=512)  # of the formats in our sources
+def _parts(text: str) -> tuple[str, tuple[str, ...]]:
+    found = _FIELDS_AT_END.search(text)
+    if found is None:
+        return text, ()
+    return text[: found.start()], tuple(_NAME.findall(found[0]))
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time as RFC 3339 has it, in UTC with microseconds."""
+    second, micros = divmod(round(seconds * 1_000_000), 1_000_000)
+    return f"{_second(second)}.{micros:06d}Z"
+
+
+@lru_cache(maxsize=1)
+def _second(second: int) -> str:
+    return utc("%Y-%m-%dT%H:%M:%S", second)
+
+
+def _level_name(number: int) -> str:
+    if number >= logging.ERROR:
+        return "error"
+    if number >= logging.WARNING:
+        return "warn"
+    if number >= logging.INFO:
+        return "info"
+    return "debug" if number >= logging.DEBUG else "trace"
+
+
+class LogStream(logging.Handler):
+    """Formats and filters all log lines of this process, and passes them to the writer.
+
+    Args:
+        writer: writes in its own thread.
+        file: one of the writer's files.
+        filter_text: the filter to start with, see :class:`LogFilter`.
+        json_lines: JSON instead of plain lines.
+
+    Attributes:
+        export: called with every access line (wall clock, level, message, fields, ``traceparent``), if not None.
+    """
+
+    def __init__(self, writer: LogWriter, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
+        super().__init__()
+        self._writer = writer
+        self._file = file
+        self._start_filter = filter_text
+        self._line = json_line if json_lines else plain_line
+        self._timer: asyncio.TimerHandle | None = None
+        self.export: Callable[[float, str, str, Fields, bytes], None] | None = None
+        self.levels = LogFilter(filter_text)
+        self._targets: dict[str, tuple[str, int]] = {}
+        self.access_level = self.levels.level("access")
+        self.dns_level = self.levels.level("dns")
+
+    def change(self, text: str, *, reset: bool = False) -> None:
+        """Add clauses to the filter; with ``reset`` to the one that the process was started with.
+
+        Raises:
+            InvalidLevel: a clause is invalid; nothing is changed.
+        """
+        wanted = LogFilter(self._start_filter if reset else str(self.levels))
+        wanted.add(text)
+        self.levels = wanted
+        self._targets.clear()
+        self.access_level, self.dns_level = wanted.level("access"), wanted.level("dns")
+        logging.getLogger().setLevel(wanted.least)
+
+    def install(self) -> None:
+        """Replace all handlers of the root logger by this one."""
+        root = logging.getLogger()
+        for handler in list(root.handlers):
+            root.removeHandler(handler)
+        root.addHandler(self)
+        root.setLevel(self.levels.least)
+        logging.addLevelName(TRACE, "TRACE")
+        # These libraries log every header field and every event at levels that operators enable for our lines.
+        for library in ("hpack", "asyncio"):
+            logging.getLogger(library).setLevel(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Format and pass on a record of :mod:`logging`; see :class:`logging.Handler`."""
+        known = self._targets.get(record.name)
+        if known is None:
+            target = target_of(record.name)
+            known = self._targets[record.name] = (target, self.levels.level(target))
+        target, least = known
+        if record.levelno < least:
+            return
+        fields: Fields = ()
+        try:
+            if self._line is json_line and record.args:
+                message, fields = message_and_fields(record)
+            else:
+                message = record.getMessage()
+            if record.exc_info:
+                message += "\n" + (self.formatter or logging.Formatter()).formatException(record.exc_info)
+        except Exception:  # noqa: BLE001  a bad format must not take the caller down
+            self.handleError(record)
+            return
+        self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), fields)
+
+    def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
+        """Format and pass on one line; the caller has checked the level."""
+        self.pass_on(
+            self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
+        )
+
+    def write_access(self, time_s: float, level: str, message: str, fields: Fields, trace: bytes) -> None:
+        """As :meth:`write` for a line about a connection, whose tunnel had ``trace`` as its ``traceparent``."""
+        self.write(time_s, level, "access", message, fields)
+        if self.export is not None:
+            self.export(time_s, level, message, fields, trace)
+
+    def pass_on(self, lines: bytes) -> None:
+        """Queue complete lines for the writer; safe in every thread."""
+        self.acquire()  # other threads log too
+        try:
+            if self._file.append(lines):
+                self._writer.hand_over(self._file)
+            elif self._timer is None:
+                try:
+                    self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+                except RuntimeError:  # no loop yet, no loop any more, or another thread
+                    self._writer.hand_over(self._file)
+        finally:
+            self.release()
+
+    def flush(self) -> None:
+        """Hand queued lines to the writer now; idempotent."""
+        self.acquire()
+        try:
+            self._timer = None
+            self._writer.hand_over(self._file)
+        finally:
+            self.release()

@@ -1,0 +1,529 @@
+"""The counters behind Rust ztunnel's metrics on port 15020, with the same names and labels.
+
+A connection looks up its :class:`TrafficSeries` once, when it opens. From then on counting is adding integers.
+Bytes of open connections are not counted until a page is requested: it adds up the byte counts of running relays.
+
+Two things are bounded, unlike in Rust ztunnel. Series of workloads that no longer exist expire once unused for
+:data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). And beyond a budget of series, further connections are counted with
+unknown workloads, so that a scan of the mesh cannot use up the node's memory.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from hbone.aio.relay import ByteCounts
+from hbone.headers import Baggage
+from xds.model.mesh import Changes
+from xds.model.service import Service
+from xds.model.workload import Workload
+from ztunnel.policy.denials import Denial, Denials
+from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.policy_uses import PolicyUse, PolicyUses
+from ztunnel.runtime.bounded_counts import BoundedCounts
+from ztunnel.runtime.watchdog import LoopDelays
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = "unknown"
+LabelsT = TypeVar("LabelsT", str, tuple[str, ...], tuple[str, str, str])
+EXPIRY_S = 900.0
+DNS_BUCKETS = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
+
+SIDE_LABELS = (
+    "workload",
+    "canonical_service",
+    "canonical_revision",
+    "workload_namespace",
+    "principal",
+    "app",
+    "version",
+    "cluster",
+)
+TRAFFIC_LABELS = (
+    "reporter",
+    *(f"source_{name}" for name in SIDE_LABELS),
+    "destination_service",
+    "destination_service_namespace",
+    "destination_service_name",
+    *(f"destination_{name}" for name in SIDE_LABELS),
+    "request_protocol",
+    "response_flags",
+    "connection_security_policy",
+    "source_region",
+    "source_zone",
+    "destination_region",
+    "destination_zone",
+)
+#: Labels that operators may do without. Who reports stays, how a connection ended, and whether it was encrypted.
+REMOVABLE_LABELS = frozenset(TRAFFIC_LABELS) - {"reporter", "response_flags", "connection_security_policy"}
+
+
+class PeerLabels(NamedTuple):
+    """The labels that describe one side of a connection; empty values are printed as unknown."""
+
+    workload: str = ""
+    canonical_service: str = ""
+    canonical_revision: str = ""
+    namespace: str = ""
+    principal: str = ""
+    app: str = ""
+    version: str = ""
+    cluster: str = ""
+    region: str = ""
+    zone: str = ""
+    known: bool = False
+
+    @classmethod
+    def of(cls, workload: Workload, principal: str = "") -> "PeerLabels":
+        """Return the labels of a workload as the control plane describes it."""
+        place = workload.locality
+        return cls(
+            workload.workload_name,
+            workload.canonical_name,
+            workload.canonical_revision,
+            workload.namespace,
+            principal,
+            workload.canonical_name,
+            workload.canonical_revision,
+            workload.cluster_id,
+            place.region,
+            place.zone,
+            known=True,
+        )
+
+    @classmethod
+    def of_baggage(cls, baggage: Baggage, principal: str = "") -> "PeerLabels":
+        """Return the labels of a peer as it describes itself in its baggage."""
+        return cls(
+            baggage.workload_name,
+            baggage.service_name,
+            baggage.revision,
+            baggage.namespace,
+            principal,
+            baggage.workload_name,
+            baggage.revision,
+            baggage.cluster_id,
+            baggage.region,
+            baggage.zone,
+            known=baggage != Baggage(),
+        )
+
+
+def traffic_labels(
+    reporter: str, source: PeerLabels, destination: PeerLabels, service: Service | None, *, secured: bool
+) -> tuple[str, ...]:
+    """Return the values of :data:`TRAFFIC_LABELS`; the last four are left out if neither side is known."""
+    named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
+    return _labels(reporter, source, destination, named, secured)
+
+
+@lru_cache(maxsize=4096)  # called twice per connection, for few pairs
+def _labels(
+    reporter: str, source: PeerLabels, destination: PeerLabels, named: tuple[str, ...], secured: bool
+) -> tuple[str, ...]:
+    labels = (
+        reporter,
+        *(value or UNKNOWN for value in source[:8]),
+        *named,
+        *(value or UNKNOWN for value in destination[:8]),
+        "tcp",
+        "-",
+        "mutual_tls" if secured else UNKNOWN,
+    )
+    if not (source.known or destination.known):
+        return labels
+    return (
+        *labels,
+        *(value or UNKNOWN for value in (source.region, source.zone, destination.region, destination.zone)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]:
+    """Return the values of :data:`TRAFFIC_LABELS` with unknown ones where a label is removed."""
+    return tuple(
+        UNKNOWN if name in removed else value for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
+    )
+
+
+class TrafficSeries:
+    """Counters of one label set.
+
+    Attributes:
+        opened: number of opened connections.
+        closed: numbers of closed connections, by response flags.
+        received: bytes from client to server of finished relays, for either reporter.
+        sent: bytes from server to client of finished relays.
+        running: byte counts of running relays.
+        workloads: uids of workloads whose connections are counted here.
+    """
+
+    __slots__ = ("closed", "labels", "opened", "received", "running", "sent", "used_s", "workloads")
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        self.labels = labels
+        self.opened = 0
+        self.closed: dict[str, int] = {}
+        self.received = 0
+        self.sent = 0
+        self.running: set[ByteCounts] = set()
+        self.used_s = 0.0
+        self.workloads: set[str] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no connection of this series is open."""
+        return self.opened == sum(self.closed.values())
+
+    def finished(self, flags: str, counts: ByteCounts | None) -> None:
+        """Count the end of a connection, and add its relay's bytes."""
+        self.closed[flags] = self.closed.get(flags, 0) + 1
+        if counts is not None:
+            self.running.discard(counts)
+            self.received += counts.sent
+            self.sent += counts.received
+
+
+class TrafficCounts(NamedTuple):
+    """The counts of a :class:`TrafficSeries`, as a value."""
+
+    labels: tuple[str, ...]
+    opened: int
+    closed: tuple[tuple[str, int], ...]
+    received: int
+    sent: int
+    workloads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """A part of the counts of another process; the parts add up.
+
+    Attributes:
+        sockets_open: sockets that are open now, by reporter.
+    """
+
+    traffic: tuple[TrafficCounts, ...] = ()
+    crl_rejections: Mapping[str, int] = field(default_factory=dict)
+    crl_untracked: Mapping[str, int] = field(default_factory=dict)
+    on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    policy_decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    policy_used_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    denials: tuple[Denial[Pair], ...] = ()
+    policy_uses: tuple[PolicyUse, ...] = ()
+    sockets_open: Mapping[str, int] = field(default_factory=dict)
+    connect_retries: int = 0
+    calmed: int = 0
+    over_budget: int = 0
+    exports_dropped: Mapping[str, int] = field(default_factory=dict)
+    loop_stalls: int = 0
+    loop_late_s: float = 0.0
+
+
+#: Counters that only the main process has.
+_OF_MAIN = (
+    "xds_terminations",
+    "xds_messages",
+    "xds_bytes",
+    "dns_requests",
+    "dns_forwarded",
+    "dns_failures",
+    "dns_durations",
+    "dns_dropped",
+    "gauges",
+    "processes",
+)
+#: Series per part; decoding one takes its reader two milliseconds.
+_SERIES_PER_PART = 50
+
+
+class Metrics:
+    """All counters of one process.
+
+    Args:
+        version: Istio's version, for ``istio_build``.
+        series_budget: the largest number of traffic series.
+        expiry_s: how long a series of workloads that are gone is kept unused; 0: for ever.
+        removed: labels that traffic series do without, some of :data:`REMOVABLE_LABELS`. Connections that differ
+            in nothing else are counted in one series from the start, so that no counter goes back.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        series_budget: int,
+        *,
+        expiry_s: float = EXPIRY_S,
+        removed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.version = version
+        self.removed = removed
+        self._budget = series_budget
+        self._expiry_s = expiry_s
+        self._traffic: dict[tuple[str, ...], TrafficSeries] = {}
+        self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
+        self._gone: set[TrafficSeries] = set()
+        self.over_budget = 0
+        self.sockets_open = {"source": 0, "destination": 0}
+        self.crl_rejections = {"source": 0, "destination": 0}
+        self.crl_untracked = {"source": 0, "destination": 0}
+        self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
+        #: Returns ended streams by reason; called for each page.
+        self.xds_terminations: Callable[[], dict[str, int]] = dict
+        self.xds_messages: dict[str, int] = {}
+        self.xds_bytes: dict[str, int] = {}
+        self.dns_requests: BoundedCounts[tuple[str, ...]] = BoundedCounts()
+        self.dns_forwarded: BoundedCounts[tuple[str, ...]] = BoundedCounts()
+        self.dns_failures: dict[tuple[str, ...], int] = {}
+        self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
+        #: By :class:`ztunnel.proxy.istio.dns.server.Drop`.
+        self.dns_dropped: dict[str, int] = {}
+        self.authorization_dry_run: BoundedCounts[tuple[str, str, str]] = BoundedCounts()
+        #: Decisions by Calico's policies, and when they were made last; see
+        #: :class:`ztunnel.policy.calico.guard.Hits`.
+        self.policy_decisions: dict[tuple[str, str, str], int] = {}
+        self.policy_used_s: dict[tuple[str, str], float] = {}
+        self.denials = Denials[Pair]()
+        self.policy_uses = PolicyUses()
+        self.connect_retries = 0
+        self.loop = LoopDelays()
+        #: Tunnel connections that a limit of the protocol has ended.
+        self.calmed = 0
+        #: Returns what an export of this process has dropped, by signal.
+        self.dropped_here: Callable[[], Mapping[str, int]] = dict
+        self._dropped_elsewhere: dict[str, int] = {}
+        self.gauges: dict[str, Gauge] = {}
+        #: Returns the ids of further processes that ``process_*`` covers.
+        self.processes: Callable[[], Sequence[int]] = tuple
+
+    # Traffic
+
+    def opened(
+        self,
+        labels: tuple[str, ...],
+        workloads: Iterable[str],
+        counts: ByteCounts,
+        now_s: float,
+        *,
+        foreign: bool = False,
+    ) -> TrafficSeries:
+        """Count an opened connection, and return its series, on which the caller counts its end.
+
+        Args:
+            labels: see :func:`traffic_labels`.
+            workloads: uids of the mesh's workloads at its ends.
+            counts: the byte counts of its relay.
+            now_s: the time.
+            foreign: some labels come from a peer's baggage. Removing a workload does not expire such a series, so
+                it expires by disuse alone.
+        """
+        if self.removed:
+            labels = without(labels, self.removed)
+        series = self._traffic.get(labels)
+        if series is None:
+            series = self._new(labels)
+        series.opened += 1
+        series.used_s = now_s
+        series.running.add(counts)
+        for uid in workloads:
+            if uid not in series.workloads:
+                series.workloads.add(uid)
+                self._by_workload[uid].add(series)
+                self._gone.discard(series)
+        if foreign:
+            self._gone.add(series)
+        return series
+
+    def _new(self, labels: tuple[str, ...]) -> TrafficSeries:
+        if len(self._traffic) >= self._budget:
+            if not self.over_budget:
+                log.warning(
+                    "%d metric series are in use; further ones are counted with unknown workloads "
+                    "(ZTUNNEL_METRIC_SERIES)",
+                    self._budget,
+                )
+            self.over_budget += 1
+            labels = tuple(
+                value
+                if name in ("reporter", "request_protocol", "response_flags", "connection_security_policy")
+                else UNKNOWN
+                for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
+            )
+            known = self._traffic.get(labels)
+            if known is not None:
+                return known
+        series = self._traffic[labels] = TrafficSeries(labels)
+        return series
+
+    def changed(self, changes: Changes, exists: Iterable[str]) -> None:
+        """Note which workloads of ``changes`` were removed: all but those in ``exists``."""
+        for uid in changes.workloads.difference(exists):
+            for series in self._by_workload.pop(uid, ()):
+                series.workloads.discard(uid)
+                if not series.workloads:
+                    self._gone.add(series)
+
+    def expire(self, now_s: float) -> int:
+        """Drop series whose workloads are gone and that were unused for ``expiry_s``; return their number."""
+        if not self._expiry_s:
+            return 0
+        old = [series for series in self._gone if series.idle and now_s - series.used_s > self._expiry_s]
+        for series in old:
+            self._gone.discard(series)
+            self._traffic.pop(series.labels, None)
+            for uid in series.workloads:
+                users = self._by_workload.get(uid)
+                if users is not None:
+                    users.discard(series)
+                    if not users:
+                        del self._by_workload[uid]
+        return len(old)
+
+    @property
+    def series(self) -> Collection[TrafficSeries]:
+        """Every traffic series."""
+        return self._traffic.values()
+
+    @property
+    def exports_dropped(self) -> dict[str, int]:
+        """What no collector got, by signal: ``logs`` (lines) and ``metrics`` (requests)."""
+        found = dict(self.dropped_here())
+        _add(found, self._dropped_elsewhere)
+        return found
+
+    # Several processes
+
+    def counts(self) -> Iterator[Counts]:
+        """Iterate over everything counted here, in parts, for another process."""
+        yield Counts(
+            crl_rejections=dict(self.crl_rejections),
+            crl_untracked=dict(self.crl_untracked),
+            on_demand_dns=dict(self.on_demand_dns),
+            authorization_dry_run=dict(self.authorization_dry_run),
+            policy_decisions=dict(self.policy_decisions),
+            policy_used_s=dict(self.policy_used_s),
+            denials=tuple(self.denials),
+            policy_uses=tuple(self.policy_uses),
+            sockets_open=dict(self.sockets_open),
+            connect_retries=self.connect_retries,
+            calmed=self.calmed,
+            over_budget=self.over_budget,
+            exports_dropped=self.exports_dropped,
+            loop_stalls=self.loop.stalls.value,
+            loop_late_s=self.loop.late_s,
+        )
+        every = list(self._traffic.values())
+        for start in range(0, len(every), _SERIES_PER_PART):
+            yield Counts(
+                traffic=tuple(
+                    TrafficCounts(
+                        series.labels,
+                        series.opened,
+                        tuple((str(flags), count) for flags, count in series.closed.items()),
+                        series.received + sum(counts.sent for counts in series.running),
+                        series.sent + sum(counts.received for counts in series.running),
+                        tuple(series.workloads),
+                    )
+                    for series in every[start : start + _SERIES_PER_PART]
+                )
+            )
+
+    def add(self, part: Counts, *, lost: bool = False, now_s: float = 0.0) -> None:
+        """Add the counts of another process.
+
+        Args:
+            part: its counts.
+            lost: the process has ended, and its connections with it. Those that were open count as closed, with
+                flags ``-``, because nothing can report how they ended.
+            now_s: the time.
+        """
+        for labels, opened, closed, received, sent, workloads in part.traffic:
+            series = self._traffic.get(labels)
+            if series is None:
+                series = self._traffic[labels] = TrafficSeries(labels)
+            series.opened += opened
+            series.received += received
+            series.sent += sent
+            for flags, count in closed:
+                series.closed[flags] = series.closed.get(flags, 0) + count
+                opened -= count
+            series.used_s = max(series.used_s, now_s)
+            if lost:
+                if opened:
+                    series.closed["-"] = series.closed.get("-", 0) + opened
+                for uid in workloads:
+                    series.workloads.add(uid)
+                    self._by_workload[uid].add(series)
+        _add(self.crl_rejections, part.crl_rejections)
+        _add(self.crl_untracked, part.crl_untracked)
+        _add(self.on_demand_dns, part.on_demand_dns)
+        _add(self.authorization_dry_run, part.authorization_dry_run)
+        _add(self.policy_decisions, part.policy_decisions)
+        for policy, used_s in part.policy_used_s.items():
+            self.policy_used_s[policy] = max(used_s, self.policy_used_s.get(policy, 0.0))
+        self.denials.add(part.denials)
+        self.policy_uses.add(part.policy_uses)
+        if not lost:
+            for reporter, count in part.sockets_open.items():
+                self.sockets_open[reporter] += count
+        self.connect_retries += part.connect_retries
+        self.calmed += part.calmed
+        self.over_budget += part.over_budget
+        _add(self._dropped_elsewhere, part.exports_dropped)
+        self.loop.stalls.value += part.loop_stalls
+        self.loop.late_s += part.loop_late_s
+
+    def page_with(self) -> "Metrics":
+        """Return a copy, to which the counts of other processes are added for one page."""
+        page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed)
+        for name in _OF_MAIN:
+            setattr(page, name, getattr(self, name))
+        for part in self.counts():
+            page.add(part)
+        return page
+
+
+class Gauge(NamedTuple):
+    """A number that is read when a page is requested; ``kind`` is ``gauge`` or ``counter``."""
+
+    kind: str
+    help: str
+    read: Callable[[], float]
+
+
+class DnsDurations:
+    """A histogram with the buckets :data:`DNS_BUCKETS`."""
+
+    __slots__ = ("_counts", "count", "total_s")
+
+    def __init__(self) -> None:
+        self._counts = [0] * len(DNS_BUCKETS)
+        self.count = 0
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one answer that took ``seconds``."""
+        self.count += 1
+        self.total_s += seconds
+        for index, bound in enumerate(DNS_BUCKETS):
+            if seconds <= bound:
+                self._counts[index] += 1
+                break
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Iterate over (upper bound, number of answers up to it)."""
+        seen = 0
+        for bound, count in zip(DNS_BUCKETS, self._counts, strict=True):
+            seen += count
+            yield str(bound), seen
+        yield "+Inf", self.count
+
+
+def _add(own: dict[LabelsT, int], others: Mapping[LabelsT, int]) -> None:
+    for labels, count in others.items():
+        own[labels] = own.get(labels, 0) + count

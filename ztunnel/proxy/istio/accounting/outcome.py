@@ -1,0 +1,208 @@
+"""Turns errors that end a connection into the texts and response flags of Rust ztunnel, in one place."""
+
+import errno
+import os
+from enum import StrEnum
+from typing import NamedTuple
+
+from hbone.errors import (
+    ConnectionBroken,
+    ConnectRefused,
+    ErrorCode,
+    HboneError,
+    PeerSilent,
+    PoolClosed,
+    TlsError,
+    TlsReason,
+    TunnelBroken,
+    TunnelClosed,
+)
+from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
+from xds.model.facts import ConnectionFacts
+from xds.model.mesh import WorkloadPolicies
+from ztunnel.policy.engine import judge
+from ztunnel.proxy.istio.certificates.manager import IdentityError
+
+POLICY_CHANGE = "connection closed due to policy change"
+REVOKED = "connection closed: peer certificate revoked by CRL"
+DRAINED = "connection closed due to connection drain"
+REJECTED = "connection closed due to policy rejection"
+RECURSIVE_CALL = "attempted recursive call to ourselves"
+#: Reason phrases (RFC 9110) of the statuses that peers answer with.
+_STATUS = {
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+}
+
+
+class Flags(StrEnum):
+    """The values of the metrics' label ``response_flags``."""
+
+    NONE = "-"
+    DENY = "DENY"
+    CONNECT = "CONNECT"
+    H2_HANDSHAKE_FAILURE = "H2_HANDSHAKE_FAILURE"
+    NETWORK_POLICY = "NETWORK_POLICY"
+    IDENTITY_ERROR = "IDENTITY_ERROR"
+    CERT_REVOKED = "CERT_REVOKED"
+
+
+class EarlyDeny(Exception):
+    """The connection ends before it counts as opened; it gets one warning and no metrics."""
+
+
+class Failed(Exception):
+    """An opened connection ends with an error; the text goes to the access log.
+
+    Attributes:
+        flags: the response flags for metrics.
+        fields: further fields of the access line, before the error.
+    """
+
+    def __init__(self, text: str, flags: Flags = Flags.CONNECT, fields: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(text)
+        self.flags = flags
+        self.fields = fields
+
+
+def io_text(error: OSError | None) -> str:
+    """Return an error as Rust prints it: ``Connection refused (os error 111)``."""
+    if error is None or error.errno is None:
+        return str(error)
+    return f"{os.strerror(error.errno)} (os error {error.errno})"
+
+
+def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
+    """Return the failure for an error of dialling, with the text for the access log.
+
+    Args:
+        error: the error as raised.
+        tunnel: the connection was to port 15008 of a peer.
+
+    Raises:
+        BaseException: ``error`` itself, if dialling does not document it: a bug of ours.
+    """
+    match error:
+        case Failed():
+            return error
+        case IdentityError():
+            return Failed(f"identity error: {error}", Flags.IDENTITY_ERROR)
+        case ConnectTimedOut() if tunnel:
+            return Failed(
+                "connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: deadline has elapsed",
+                Flags.NETWORK_POLICY,
+            )
+        case ConnectTimedOut():
+            return Failed("io error: deadline has elapsed")
+        case ConnectFailed():
+            return Failed(f"io error: {io_text(error.error)}")
+        case TlsError():
+            return Failed(f"io error: {error.detail or error}")
+        case PeerSilent():
+            return Failed("io error: the peer did not finish the handshake in time")
+        case ConnectRefused():
+            return Failed(answered(error.status))
+        case PoolClosed():
+            return Failed("pool draining")
+        case ConnectionBroken() | TunnelBroken():
+            return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+        case HboneError():
+            return Failed(f"http2 handshake failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+        case TproxyError():
+            return Failed(f"io error: {error}")
+        case TimeoutError() if error.errno is None:
+            return Failed("http status: the peer did not answer in time")
+        case OSError():
+            return Failed(f"io error: {io_text(error)}")
+        case _:
+            raise error
+
+
+def worth_another_endpoint(error: BaseException) -> bool:
+    """Return whether another endpoint may be tried after this error.
+
+    A 401 or a TLS alert is the peer's verdict on our identity, which another endpoint would repeat. A peer with a
+    wrong identity may be an attacker's, and trying others would hide that. First bytes of the application may have
+    been sent along with the CONNECT and delivered, when no answer came in time (``TimeoutError``) or the tunnel
+    broke (``perhaps_delivered``); they must not be sent twice.
+    """
+    match error:
+        case ConnectRefused():
+            return error.status in (502, 503, 504)
+        case TlsError():
+            return error.reason is not TlsReason.SAN and not error.by_peer
+        case IdentityError() | PoolClosed() | TunnelClosed():
+            return False
+        case TunnelBroken(perhaps_delivered=True):
+            return False
+        case TproxyError() | HboneError():
+            return True
+        case _:
+            return False
+
+
+#: Errors that count as an ordinary end of an application's connection, as in Rust ztunnel.
+_ORDINARY = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+
+
+def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
+    """Return the failure that ended a relay, or None if the end counts as ordinary.
+
+    Args:
+        error: as the relay reports it.
+        from_client: the connection's client was the first side to stop.
+    """
+    if isinstance(error, TunnelClosed):
+        return of_reason(str(error))
+    if isinstance(error, OSError):
+        if error.errno in _ORDINARY:
+            return None
+        text = io_text(error)
+    elif isinstance(error, TunnelBroken) and error.code == ErrorCode.CONNECT_ERROR:
+        return None  # the same, at the other end of the tunnel
+    else:
+        text = str(error)
+    return Failed(f"{'send' if from_client else 'receive'}: {text}")
+
+
+def of_reason(reason: str) -> Failed:
+    """Return the failure for a connection that this side ended for a reason; empty means the drain."""
+    flags = {POLICY_CHANGE: Flags.DENY, REVOKED: Flags.CERT_REVOKED}
+    return Failed(reason or DRAINED, flags.get(reason, Flags.NONE))
+
+
+def answered(status: int) -> str:
+    """Return the text for a refused CONNECT, as Rust ztunnel prints it: ``http status: 401 Unauthorized``."""
+    return f"http status: {status} {_STATUS.get(status, '')}".rstrip()
+
+
+class Judgement(NamedTuple):
+    """What a workload's policies say of a connection.
+
+    Attributes:
+        policy: that decided, or that is missing; empty: none did.
+        refusal: what an access line says of a refusal, in the Rust ztunnel's words; empty: it is allowed.
+    """
+
+    policy: str
+    refusal: str
+
+
+def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
+    """Judge a connection; a policy that a workload names and that has not arrived refuses everything."""
+    if policies.missing:
+        return Judgement(policies.missing[0], f"policy {policies.missing[0]} has not arrived")
+    decision = judge(policies.enforced, facts)
+    if decision.allowed:
+        return Judgement(decision.policy, "")
+    if decision.policy:
+        return Judgement(decision.policy, f"explicitly denied by: {decision.policy}")
+    return Judgement("", "allow policies exist, but none allowed")

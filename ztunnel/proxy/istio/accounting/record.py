@@ -1,0 +1,279 @@
+"""One connection of a user from accept to its log line: opened once, completed once, or denied early.
+
+A connection within the node has two records, one per reporter, which count the same bytes.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import lru_cache
+from typing import Protocol
+
+from hbone.aio.relay import ByteCounts
+from xds.model.address import SocketAddress
+from xds.model.identity import SpiffeId
+from xds.model.service import Service
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.logs import (
+    Bare,
+    Field,
+    LogStream,
+    Recurring,
+)
+from ztunnel.proxy.istio.accounting.metrics import (
+    Metrics,
+    PeerLabels,
+    TrafficSeries,
+    traffic_labels,
+)
+from ztunnel.proxy.istio.accounting.outcome import Failed, Flags
+from ztunnel.runtime.clock import Clock
+
+_DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
+
+
+class Direction(StrEnum):
+    """Which side reports, in access lines."""
+
+    OUTBOUND = "outbound"
+    INBOUND = "inbound"
+
+    @property
+    def reporter(self) -> str:
+        """The same in metrics: ``source`` or ``destination``."""
+        return "source" if self is Direction.OUTBOUND else "destination"
+
+
+class Reporter(Protocol):
+    """Where records are written: :class:`ztunnel.proxy.istio.path.node.Node`."""
+
+    @property
+    def clock(self) -> Clock:
+        """For times and durations."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """For counters."""
+
+    @property
+    def logs(self) -> LogStream:
+        """For access lines."""
+
+
+class Record:
+    """See the module.
+
+    Args:
+        counts: those of the other half, where a tunnel is joined within the node; ``None``: its own.
+
+    Attributes:
+        source, destination: addresses for the log; the destination becomes the next hop once it is known.
+        hbone_authority: of the tunnel, if there is one.
+        source_workload, destination_workload: as the control plane describes them.
+        source_labels, destination_labels: how metrics and logs name the two sides.
+        source_identity, destination_identity: proven by the peer or, on our side, our own.
+        dry_run: what dry-run policies would have decided, if not as the others.
+        http_left: the rule of a policy that is about requests, and the waypoint to which these were left.
+        trace: the ``traceparent`` of the tunnel's request, ours or the peer's; empty: there is none.
+        counts: bytes moved, from the side that asked to the one that answers and back.
+    """
+
+    __slots__ = (
+        "_node",
+        "_opened",
+        "_series",
+        "counts",
+        "destination",
+        "destination_identity",
+        "destination_labels",
+        "destination_workload",
+        "direction",
+        "dry_run",
+        "hbone_authority",
+        "http_left",
+        "secured",
+        "service",
+        "source",
+        "source_identity",
+        "source_labels",
+        "source_workload",
+        "started_s",
+        "trace",
+    )
+
+    def __init__(
+        self,
+        node: Reporter,
+        direction: Direction,
+        source: SocketAddress,
+        destination: SocketAddress,
+        counts: ByteCounts | None = None,
+    ) -> None:
+        self._node = node
+        self._opened = False
+        self._series: TrafficSeries | None = None
+        self.direction = direction
+        self.source = source
+        self.destination = destination
+        self.hbone_authority = ""
+        self.source_workload: Workload | None = None
+        self.destination_workload: Workload | None = None
+        self.source_labels = PeerLabels()
+        self.destination_labels = PeerLabels()
+        self.source_identity: SpiffeId | None = None
+        self.destination_identity: SpiffeId | None = None
+        self.service: Service | None = None
+        self.secured = False
+        self.dry_run = ""
+        self.trace = b""
+        self.http_left = ""
+        self.counts = counts if counts is not None else ByteCounts()
+        self.started_s = node.clock.monotonic()
+
+    # Life
+
+    def opened(self, *, settled: bool = True) -> None:
+        """Account for the connection from now on, and log its opening at debug level; called once.
+
+        Args:
+            settled: the far side does not change any more. If it may, the connection counts with
+                :meth:`settled` or at its end: a counter that goes down again looks like a new process's.
+        """
+        node = self._node
+        self._opened = True
+        if settled:
+            self.settled()
+        if node.logs.access_level <= _DEBUG:
+            node.logs.write_access(node.clock.wall(), "debug", "connection opened", self._fields(), self.trace)
+
+    def _labels(self) -> tuple[str, ...]:
+        return traffic_labels(
+            self.direction.reporter,
+            self.source_labels,
+            self.destination_labels,
+            self.service,
+            secured=self.secured,
+        )
+
+    def _workloads(self) -> list[str]:
+        both = (self.source_workload, self.destination_workload)
+        return [workload.uid for workload in both if workload is not None]
+
+    def _has_foreign_labels(self) -> bool:
+        """Whether a side's labels are the peer's own words (baggage), with no workload of the mesh behind them."""
+        return (self.source_workload is None and self.source_labels.known) or (
+            self.destination_workload is None and self.destination_labels.known
+        )
+
+    def settled(self) -> None:
+        """Count the connection, because its far side does not change any more; idempotent."""
+        if self._series is None:
+            now_s = self._node.clock.monotonic()
+            self._series = self._node.metrics.opened(
+                self._labels(), self._workloads(), self.counts, now_s, foreign=self._has_foreign_labels()
+            )
+
+    def complete(self, failure: Failed | None = None) -> None:
+        """Count the end of an opened connection and write its line; idempotent, nothing if it never opened."""
+        if not self._opened:
+            return
+        self._opened = False
+        self.settled()
+        series, self._series = self._series, None
+        assert series is not None
+        node = self._node
+        now_s = node.clock.monotonic()
+        flags = failure.flags if failure is not None else Flags.NONE
+        series.used_s = now_s
+        series.finished(flags, self.counts)
+        if flags is Flags.DENY and failure is not None:
+            node.metrics.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
+        if node.logs.access_level > (_INFO if failure is None else _ERROR):
+            return
+        counts = self.counts
+        sent, received = counts.sent, counts.received
+        if self.direction is Direction.INBOUND:
+            sent, received = received, sent
+        fields = self._fields()
+        fields += (("bytes_sent", sent), ("bytes_recv", received))
+        if self.dry_run:
+            fields.append(("policy.dry_run", self.dry_run))
+        if self.http_left:
+            fields.append(("policy.http", self.http_left))
+        fields.append(("duration", f"{int((now_s - self.started_s) * 1000)}ms"))
+        if failure is not None:
+            fields += (*failure.fields, ("error", str(failure)))
+        level = "info" if failure is None else "error"
+        node.logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
+
+    def denied_early(self, reason: str) -> None:
+        """Write the line of a connection that ends before it opened; nothing is counted."""
+        node = self._node
+        if node.logs.access_level <= _WARN:
+            fields: list[Field] = [
+                ("src.addr", Bare(self.source)),
+                ("dst.addr", Bare(self.destination)),
+                ("direction", str(self.direction)),
+                ("error", reason),
+            ]
+            node.logs.write_access(node.clock.wall(), "warn", "connection failed", fields, self.trace)
+
+    def _pair(self, reason: str) -> Pair:
+        """Return what this connection is counted under when policy denies it."""
+        wanted = self.hbone_authority or str(self.destination)
+        destination = self.destination_workload
+        return Pair(
+            direction=str(self.direction),
+            source=_called(self.source_workload) or self.source.host,
+            identity=str(self.source_identity) if self.secured and self.source_identity is not None else "",
+            destination=f"{_called(destination)}:{wanted.rpartition(':')[2]}"
+            if destination is not None
+            else wanted,
+            reason=reason,
+        )
+
+    def _fields(self) -> list[Field | Recurring]:
+        source, destination = self.source_labels, self.destination_labels
+        source_name = self.source_workload.name if self.source_workload is not None else source.canonical_service
+        destination_name = (
+            self.destination_workload.name if self.destination_workload is not None else destination.workload
+        )
+        service = self.service.hostname if self.service is not None else ""
+        fields: list[Field | Recurring] = [("src.addr", Bare(self.source))]
+        shown = _source_fields(source_name, source, self.source_identity if self.secured else None)
+        if shown.fields:
+            fields.append(shown)
+        fields.append(("dst.addr", Bare(self.destination)))
+        if self.hbone_authority:
+            fields.append(("dst.hbone_addr", Bare(self.hbone_authority)))
+        identity = self.destination_identity if self.secured else None
+        fields.append(_destination_fields(service, destination_name, destination, identity, self.direction))
+        return fields
+
+
+@lru_cache(maxsize=4096)  # once or twice per connection, about few workloads
+def _source_fields(name: str, labels: PeerLabels, identity: SpiffeId | None) -> Recurring:
+    return Recurring(_peer_fields("src", name, labels, identity))
+
+
+@lru_cache(maxsize=4096)
+def _destination_fields(
+    service: str, name: str, labels: PeerLabels, identity: SpiffeId | None, direction: Direction
+) -> Recurring:
+    named = [("dst.service", service)] if service else []
+    return Recurring([*named, *_peer_fields("dst", name, labels, identity), ("direction", str(direction))])
+
+
+def _peer_fields(prefix: str, name: str, labels: PeerLabels, identity: SpiffeId | None) -> Iterator[Field]:
+    if name:
+        yield f"{prefix}.workload", name
+    if labels.namespace:
+        yield f"{prefix}.namespace", labels.namespace
+    if identity is not None:
+        yield f"{prefix}.identity", str(identity)
+    if labels.cluster:
+        yield f"{prefix}.cluster", labels.cluster
+
+
+def _called(workload: Workload | None) -> str:
+    return f"{workload.name}.{workload.namespace}" if workload is not None else ""

@@ -1,0 +1,98 @@
+"""Makes ``/explain``: what would become of a connection, decision by decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xds.model.address import SocketAddress
+from xds.model.identity import SpiffeId
+from xds.proto.dump import format_json
+from ztunnel.policy.calico.live import LivePolicies
+from ztunnel.proxy.istio.admin.inspected import InspectedProxy
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+from ztunnel.proxy.istio.path.explain import (
+    Answer,
+    Surroundings,
+    certificate,
+    explain,
+    question,
+)
+from ztunnel.runtime.http.page import (
+    JSON,
+    Page,
+    Query,
+    printable,
+    text,
+)
+
+_USAGE = (
+    "usage: /explain?source=IP|NAMESPACE/POD&destination=IP|NAMESPACE/POD|SERVICE.NAMESPACE:PORT"
+    "[&identity=SPIFFE ID][&direction=inbound|outbound][&endpoint=IP:PORT]\n"
+)
+_PARAMETERS = ("source", "destination", "identity", "direction", "endpoint")
+_DIRECTIONS = ("inbound", "outbound")
+
+
+def explain_page(proxy: InspectedProxy, query: Query) -> Page:
+    """Return the page."""
+    given = dict(query.pairs)
+    unknown = [name for name in given if name not in _PARAMETERS]
+    if unknown:
+        return _bad(f"{unknown[0]}: unknown; there are {', '.join(_PARAMETERS)}")
+    around = Surroundings(
+        mesh=proxy.mesh,
+        network=proxy.config.network,
+        illegal_ports=proxy.config.illegal_ports,
+        avoided=proxy.node.failed_endpoints.current(proxy.clock.monotonic()),
+    )
+    identity, direction = given.get("identity", ""), given.get("direction", "")
+    if direction and direction not in _DIRECTIONS:
+        return _bad(f"direction: {direction!r} is none of {', '.join(_DIRECTIONS)}")
+    try:
+        if identity:
+            SpiffeId.parse(identity)
+        asked = question(
+            given.get("source", ""),
+            given.get("destination", ""),
+            identity,
+            around,
+            inbound=direction == "inbound",
+            captured=direction == "outbound",
+            endpoint=given.get("endpoint", ""),
+        )
+    except ValueError as error:
+        return _bad(str(error))
+    answer = explain(asked, around)
+    if not asked.inbound and asked.source is not None and asked.identity == str(asked.source.identity):
+        answer["certificate"] = _certificate(proxy, asked.source.identity)
+    if proxy.policies is not None:
+        _ask_calico(proxy.policies, asked.host, asked.destination, answer)
+    return text(format_json(answer), content_type=JSON)
+
+
+def _bad(reason: str) -> Page:
+    return text(f"{printable(reason)}\n{_USAGE}", 400)
+
+
+def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
+    """Return the state of the source's certificate; a proxy has those of its own node only."""
+    state = proxy.certificates.states().get(identity)
+    if isinstance(state, WorkloadCertificate):
+        return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
+    return certificate(state or "", None, 0.0)
+
+
+def _ask_calico(policies: LivePolicies, host: str, dialled: SocketAddress, answer: Answer) -> None:
+    """Add what Calico's policies say of each way, and let a refusal decide the verdict."""
+    from ztunnel.policy.calico.explain import answer as ask
+
+    verdicts = []
+    for way in answer.get("ways", [answer]):
+        inbound = way.get("inbound", {})
+        there = SocketAddress.parse(inbound["application"]) if inbound else dialled
+        allowed, lines = ask(policies.source.evaluator, {"from": host, "to": there.host, "port": str(there.port)})
+        way["calico"] = {"allowed": allowed, "lines": lines}
+        verdicts.append(allowed)
+    if not all(verdicts) and answer["verdict"] == "allowed":
+        some = "" if not any(verdicts) else f" to {verdicts.count(False)} of {len(verdicts)} endpoints"
+        answer["verdict"] = f"refused by Calico's policies{some}"

@@ -1,0 +1,96 @@
+"""The interface by which admin pages read and change the proxy, so that they need not import the application."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from hbone.aio.poller import Poller
+from xds.model.mesh import Mesh
+from ztunnel.proxy.istio.accounting.logs import LogStream
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.certificates.manager import CertificateManager
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
+from ztunnel.proxy.istio.xds.control import ControlPlane
+from ztunnel.proxy.istio.zds.manager import PodManager
+from ztunnel.proxy.istio.zds.pods import RunningPod
+from ztunnel.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.tap.taps import Carry
+
+#: Entries of the dump by direction, ``inbound`` and ``outbound``.
+Connections = dict[str, list[dict[str, str | None]]]
+
+
+class PendingTasks(Protocol):
+    """The tasks that readiness waits for; empty once the proxy is ready."""
+
+    @property
+    def pending(self) -> set[str]:
+        """Their names."""
+
+
+class InspectedWorkers(Protocol):
+    """The worker processes; see :class:`ztunnel.proxy.istio.workers.main.Workers`."""
+
+    async def metrics(self) -> Metrics:
+        """Return the sum of all processes' counters."""
+
+    async def connections(self) -> dict[RunningPod, Connections]:
+        """Return live connections by pod."""
+
+    def carriers(self) -> list[Carry]:
+        """Return what captures in each worker."""
+
+
+class CarriedPod(RunningPod, Protocol):
+    """A pod whose connections this proxy carries."""
+
+    name: PodName
+
+
+class InspectedProxy(Protocol):
+    """A proxy process; see :class:`ztunnel.proxy.istio.app.IstioProxy`.
+
+    Attributes:
+        started_s: monotonic seconds of the start.
+    """
+
+    started_s: float
+    config: IstioConfig
+    clock: Clock
+    poller: Poller
+    mesh: Mesh
+    node: Node
+    metrics: Metrics
+    logs: LogStream
+    certificates: CertificateManager
+    control: ControlPlane
+    pods: PodManager
+
+    @property
+    def readiness(self) -> PendingTasks:
+        """The tasks that readiness waits for."""
+
+    @property
+    def policies(self) -> LivePolicies | None:
+        """Calico's policies; ``None`` where there are none."""
+
+    @property
+    def workers(self) -> InspectedWorkers | None:
+        """The worker processes; ``None`` where this process carries all connections."""
+
+    def carried(self) -> Sequence[CarriedPod]:
+        """Return every pod that runs, the proxy's own included."""
+
+    def change_log_filter(self, text: str, *, reset: bool) -> None:
+        """Change the log's filter, in workers, too."""
+
+    def say_goodbye(self) -> int:
+        """Ask peers to take new connections elsewhere; the number of those that are open."""
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end."""

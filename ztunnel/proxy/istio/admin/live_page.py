@@ -1,0 +1,367 @@
+"""Gathers what the live page shows of an Istio mesh; :mod:`ztunnel.proxy.ui` bounds and serves it.
+
+Big tables are read in slices between which the loop runs other work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Final, TypeVar
+
+from xds.model.authorization import AuthorizationPolicy
+from ztunnel import __version__
+from ztunnel.proxy.istio.accounting.metrics import (
+    TRAFFIC_LABELS,
+    UNKNOWN,
+    Metrics,
+    TrafficSeries,
+)
+from ztunnel.proxy.istio.accounting.outcome import Flags
+from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED, PolicyUse
+from ztunnel.proxy.istio.admin.inspected import InspectedProxy
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.settings.config import ProxyMode
+from ztunnel.proxy.istio.zds.pods import RunningPod
+from ztunnel.proxy.ui.seen import (
+    Certificate,
+    Connection,
+    Denied,
+    Facts,
+    Flow,
+    Policy,
+    Refusal,
+    Security,
+    Seen,
+    Source,
+    Workload,
+)
+
+#: Entries per slice: about a millisecond.
+_SLICE: Final = 100
+#: Connections that are kept while all are read; the view cuts them again.
+_MOST_CONNECTIONS: Final = 200
+#: Workloads that are named beside their certificate.
+_MOST_USERS: Final = 3
+_REPORTER, _SERVICE, _POLICY = (
+    TRAFFIC_LABELS.index(name) for name in ("reporter", "destination_service", "connection_security_policy")
+)
+#: Of each side: workload, namespace, principal.
+_SOURCE, _DESTINATION = (
+    tuple(TRAFFIC_LABELS.index(f"{side}_{name}") for name in ("workload", "workload_namespace", "principal"))
+    for side in ("source", "destination")
+)
+
+ItemT = TypeVar("ItemT")
+
+
+async def seen(proxy: InspectedProxy) -> Seen:
+    """Return what there is now; called once per event."""
+    workers = proxy.workers
+    metrics = await workers.metrics() if workers is not None else proxy.metrics
+    carried = await workers.connections() if workers is not None else {}
+    workloads = {workload.key: workload for workload in _pods(proxy)}
+    flows: dict[tuple[str, ...], Flow] = {}
+    async for series in _slices(list(metrics.series)):
+        flow = _flow(series, workloads)
+        known = flows.get(flow.key)
+        flows[flow.key] = flow if known is None else _sum(known, flow)
+    entries = list(_connections(proxy))
+    shown: list[Connection] = []
+    async for part in _chunks(entries):
+        shown = heapq.nlargest(_MOST_CONNECTIONS, [*shown, *(_shown(*each) for each in part)], key=_moved)
+    carried_shown, carried_open = _carried(proxy, carried)
+    return Seen(
+        facts=_facts(proxy),
+        workloads=list(workloads.values()),
+        flows=list(flows.values()),
+        connections=[*shown, *carried_shown][:_MOST_CONNECTIONS],
+        connections_open=len(entries) + carried_open,
+        policies=await _policies(proxy, metrics),
+        denials=[
+            Denied(
+                place=denial.pair.direction,
+                source=denial.pair.source,
+                identity=denial.pair.identity,
+                destination=denial.pair.destination,
+                reason=denial.pair.reason,
+                count=denial.times,
+                last_s=denial.last_s,
+                address=denial.address,
+            )
+            for denial in metrics.denials
+        ],
+        certificates=list(_certificates(proxy)),
+        sources=list(_sources(proxy)),
+        refusals=[Refusal(kind=kind, name=name, reason=reason) for kind, name, reason in proxy.control.refused()],
+    )
+
+
+async def _chunks(items: list[ItemT]) -> AsyncIterator[list[ItemT]]:
+    for start in range(0, len(items), _SLICE):
+        yield items[start : start + _SLICE]
+        await asyncio.sleep(0)
+
+
+async def _slices(items: list[ItemT]) -> AsyncIterator[ItemT]:
+    async for part in _chunks(items):
+        for item in part:
+            yield item
+
+
+def _facts(proxy: InspectedProxy) -> Facts:
+    pending = sorted(proxy.readiness.pending)
+    mesh, config = proxy.mesh, proxy.config
+    return Facts(
+        dialect="istio",
+        version=__version__,
+        node=config.node,
+        ready=not pending,
+        state=f"waits for {', '.join(pending)}" if pending else "ready",
+        uptime_s=proxy.clock.monotonic() - proxy.started_s,
+        totals=mesh.counts(),
+        question={"source": "default/client", "destination": "reviews.default:9080"},
+    )
+
+
+# The graph
+
+
+def _pods(proxy: InspectedProxy) -> Iterator[Workload]:
+    """Iterate over this node's workloads, by the names that metrics have; pods of one deployment are one."""
+    if proxy.config.proxy_mode is not ProxyMode.SHARED:
+        return
+    for status in proxy.pods.states().values():
+        info = status.info
+        workload = proxy.mesh.local_workload(info.name, info.namespace, info.service_account)
+        name = (workload.workload_name if workload is not None else "") or info.name
+        state = "" if status.running is not None else status.error or status.state.value
+        yield Workload(
+            key=_key(info.namespace, name),
+            name=name,
+            namespace=info.namespace,
+            identity=str(workload.identity) if workload is not None else "",
+            here=True,
+            state=state or ("" if workload is not None else "the control plane has not described it"),
+        )
+
+
+def _key(namespace: str, name: str) -> str:
+    return f"{namespace}/{name}"
+
+
+def _flow(series: TrafficSeries, workloads: dict[str, Workload]) -> Flow:
+    labels = series.labels
+    secured = labels[_POLICY] != UNKNOWN
+    service = labels[_SERVICE]
+    closed = list(series.closed.items())
+    running = list(series.running)
+    opened = series.opened
+    return Flow(
+        source=_end(labels, _SOURCE, workloads, proven=secured),
+        destination=_end(labels, _DESTINATION, workloads, proven=secured),
+        service="" if service == UNKNOWN else service,
+        reporter=labels[_REPORTER],
+        security=_security(secured),
+        open=opened - sum(count for _, count in closed),
+        opened=opened,
+        failed=sum(count for flags, count in closed if flags != Flags.NONE),
+        denied=sum(count for flags, count in closed if flags == Flags.DENY),
+        bytes_sent=series.received + sum(counts.sent for counts in running),
+        bytes_received=series.sent + sum(counts.received for counts in running),
+    )
+
+
+def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Workload], *, proven: bool) -> str:
+    """Return the key of a side's workload, which is entered if it is new; without TLS no identity is proven."""
+    name, namespace, principal = (labels[place] for place in side)
+    identity = principal if proven and principal != UNKNOWN else ""
+    if name == UNKNOWN:
+        # Strangers are many addresses, of which metrics know none: one for those with an identity, one without.
+        name, namespace = ("outside the mesh", "") if not identity else (identity.rpartition("/")[2], "")
+        key = f"?{identity}"
+    else:
+        key = _key(namespace, name)
+    known = workloads.get(key)
+    if known is None or (identity and not known.identity):
+        here = known is not None and known.here
+        state = known.state if known is not None else ""
+        workloads[key] = Workload(
+            key=key, name=name, namespace=namespace, identity=identity, here=here, state=state
+        )
+    return key
+
+
+def _sum(one: Flow, other: Flow) -> Flow:
+    """Return the sum of two flows of one key: series differ in labels that the graph does not show."""
+    return Flow(
+        source=one.source,
+        destination=one.destination,
+        service=one.service,
+        reporter=one.reporter,
+        security=one.security,
+        open=one.open + other.open,
+        opened=one.opened + other.opened,
+        failed=one.failed + other.failed,
+        denied=one.denied + other.denied,
+        bytes_sent=one.bytes_sent + other.bytes_sent,
+        bytes_received=one.bytes_received + other.bytes_received,
+    )
+
+
+def _security(secured: bool) -> Security:
+    return Security.MUTUAL_TLS if secured else Security.PLAIN
+
+
+# Connections
+
+
+def _connections(proxy: InspectedProxy) -> Iterator[tuple[PodConnection, float]]:
+    now_s = proxy.clock.monotonic()
+    for pod in _running(proxy):
+        for table in (pod.connections.inbound, pod.connections.outbound):
+            yield from ((entry, now_s) for entry in table)
+
+
+def _running(proxy: InspectedProxy) -> Iterator[PodProxy]:
+    for status in proxy.pods.states().values():
+        if isinstance(status.running, PodProxy):
+            yield status.running
+
+
+def _shown(entry: PodConnection, now_s: float) -> Connection:
+    record = entry.record
+    source, destination = record.source_workload, record.destination_workload
+    peer = record.source_identity if record.direction == "inbound" else record.destination_identity
+    return Connection(
+        id=f"{id(entry):x}",
+        direction=str(record.direction),
+        source=str(record.source),
+        source_name=f"{source.namespace}/{source.name}" if source is not None else "",
+        destination=entry.original or str(record.destination),
+        destination_name=f"{destination.namespace}/{destination.name}" if destination is not None else "",
+        next_hop=str(entry.actual or record.destination),
+        protocol=entry.protocol,
+        security=_security(record.secured),
+        identity=str(peer) if record.secured and peer is not None else "",
+        age_s=round(now_s - record.started_s, 1),
+        bytes_sent=record.counts.sent,
+        bytes_received=record.counts.received,
+    )
+
+
+def _moved(connection: Connection) -> int:
+    return (connection.bytes_sent or 0) + (connection.bytes_received or 0)
+
+
+def _carried(
+    proxy: InspectedProxy, carried: dict[RunningPod, dict[str, list[dict[str, str | None]]]]
+) -> tuple[list[Connection], int]:
+    """Return connections that workers carry, and their number; workers tell neither age nor bytes."""
+    found: list[Connection] = []
+    total = 0
+    for number, tables in enumerate(carried.values()):
+        for direction, entries in tables.items():
+            total += len(entries)
+            for entry in entries[: _MOST_CONNECTIONS - len(found)]:
+                source, destination = entry["src"] or "", entry["originalDst"] or entry["actualDst"] or ""
+                found.append(
+                    Connection(
+                        id=f"{number} {direction} {source} {destination} {entry['actualDst']}",
+                        direction=direction,
+                        source=source,
+                        destination=destination,
+                        next_hop=entry["actualDst"] or "",
+                        protocol=entry["protocol"] or "",
+                        security=_security(bool(entry.get("srcIdentity")) or entry["protocol"] != "TCP"),
+                        identity=entry.get("srcIdentity") or "",
+                    )
+                )
+    return found, total
+
+
+# Policies, certificates, sources
+
+
+async def _policies(proxy: InspectedProxy, metrics: Metrics) -> list[Policy]:
+    uses = {use.policy: use for use in metrics.policy_uses}
+    dry: dict[str, dict[str, int]] = {}
+    for (name, _, result), number in metrics.authorization_dry_run.items():
+        dry.setdefault(name, {})[result] = number
+    found = [
+        _policy(policy, uses.get(policy.key), dry.get(policy.key, {}))
+        async for policy in _slices(list(proxy.mesh.policies()))
+    ]
+    found.sort(key=lambda each: (-((each.denied or 0) + (each.allowed or 0)), each.name))
+    none = uses.get(NONE_MATCHED)
+    if none is not None:
+        found.append(
+            Policy(
+                name="(no policy matched)",
+                action="Deny",
+                mode="implied",
+                allowed=none.allowed,
+                denied=none.denied,
+                ended=none.ended,
+                last_s=none.last_s,
+            )
+        )
+    return found
+
+
+def _policy(policy: AuthorizationPolicy, use: PolicyUse | None, dry: dict[str, int]) -> Policy:
+    return Policy(
+        name=policy.key,
+        action=policy.action.value,
+        scope=policy.scope.value,
+        mode="dry run" if policy.dry_run else "enforced",
+        allowed=use.allowed if use is not None else dry.get("allowed", 0),
+        denied=use.denied if use is not None else dry.get("denied", 0),
+        ended=use.ended if use is not None else 0,
+        last_s=use.last_s if use is not None else None,
+        faults=tuple(policy.faults),
+    )
+
+
+def _certificates(proxy: InspectedProxy) -> Iterable[Certificate]:
+    states = proxy.certificates.states()
+    users: dict[str, list[str]] = {}
+    for workload in _pods(proxy):
+        users.setdefault(workload.identity, []).append(workload.key)
+    for identity in sorted(states, key=str):
+        state, users_here = states[identity], sorted(set(users.get(str(identity), ())))
+        more = len(users_here) - _MOST_USERS
+        used_by = ", ".join(users_here[:_MOST_USERS]) + (f" and {more} more" if more > 0 else "")
+        if not isinstance(state, WorkloadCertificate):
+            yield Certificate(identity=str(identity), state=state, used_by=used_by)
+            continue
+        leaf = state.issued.chain[0]
+        yield Certificate(
+            identity=str(identity),
+            state="Available",
+            used_by=used_by,
+            serial=f"{leaf.serial_number:x}",
+            valid_from_s=leaf.not_valid_before_utc.timestamp(),
+            expires_s=leaf.not_valid_after_utc.timestamp(),
+        )
+
+
+def _sources(proxy: InspectedProxy) -> Iterator[Source]:
+    config, control = proxy.config, proxy.control
+    if config.xds_address:
+        ago_s = control.updated_ago_s
+        yield Source(
+            name="control plane (xDS)",
+            address=config.xds_address,
+            connected=control.staleness_s == 0.0,
+            away_s=round(control.staleness_s, 1),
+            updates=sum(proxy.metrics.xds_messages.values()),
+            updated_s=None if ago_s is None else proxy.clock.wall() - ago_s,
+        )
+    if config.local_xds or config.local_xds_path:
+        yield Source(name="local file", address=config.local_xds_path or "LOCAL_XDS", connected=None)
+    if config.ca_address:
+        yield Source(name="certificate authority", address=config.ca_address, connected=None)

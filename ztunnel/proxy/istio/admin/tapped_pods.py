@@ -1,0 +1,32 @@
+"""The pods of a node as taps name them, and what captures their connections; imported where taps are permitted."""
+
+from __future__ import annotations
+
+from ztunnel.proxy.istio.admin.inspected import InspectedProxy
+from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.tap.taps import CannotTap, Carry
+
+
+class TappedPods:
+    """The proxy of an Istio mesh, as :class:`ztunnel.proxy.tap.taps.TapSource`."""
+
+    def __init__(self, proxy: InspectedProxy) -> None:
+        self._proxy = proxy
+
+    async def open_connections(self, pod: str) -> int:
+        """See :class:`ztunnel.proxy.tap.taps.TapSource`; ``pod`` is ``NAMESPACE/NAME``."""
+        here = [each for each in self._proxy.carried() if f"{each.name.namespace}/{each.name.name}" == pod]
+        if not here:
+            raise CannotTap(f"{pod}: this proxy carries no such pod; pods are named NAMESPACE/NAME")
+        found = sum(each.open_connections for each in here if isinstance(each, PodProxy))
+        workers = self._proxy.workers
+        if workers is not None:
+            by_pod = await workers.connections()
+            found += sum(len(entries) for each in here for entries in by_pod.get(each, {}).values())
+        return found
+
+    def carriers(self) -> list[Carry]:
+        """See :class:`ztunnel.proxy.tap.taps.TapSource`."""
+        # The proxy's own pod is this process's, also where workers carry the others.
+        taps, workers = self._proxy.node.taps, self._proxy.workers
+        return [*([taps.carry] if taps is not None else []), *(workers.carriers() if workers is not None else [])]

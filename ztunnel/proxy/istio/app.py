@@ -1,0 +1,479 @@
+"""The node proxy of an Istio mesh: builds and owns every object, and starts and ends them in order.
+
+The order is Rust ztunnel's. Admin, readiness and metrics pages are served from the start. No pod is captured
+before the control plane has described the mesh; then the proxy connects to the node agent. At the end all
+listeners close at once, so that a successor on the same ports takes new connections. Open connections have until
+the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
+from tproxy.aio.netns import Netns
+from xds.model.mesh import Changes, Mesh
+from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.resolver import Resolver
+from ztunnel.proxy.identity.crl import RevocationFile
+from ztunnel.proxy.istio.accounting.logs import LogStream
+from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
+from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
+from ztunnel.proxy.istio.admin.server import Servers
+from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
+from ztunnel.proxy.istio.certificates.credentials import (
+    Credentials,
+    Endpoint,
+    Roots,
+    Token,
+)
+from ztunnel.proxy.istio.certificates.fake_ca import FakeCertificateAuthority
+from ztunnel.proxy.istio.certificates.manager import CertificateAuthority, CertificateManager
+from ztunnel.proxy.istio.path.names import Names
+from ztunnel.proxy.istio.path.node import (
+    Node,
+    log_pressure,
+    policies_in_force,
+    taps_permitted,
+)
+from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.path.pod_sockets import PodSockets
+from ztunnel.proxy.istio.settings.config import IstioConfig, PodName, ProxyMode
+from ztunnel.proxy.istio.xds.control import ControlPlane
+from ztunnel.proxy.istio.zds.manager import PodManager, check_privileges
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime import heap, tasks
+from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.descriptors import limit_of_process
+from ztunnel.runtime.log_writer import LogWriter
+from ztunnel.runtime.rotation import reopen_on_rotation
+from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.istio.accounting.exports import Exports
+    from ztunnel.proxy.istio.workers.main import WorkerPod, Workers
+    from ztunnel.proxy.otlp.settings import OtlpSettings
+    from ztunnel.proxy.tap.server import TapServer
+
+log = logging.getLogger(__name__)
+
+STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
+WORKERS = "workers"
+DESCRIPTORS = "descriptors"
+#: The interval at which series of removed workloads expire.
+_SWEEP_S = 60.0
+
+
+class Readiness:
+    """The set of tasks that must be complete before the proxy reports itself ready.
+
+    Args:
+        pending: the tasks at the start.
+        short: whether pods wait for descriptors before they accept, which the proxy reports, too.
+    """
+
+    def __init__(self, pending: set[str], short: Callable[[], bool] = lambda: False) -> None:
+        self._pending = pending
+        self._short = short
+        self._since_s = asyncio.get_running_loop().time()
+
+    @property
+    def pending(self) -> set[str]:
+        """What the proxy waits for now; empty: it is ready."""
+        return self._pending | {DESCRIPTORS} if self._short() else self._pending
+
+    def done(self, task: str) -> None:
+        """Mark a task as complete; idempotent."""
+        if task in self._pending:
+            self._pending.discard(task)
+            took_s = asyncio.get_running_loop().time() - self._since_s
+            if self._pending:
+                log.info("Task '%s' complete (%.3fs), still awaiting %d tasks", task, took_s, len(self._pending))
+            else:
+                log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
+
+    def set(self, task: str, ready: bool) -> None:
+        """Mark a task as complete or as pending, for those that may become pending again; idempotent."""
+        if ready:
+            self.done(task)
+        else:
+            self._pending.add(task)
+
+
+class IstioProxy:
+    """One proxy process; :meth:`run` serves until :meth:`shut_down`.
+
+    Its public attributes serve the admin pages and tests.
+
+    Args:
+        config: see there.
+        clock: the clock; tests give their own.
+    """
+
+    def __init__(self, config: IstioConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock: Clock = clock or SystemClock()
+        self.started_s = self.clock.monotonic()
+        self.writer = LogWriter()
+        self.logs = LogStream(
+            self.writer, self.writer.file("/dev/stdout"), config.log_filter, json_lines=config.log_json
+        )
+        self.metrics = Metrics(
+            config.version_tag,
+            config.metric_series,
+            expiry_s=config.metric_expiry_s,
+            removed=config.metric_labels_removed,
+        )
+        self.mesh = Mesh(node=config.node)
+        self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
+        self._memory_trimmer = heap.MemoryTrimmer(self.poller)
+        self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
+        self.authority = self._authority()
+        self.certificates = CertificateManager(
+            self.authority,
+            now=lambda: datetime.now(UTC),
+            jitter=random.random,
+            policy=config.tls_policy,
+            revocations=self.revocations,
+        )
+        self.control = ControlPlane(config, self.mesh, self.metrics)
+        self.node = Node(
+            config=config,
+            mesh=self.mesh,
+            certificates=self.certificates,
+            poller=self.poller,
+            clock=self.clock,
+            metrics=self.metrics,
+            logs=self.logs,
+            names=Names(Resolver(), self.clock),
+            revocations=self.revocations,
+            policies=policies_in_force(config, self.clock, self.metrics),
+            taps=taps_permitted(config, self.clock),
+            log_pressure=log_pressure(config, self.writer, self.clock),
+            ask=self.control.ask if self.control.on_demand else None,
+        )
+        self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
+        awaited = {STATE_MANAGER}
+        if config.proxy_mode is ProxyMode.SHARED:
+            awaited.add(POD_MANAGER)  # covers the proxies of all pods
+        else:
+            awaited |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
+        self.workers: Workers | None = None
+        if config.worker_threads > 1:
+            from ztunnel.proxy.istio.workers.main import Workers  # most nodes have one process and save the memory
+
+            self.workers = Workers(
+                config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
+            )
+            awaited.add(WORKERS)
+        descriptors = self.node.descriptors
+        self.readiness = Readiness(awaited, lambda: descriptors.short)
+        self._own: list[PodProxy | WorkerPod] = []
+        self._tasks = Tasks("proxy")
+        self._stop = asyncio.Event()
+        self._gauges()
+
+    @property
+    def policies(self) -> LivePolicies | None:
+        """Calico's policies; ``None`` where there are none."""
+        return self.node.policies
+
+    def _authority(self) -> CertificateAuthority:
+        config = self.config
+        if config.fake_ca:
+            return FakeCertificateAuthority(now=lambda: datetime.now(UTC), lifetime_s=config.secret_ttl_s)
+        return IstioCertificateAuthority(
+            Endpoint.parse(config.ca_address),
+            Credentials(token=Token(config.auth_token), cluster_id=config.cluster_id, headers=config.ca_headers),
+            Roots(config.ca_root_ca),
+            impersonate=config.proxy_mode is ProxyMode.SHARED,
+            lifetime_s=config.secret_ttl_s,
+            alternative_name=config.alt_ca_hostname,
+            tls_1_2=config.tls_policy.tls_1_2,
+            groups=config.tls_policy.groups,
+        )
+
+    def _gauges(self) -> None:
+        gauges, pods = self.metrics.gauges, self.pods
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            gauges |= {
+                "workload_manager_active_proxy_count": Gauge(
+                    "gauge",
+                    "The total number current workloads with active proxies (unstable)",
+                    lambda: pods.active_proxies,
+                ),
+                "workload_manager_pending_proxy_count": Gauge(
+                    "gauge",
+                    "The total number current workloads with pending proxies (unstable)",
+                    lambda: pods.pending_proxies,
+                ),
+                "workload_manager_proxies_started": Gauge(
+                    "counter",
+                    "The total number of proxies that were started (unstable)",
+                    lambda: pods.proxies_started,
+                ),
+                "workload_manager_proxies_stopped": Gauge(
+                    "counter",
+                    "The total number of proxies that were stopped (unstable)",
+                    lambda: pods.proxies_stopped,
+                ),
+            }
+        gauges |= (
+            self.workers.gauges()
+            if self.workers is not None
+            else {
+                "ztunnel_workers": Gauge("gauge", "Processes that carry connections of pods (unstable)", lambda: 1)
+            }
+        )
+        half_open, descriptors = self.node.half_open, self.node.descriptors
+        gauges["ztunnel_half_open_connections"] = Gauge(
+            "gauge", "Connections to pods before the end of their handshake (unstable)", lambda: len(half_open)
+        )
+        gauges["ztunnel_half_open_turned_away"] = Gauge(
+            "counter",
+            "Connections closed before the end of their handshake by a limit (unstable)",
+            lambda: half_open.turned_away,
+        )
+        gauges["ztunnel_baggage_refused"] = Gauge(
+            "counter",
+            "Connections whose peer has described itself in too many ways (unstable)",
+            lambda: self.node.baggage_labels.refused,
+        )
+        gauges["ztunnel_accepts_paused"] = Gauge(
+            "counter",
+            "Times a pod was not allowed to accept for lack of descriptors (unstable)",
+            lambda: descriptors.paused,
+        )
+        gauges["ztunnel_log_lines_dropped"] = Gauge(
+            "counter",
+            "Log lines lost because they could not be written (unstable)",
+            lambda: self.writer.counts.dropped.value,
+        )
+        gauges["ztunnel_task_restarts"] = Gauge(
+            "counter",
+            "Background tasks of the main process that failed and were started again (unstable)",
+            lambda: tasks.restarts.value,
+        )
+        # What would grow if something were kept of every connection, pod or change; ``make soak`` watches them.
+        gauges["ztunnel_sockets"] = Gauge(
+            "gauge", "Sockets of the data path, listeners included (unstable)", lambda: self.poller.registered
+        )
+        gauges["ztunnel_fibers"] = Gauge(
+            "gauge", "Coroutines of open connections (unstable)", tasks.fibers_running
+        )
+        gauges["ztunnel_tasks"] = Gauge(
+            "gauge", "Coroutines of everything else (unstable)", lambda: len(asyncio.all_tasks())
+        )
+        gauges["ztunnel_allocated_blocks"] = Gauge(
+            "gauge", "Blocks of memory that Python objects have (unstable)", sys.getallocatedblocks
+        )
+        gauges["ztunnel_xds_staleness_seconds"] = Gauge(
+            "gauge",
+            "Seconds since the control plane was last connected; 0 while it is (unstable)",
+            lambda: round(self.control.staleness_s, 3),
+        )
+
+    # Pods
+
+    async def start_pod(self, uid: PodUid, info: PodInfo, netns: Netns) -> PodProxy | WorkerPod:
+        """Start the proxy of a pod; see :class:`ztunnel.proxy.istio.zds.pods.StartPod`."""
+        name = PodName(name=info.name, namespace=info.namespace, service_account=info.service_account)
+        return await self._start(name, netns)
+
+    async def _start(self, name: PodName, netns: Netns | None) -> PodProxy | WorkerPod:
+        if self.workers is not None:
+            return await self.workers.start_pod(name, netns)
+        dns = None
+        if self.config.dns_proxy:
+            from ztunnel.proxy.istio.dns.pod_dns import PodDns  # 2 MiB that a proxy without DNS does not need
+
+            dns = PodDns(self.node, name, netns)
+        pod = PodProxy(self.node, name, PodSockets(self.node, netns), dns=dns)
+        await pod.start()
+        return pod
+
+    def carried(self) -> list[PodProxy | WorkerPod]:
+        """Return every pod that runs, this proxy's own included."""
+        from ztunnel.proxy.istio.workers.main import WorkerPod
+
+        running = [status.running for status in self.pods.states().values()]
+        return [*self._own, *(each for each in running if isinstance(each, PodProxy | WorkerPod))]
+
+    def _workers_serve(self, serve: bool) -> None:
+        self.readiness.set(WORKERS, serve)
+
+    def _pods_ready(self, ready: bool) -> None:
+        self.readiness.set(POD_MANAGER, ready)
+
+    # Changes
+
+    def _mesh_changed(self, changes: Changes) -> None:
+        self.node.forget(changes.workloads)
+        self.metrics.changed(changes, [uid for uid in changes.workloads if self.mesh.workload(uid) is not None])
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            if changes.local_identities_removed:
+                self.certificates.forget(changes.local_identities_removed)
+            if changes.local_identities_added:
+                self.certificates.prefetch(changes.local_identities_added)
+        self._memory_trimmer.changed()
+
+    def _revocations_changed(self) -> None:
+        self.node.live.review(Event.REVOCATIONS)
+
+    def change_log_filter(self, text: str, *, reset: bool) -> None:
+        """Change the log filter here and in workers; see ``LogStream.change``."""
+        self.logs.change(text, reset=reset)
+        if self.workers is not None:
+            self.workers.log_filter_changed()
+
+    # Running
+
+    def shut_down(self) -> None:
+        """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
+        self._stop.set()
+
+    def say_goodbye(self) -> int:
+        """Ask the peers of a dedicated proxy to take new connections elsewhere; it serves on. Idempotent.
+
+        Returns:
+            How many connections it carries.
+        """
+        # A sidecar has no workers.
+        return sum(pod.say_goodbye() for pod in self._own if isinstance(pod, PodProxy))
+
+    def _interrupted(self) -> None:
+        """Handle SIGINT: the first one drains, the second one exits at once."""
+        if not self._stop.is_set():
+            self.shut_down()
+            return
+        log.warning("interrupted again, exiting without waiting for connections")
+        self.logs.flush()
+        self.writer.drain()
+        os._exit(0)
+
+    async def run(self) -> None:
+        """Serve until :meth:`shut_down`.
+
+        Raises:
+            TproxyError: a port of the process is taken, or a capability is missing.
+            ConfigError: the local file cannot be used.
+        """
+        config = self.config
+        heap.expect_growth()
+        self.logs.install()
+        self._log_start()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.shut_down)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        reopen_on_rotation(self.writer.reopen)
+        async with AsyncExitStack() as stack:
+            stack.callback(self.writer.close)
+            stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
+            if config.otlp is not None:
+                stack.push_async_callback(self._exports(config.otlp).close)
+            stack.callback(self.poller.close)
+            stack.callback(self._memory_trimmer.close)
+            if isinstance(self.authority, IstioCertificateAuthority):
+                stack.push_async_callback(self.authority.close)
+            stack.push_async_callback(self.certificates.close)
+            stack.push_async_callback(self._tasks.close)
+            servers = await stack.enter_async_context(Servers(self))
+            if self.config.tap_socket:
+                await stack.enter_async_context(self._taps())
+            if self.revocations is not None:
+                await stack.enter_async_context(self.revocations)
+                self.revocations.watch(self._revocations_changed)
+            stack.callback(self.mesh.watch(self._mesh_changed))
+            if self.workers is not None:
+                await stack.enter_async_context(self.workers)
+            await stack.enter_async_context(self.control)
+            self._tasks.keep(self._sweep, "metrics sweep")
+            if self.node.policies is not None:
+                self._tasks.keep(self.node.policies.run, "policies")
+            start = self._tasks.start(self._start_serving(stack), "start")
+            start.add_done_callback(
+                lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
+            )
+            await self._stop.wait()
+            start.cancel()
+            await self._drain(servers)
+            if start.done() and not start.cancelled():
+                start.result()
+
+    def _exports(self, settings: OtlpSettings) -> Exports:
+        from ztunnel.proxy.istio.accounting.exports import Exports  # most proxies have no collector
+
+        async def page() -> Metrics:
+            return await self.workers.metrics() if self.workers is not None else self.metrics
+
+        return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
+
+    def _taps(self) -> TapServer:
+        from ztunnel.proxy.istio.admin.tapped_pods import (
+            TappedPods,  # most proxies permit none, and save the memory
+        )
+        from ztunnel.proxy.tap.server import TapServer
+
+        return TapServer(Path(self.config.tap_socket), TappedPods(self), self.clock)
+
+    def _log_start(self) -> None:
+        log.info("version: %s", build_info(self.config.version_tag))
+        mode = self.config.proxy_mode.value.lower()
+        log.info("starting mode=%s node=%s files=%d", mode, self.config.node, limit_of_process())
+        # One line of JSON, which is YAML too.
+        log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
+        for warning in self.config.warnings:
+            log.warning("%s", warning)
+
+    async def _start_serving(self, stack: AsyncExitStack) -> None:
+        """Start capturing pods, once the control plane has described the mesh."""
+        config = self.config
+        if config.proxy_mode is ProxyMode.SHARED:
+            check_privileges()
+        await self.control.ready.wait()
+        self.readiness.done(STATE_MANAGER)
+        heap.settle()
+        if self.workers is not None:
+            self.workers.settle()
+        if config.proxy_mode is ProxyMode.DEDICATED:
+            assert config.workload is not None
+            self._own.append(await self._start(config.workload, None))
+        else:
+            if config.own_pod is not None:
+                sockets = PodSockets(self.node, None, only_tunnels=True)
+                own = PodProxy(self.node, config.own_pod, sockets)
+                self._own.append(own)
+                await own.start()
+            await stack.enter_async_context(self.pods)
+        self.readiness.done(PROXY)
+        self.readiness.done(DNS_PROXY)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.metrics.expire(self.clock.monotonic())
+
+    async def _drain(self, servers: Servers) -> None:
+        """Close all listeners, and wait until open connections end or the deadline passes."""
+        deadline_s = self.config.drain_s
+        log.info("draining, at most %gs", deadline_s)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(servers.stop_listening(), name="stop servers")
+            group.create_task(self.pods.drain(deadline_s), name="drain pods")
+            for pod in self._own:
+                group.create_task(pod.drain(deadline_s), name="drain own")
+        log.info("shutdown complete component=proxy")

@@ -1,0 +1,143 @@
+"""Requests certificates from istiod over gRPC; ``manager.py`` decides which ones and when."""
+
+import logging
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from google.protobuf.message import DecodeError
+
+from xds.aio.channel import Channel, Keepalive
+from xds.grpc.status import RpcFailed
+from xds.grpc.tls import client_tls
+from xds.model.identity import SpiffeId
+from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
+from ztunnel.proxy.identity.csr import (
+    IdentityError,
+    IssuedCertificate,
+    issued_certificate,
+    signing_request,
+)
+from ztunnel.proxy.istio.certificates.credentials import (
+    Credentials,
+    CredentialsError,
+    Endpoint,
+    Metadata,
+    Roots,
+)
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+METHOD: Final = "/istio.v1.auth.IstioCertificateService/CreateCertificate"
+IMPERSONATED: Final = "ImpersonatedIdentity"
+
+
+class IstioCertificateAuthority:
+    """A :class:`~ztunnel.proxy.istio.certificates.manager.CertificateAuthority` over gRPC; the owner closes it.
+
+    Args:
+        endpoint: the authority's address.
+        credentials: sent with every request.
+        roots: verify the authority. They are read for each certificate; a change makes a new connection. If they
+            become unreadable, the old connection stays in use.
+        impersonate: request identities of other workloads (as a node proxy), not that of the token.
+        lifetime_s: the requested lifetime; the authority may give less.
+        alternative_name: also accepted as the server's name.
+        tls_1_2: whether TLS 1.2 is accepted.
+        groups: the groups for key exchange, in order; None takes OpenSSL's.
+        timeout_s: time limit of one attempt, connecting included.
+
+    Raises:
+        ValueError: an endpoint with TLS, and no roots.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        credentials: Credentials,
+        roots: Roots | None,
+        *,
+        impersonate: bool,
+        lifetime_s: float = 86400.0,
+        alternative_name: str = "",
+        tls_1_2: bool = False,
+        groups: tuple[str, ...] | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        if endpoint.tls and roots is None:
+            raise ValueError("an endpoint with TLS needs roots")
+        self._endpoint = endpoint
+        self._credentials = credentials
+        self._roots = roots
+        self._impersonate = impersonate
+        self._lifetime_s = lifetime_s
+        self._timeout_s = timeout_s
+        self._names = [endpoint.host, *filter(None, [alternative_name])]
+        self._tls_1_2 = tls_1_2
+        self._groups = groups
+        self._channel: Channel | None = None
+        self._keepalive = Keepalive()
+        self._root_pem: bytes | None = None
+        self._tasks = Tasks("certificate authority")
+
+    async def issue(self, identity: SpiffeId) -> IssuedCertificate:
+        """Request a certificate; see :class:`~ztunnel.proxy.istio.certificates.manager.CertificateAuthority`."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        request = IstioCertificateRequest(
+            csr=signing_request(identity, key).decode(), validity_duration=int(self._lifetime_s)
+        )
+        if self._impersonate:
+            request.metadata.update({IMPERSONATED: str(identity)})
+        try:
+            metadata = self._credentials.metadata()
+            channel = self._current()
+        except CredentialsError as error:
+            raise IdentityError(str(error)) from error
+        response = await self._call(channel, request, metadata)
+        return issued_certificate(identity, key, response.cert_chain, exact=self._impersonate)
+
+    async def close(self) -> None:
+        """Close the connection; requests under way fail. Idempotent."""
+        channel, self._channel = self._channel, None
+        await self._tasks.close()
+        if channel is not None:
+            await channel.close()
+
+    async def _call(
+        self, channel: Channel, request: IstioCertificateRequest, metadata: Metadata
+    ) -> IstioCertificateResponse:
+        data = request.SerializeToString()
+        try:
+            answer = await channel.unary(METHOD, data, metadata=metadata, timeout_s=self._timeout_s)
+            return IstioCertificateResponse.FromString(answer)
+        except RpcFailed as error:
+            raise IdentityError(f"signing gRPC error ({error.status.name}): {error.details}") from error
+        except DecodeError:
+            raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
+
+    def _current(self) -> Channel:
+        """Return the channel, which is replaced when the roots have changed and are usable.
+
+        Raises:
+            CredentialsError: there is no channel yet, and the roots are unusable.
+        """
+        if not self._endpoint.tls:
+            if self._channel is None:
+                self._channel = Channel(self._endpoint.target, keepalive=self._keepalive)
+            return self._channel
+        assert self._roots is not None
+        try:
+            pem = self._roots.read()
+            if self._channel is None or pem != self._root_pem:
+                tls = client_tls(pem, self._names, tls_1_2=self._tls_1_2, groups=self._groups)
+                if self._channel is not None:
+                    closing = self._channel.close(self._timeout_s)
+                    self._tasks.start(closing, "close a channel with old roots")
+                self._channel = Channel(self._endpoint.target, tls=tls, keepalive=self._keepalive)
+                self._root_pem = pem
+        except (CredentialsError, ValueError) as error:
+            text = str(error) if isinstance(error, CredentialsError) else f"unusable {self._roots.place}: {error}"
+            if self._channel is None:
+                raise CredentialsError(text) from error
+            log.warning("roots of the certificate authority unusable, the old ones stay in use error=%s", text)
+        return self._channel

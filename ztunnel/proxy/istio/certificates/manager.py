@@ -1,0 +1,457 @@
+"""Fetches certificates of workloads on first need, renews them at half life, drops them with the last workload.
+
+:class:`CertificateManager` owns one task per fetch; ``schedule.py`` decides which fetches are due, in which order.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, Protocol
+
+from hbone.settings import Role
+from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion, Verify
+from xds.model.identity import SpiffeId
+from ztunnel.proxy.dataplane.agreement import Credentials, none_revoked
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate
+from ztunnel.proxy.identity.peer import none_revoked as unless_revoked
+from ztunnel.proxy.identity.peer import of_trust_domain, one_of
+from ztunnel.proxy.istio.certificates.schedule import (
+    Fetch,
+    Phase,
+    Priority,
+    Schedule,
+)
+from ztunnel.runtime.tasks import Tasks
+
+__all__ = [
+    "CertificateAuthority",
+    "CertificateManager",
+    "Certificates",
+    "IdentityError",
+    "IssuedCertificate",
+    "Priority",
+    "Revocations",
+    "TlsPolicy",
+    "WorkloadCertificate",
+]
+
+log = logging.getLogger(__name__)
+
+#: Client contexts cached per certificate, one per set of expected identities. Making one takes 0.4 ms, and it
+#: occupies 26 KiB; a pod talks to fewer services than this.
+_CLIENT_CONTEXTS: Final = 256
+
+#: Timers follow the monotonic clock, validity the wall clock, which may be set meanwhile. So due fetches are
+#: checked at least this often.
+_LONGEST_SLEEP_S: Final = 60.0
+
+#: How far our clock may be behind the authority's: a guess, the skew that tests of Istio allow.
+_CLOCK_SKEW: Final = timedelta(minutes=10)
+
+_FORGOTTEN: Final = "the identity is no longer needed"
+
+
+class CertificateAuthority(Protocol):
+    """Issues certificates: istiod over gRPC (``ca_client``), or a root in memory (``fake_ca``)."""
+
+    async def issue(self, identity: SpiffeId) -> IssuedCertificate:
+        """Make a key, and return it with a certificate for it.
+
+        Raises:
+            IdentityError: the authority refused, was unreachable, or sent an unusable answer.
+        """
+
+
+class Certificates(Protocol):
+    """The data path's source of certificates: :class:`CertificateManager`, or its replica in a worker."""
+
+    def current(self, identity: SpiffeId) -> "WorkloadCertificate | None":
+        """Return the certificate if there is a valid one; the data path calls this before :meth:`fetch`."""
+
+    async def fetch(self, identity: SpiffeId) -> "WorkloadCertificate":
+        """Return the current certificate; waits for the first one.
+
+        Raises:
+            IdentityError: there is none, and the last attempt to fetch one failed.
+        """
+
+
+class Revocations(Protocol):
+    """The source of revocation lists: :class:`~ztunnel.proxy.identity.crl.RevocationFile`."""
+
+    @property
+    def current(self) -> RevocationLists:
+        """The current lists."""
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` after each change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsPolicy:
+    """The TLS parameters of tunnels.
+
+    The suites are those of :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. Rust
+    ztunnel prefers AES-256; both ends accept both.
+
+    Attributes:
+        tls_1_2: whether TLS 1.2 is accepted.
+        groups: the groups for key exchange, in Rust ztunnel's order.
+    """
+
+    tls_1_2: bool = False
+    groups: tuple[str, ...] = ("X25519", "P-256", "P-384", "X25519MLKEM768")
+
+    @classmethod
+    def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
+        """Return the parameters for ``COMPLIANCE_POLICY``.
+
+        It is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups which that
+        standard approves; the suites are approved in any case.
+
+        Raises:
+            ValueError: an unknown policy, which must not be ignored, or ``pqc`` with TLS 1.2.
+        """
+        match policy:
+            case "":
+                return cls(tls_1_2=tls_1_2)
+            case "fips-140-2":
+                return cls(tls_1_2=tls_1_2, groups=("P-256", "P-384"))
+            case "pqc" if tls_1_2:
+                raise ValueError(
+                    "COMPLIANCE_POLICY=pqc excludes TLS12_ENABLED: TLS 1.2 has no post-quantum groups"
+                )
+            case "pqc":
+                return cls(groups=("X25519MLKEM768",))
+            case _:
+                raise ValueError(f"unknown compliance policy {policy!r}; known are pqc and fips-140-2")
+
+
+class WorkloadCertificate:
+    """A certificate in use, with the TLS contexts made from it, on first use or by :meth:`prepare`.
+
+    Attributes:
+        issued: the certificate, its key and its roots.
+        generation: increases with each renewal and each change of the revocation lists. It is part of pool keys,
+            so that new tunnels use connections with the current certificate and lists.
+    """
+
+    __slots__ = (
+        "_clients",
+        "_credentials",
+        "_first_client",
+        "_policy",
+        "_revoked",
+        "_server",
+        "generation",
+        "issued",
+    )
+
+    def __init__(
+        self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
+    ) -> None:
+        self.issued = issued
+        self.generation = generation
+        self._policy = policy
+        self._revoked = revoked
+        self._server: TlsContext | None = None
+        self._first_client: TlsContext | None = None
+        self._clients: OrderedDict[tuple[str, ...], TlsContext] = OrderedDict()
+        self._credentials: Credentials | None = None
+
+    @property
+    def credentials(self) -> Credentials:
+        """The certificate as an end of a join, which is checked without a handshake; made once."""
+        if self._credentials is None:
+            revoked = self._revoked
+            self._credentials = Credentials(
+                self.issued.chain,
+                self.issued.roots,
+                is_revoked=revoked.is_revoked if revoked is not None else none_revoked,
+            )
+        return self._credentials
+
+    def is_revoked_by(self, lists: RevocationLists) -> bool:
+        """Return whether a peer with ``lists`` would find this certificate revoked."""
+        return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
+
+    def server_context(self) -> TlsContext:
+        """Return the context for incoming tunnels, which accepts peers of the certificate's own trust domain.
+
+        Clients without ALPN are accepted; those that offer only other protocols are refused.
+        """
+        if self._server is None:
+            verify = of_trust_domain(self.issued.identity.trust_domain)
+            self._server = TlsContext(Role.SERVER, self._settings(verify, alpn_required=True))
+        return self._server
+
+    def client_context(self, identities: tuple[str, ...]) -> TlsContext:
+        """Return the context for outgoing tunnels to peers with one of ``identities``; if empty, none is accepted.
+
+        Contexts are cached; the least recently used one is dropped.
+        """
+        context = self._clients.get(identities)
+        if context is not None:
+            self._clients.move_to_end(identities)
+            return context
+        context = self._clients[identities] = self._client().expecting(self._unless_revoked(one_of(identities)))
+        if len(self._clients) > _CLIENT_CONTEXTS:
+            self._clients.popitem(last=False)
+        return context
+
+    def prepare(self) -> None:
+        """Build the contexts, so that the first connection in either direction does not wait for them.
+
+        Raises:
+            ValueError: chain, key or roots cannot be used.
+        """
+        self.server_context()
+        self._client()
+
+    def _client(self) -> TlsContext:
+        if self._first_client is None:
+            self._first_client = TlsContext(Role.CLIENT, self._settings(one_of(()), alpn_required=False))
+        return self._first_client
+
+    def _unless_revoked(self, verify: Verify) -> Verify:
+        return verify if self._revoked is None else unless_revoked(self._revoked, verify)
+
+    def _settings(self, verify: Verify, *, alpn_required: bool) -> TlsSettings:
+        return TlsSettings(
+            certificate_chain_pem=self.issued.chain_pem,
+            private_key_pem=self.issued.key_pem,
+            trusted_ca_pem=self.issued.roots_pem,
+            client_certificate=ClientCertificate.REQUIRED,
+            min_version=TlsVersion.TLS_1_2 if self._policy.tls_1_2 else TlsVersion.TLS_1_3,
+            groups=self._policy.groups,
+            alpn_required=alpn_required,
+            verify=self._unless_revoked(verify),
+        )
+
+
+class CertificateManager:
+    """Fetches and renews the certificates of this node's workloads; see the module.
+
+    Args:
+        authority: issues certificates.
+        now: the wall clock, UTC.
+        jitter: returns a number in [0, 1) per call; spreads renewals.
+        concurrency: the largest number of fetches at a time.
+        policy: the TLS parameters of tunnels.
+        revocations: the source of revocation lists; None checks none.
+    """
+
+    def __init__(
+        self,
+        authority: CertificateAuthority,
+        *,
+        now: Callable[[], datetime],
+        jitter: Callable[[], float],
+        concurrency: int = 8,
+        policy: TlsPolicy | None = None,
+        revocations: Revocations | None = None,
+    ) -> None:
+        self._authority = authority
+        self._now = now
+        self._jitter = jitter
+        self._policy = policy or TlsPolicy()
+        self._revocations = revocations
+        self._schedule = Schedule(concurrency=concurrency)
+        self._certificates: dict[SpiffeId, WorkloadCertificate] = {}
+        self._fetching: dict[SpiffeId, asyncio.Task[None]] = {}
+        self._waiting: dict[SpiffeId, asyncio.Event] = {}
+        self._watchers: list[Callable[[SpiffeId, WorkloadCertificate], None]] = []
+        self._tasks = Tasks("certificates")
+        self._timer: asyncio.TimerHandle | None = None
+        self._generation = 0
+        self._closed = False
+        if revocations is not None:
+            revocations.watch(self._revocations_changed)
+
+    def current(self, identity: SpiffeId) -> WorkloadCertificate | None:
+        """Return the certificate if there is a valid one; the data path calls this before :meth:`fetch`."""
+        certificate = self._certificates.get(identity)
+        if certificate is None or certificate.issued.not_after <= self._now():
+            return None
+        return certificate
+
+    async def fetch(self, identity: SpiffeId) -> WorkloadCertificate:
+        """Return the current certificate; waits for the first one.
+
+        Raises:
+            IdentityError: the last attempt failed and no valid certificate is left; retries continue in the
+                background.
+        """
+        certificate = self.current(identity)
+        if certificate is not None:
+            return certificate
+        if self._closed:
+            raise IdentityError(_FORGOTTEN)
+        if self._schedule.phase(identity, self._now_s()) is not Phase.UNAVAILABLE:
+            self._want((identity,), Priority.REAL_TIME)
+            await self._waiting.setdefault(identity, asyncio.Event()).wait()
+            certificate = self.current(identity)
+            if certificate is not None:
+                return certificate
+        raise IdentityError(self._schedule.error(identity) or _FORGOTTEN)
+
+    def prefetch(self, identities: Collection[SpiffeId]) -> None:
+        """Fetch certificates before connections need them, for workloads of this node; idempotent."""
+        self._want(identities, Priority.WARMUP)
+
+    def forget(self, identities: Collection[SpiffeId]) -> None:
+        """Drop identities and stop their renewal; idempotent.
+
+        Waiting callers get :class:`IdentityError` ``the identity is no longer needed``.
+        """
+        for identity in identities:
+            self._schedule.forget(identity)
+            self._certificates.pop(identity, None)
+            task = self._fetching.pop(identity, None)
+            if task is not None:
+                task.cancel()
+            self._wake(identity)
+        self._proceed()
+
+    def watch(self, changed: Callable[[SpiffeId, WorkloadCertificate], None]) -> None:
+        """Call ``changed`` with the requested identity and its certificate, for each new certificate.
+
+        After a change of the revocation lists it is called for all certificates.
+        """
+        self._watchers.append(changed)
+
+    def states(self) -> Mapping[SpiffeId, "WorkloadCertificate | str"]:
+        """Return each identity's certificate, ``Initializing`` or ``Unavailable: <error>``, for the dump."""
+        states: dict[SpiffeId, WorkloadCertificate | str] = {}
+        for identity in self._schedule:
+            phase = self._schedule.phase(identity, self._now_s())
+            if phase is Phase.AVAILABLE:
+                states[identity] = self._certificates[identity]
+            elif phase is Phase.UNAVAILABLE:
+                states[identity] = f"Unavailable: {self._schedule.error(identity)}"
+            else:
+                states[identity] = "Initializing"
+        return states
+
+    async def close(self) -> None:
+        """Cancel every fetch and fail waiting callers; idempotent."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for identity in list(self._waiting):
+            self._wake(identity)
+        await self._tasks.close()
+
+    # Fetches
+
+    def _now_s(self) -> float:
+        return self._now().timestamp()
+
+    def _want(self, identities: Collection[SpiffeId], priority: Priority) -> None:
+        for identity in identities:
+            self._schedule.want(identity, priority)
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Start due fetches, and set the timer for the next ones."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._closed:
+            return
+        for fetch in self._schedule.start(self._now_s()):
+            self._fetching[fetch.identity] = self._tasks.start(self._fetch(fetch), str(fetch.identity))
+        now_s = self._now_s()
+        due_s = self._schedule.next_due_s(now_s)
+        if due_s is not None:
+            delay_s = min(due_s - now_s, _LONGEST_SLEEP_S)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._proceed)
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        identity = fetch.identity
+        try:
+            self._succeeded(fetch, await self._authority.issue(identity))
+        except IdentityError as error:
+            self._failed(fetch, str(error))
+        except Exception as error:  # a bug of ours must not stop the retries
+            log.exception("certificate fetch broke identity=%s", identity)
+            self._failed(fetch, f"internal error: {error!r}")
+        self._proceed()
+
+    def _succeeded(self, fetch: Fetch, issued: IssuedCertificate) -> None:
+        now = self._now()
+        if issued.not_after <= now:
+            self._failed(
+                fetch,
+                f"the certificate from CA expired at {issued.not_after:%Y-%m-%dT%H:%M:%SZ} and here it is "
+                f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
+            )
+            return
+        # Peers judge by their clocks. Without a certificate that serves, one that begins a little later by ours is
+        # better than none: ours may be the wrong one.
+        current = self.current(fetch.identity)
+        if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
+            self._failed(
+                fetch,
+                f"the certificate from CA is valid from {issued.not_before:%Y-%m-%dT%H:%M:%SZ} and here it is "
+                f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
+            )
+            return
+        if current is not None and current.issued.identity != issued.identity:
+            self._failed(fetch, f"the certificate from CA is of {issued.identity}, not {current.issued.identity}")
+            return
+        certificate = self._made(issued)
+        try:
+            certificate.prepare()
+        except ValueError as error:
+            self._failed(fetch, f"the certificate from CA cannot be used: {error}")
+            return
+        span = issued.not_before.timestamp(), issued.not_after.timestamp()
+        if not self._schedule.succeeded(fetch, *span, now.timestamp(), self._jitter()):
+            return
+        self._fetching.pop(fetch.identity, None)
+        log.debug("certificate fetched identity=%s expires=%s", fetch.identity, issued.not_after)
+        self._put(fetch.identity, certificate)
+        self._wake(fetch.identity)
+
+    def _failed(self, fetch: Fetch, error: str) -> None:
+        if not self._schedule.failed(fetch, error, self._now_s(), self._jitter()):
+            return
+        self._fetching.pop(fetch.identity, None)
+        certificate = self.current(fetch.identity)
+        log.warning(
+            "certificate fetch failed identity=%s valid_until=%s error=%s",
+            fetch.identity,
+            certificate.issued.not_after if certificate is not None else "-",
+            error,
+        )
+        self._wake(fetch.identity)
+
+    def _wake(self, identity: SpiffeId) -> None:
+        waiting = self._waiting.pop(identity, None)
+        if waiting is not None:
+            waiting.set()
+
+    def _made(self, issued: IssuedCertificate) -> WorkloadCertificate:
+        self._generation += 1
+        revoked = self._revocations.current if self._revocations is not None else None
+        return WorkloadCertificate(issued, self._generation, self._policy, revoked)
+
+    def _put(self, identity: SpiffeId, certificate: WorkloadCertificate) -> None:
+        self._certificates[identity] = certificate
+        for changed in list(self._watchers):
+            try:
+                changed(identity, certificate)
+            except Exception:  # the certificate is in force: the other watchers and the callers need it
+                log.exception("a watcher of certificates broke identity=%s", identity)
+
+    def _revocations_changed(self) -> None:
+        assert self._revocations is not None
+        for identity, certificate in list(self._certificates.items()):
+            if certificate.is_revoked_by(self._revocations.current):
+                log.error("our own certificate is revoked; peers will refuse it identity=%s", identity)
+            self._put(identity, self._made(certificate.issued))

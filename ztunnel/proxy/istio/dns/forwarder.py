@@ -1,0 +1,317 @@
+"""Forwards queries that the mesh does not answer to the name servers of ``resolv.conf``, and caches their answers.
+
+Two servers are queried at a time, and the first NOERROR or NXDOMAIN wins. The answer of a server that fails or
+refuses is used only if no other answers. Each attempt has its own socket, so that port and id are random each time
+(RFC 5452). An answer is accepted only if it comes from the server, with this id and question. A truncated answer
+is requested again by TCP.
+
+The caller makes the sockets, in the pod's namespace.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ztunnel.proxy.istio.dns.message import (
+    MOST_BYTES,
+    Kept,
+    Query,
+    is_answer_to,
+    is_cut,
+    keep,
+    passed_on,
+    rcode,
+    with_id,
+)
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.watched_file import FileState, file_state
+
+log = logging.getLogger(__name__)
+
+#: Makes a socket of a family and a type, in the pod's namespace and with its mark; not connected.
+OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
+
+_PORT: Final = 53
+TIMEOUT_S: Final = 5.0
+ATTEMPTS: Final = 3
+_MOST_SERVERS: Final = 8
+_CACHED: Final = 4096
+_CACHED_BYTES: Final = 1 << 20
+_ENTRY_BYTES: Final = 600  # memory of an entry besides its message, about
+_AT_A_TIME: Final = 2
+_SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
+
+
+#: Queries under way of one pod; each has two sockets.
+POD_QUERIES: Final = 128
+
+
+class ForwardFailed(Exception):
+    """No server answered; the text lists the failure of each attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameServer:
+    """The address of a name server."""
+
+    host: str
+    port: int = _PORT
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """The address family of the server."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
+    """Return the servers of a ``resolv.conf``, in order, without addresses with a zone (``fe80::1%eth0``)."""
+    found = []
+    for line in resolv_conf.splitlines():
+        words = line.split("#")[0].split(";")[0].split()
+        if len(words) < 2 or words[0] != "nameserver":
+            continue
+        try:
+            address = ipaddress.ip_address(words[1])
+        except ValueError:
+            continue
+        if address.version == 4 or (ipv6 and "%" not in words[1]):
+            found.append(NameServer(str(address)))
+    return tuple(found[:_MOST_SERVERS])
+
+
+def search_domains(resolv_conf: str) -> tuple[str, ...]:
+    """Return the search list of a ``resolv.conf``; as in glibc, the last ``search`` or ``domain`` line counts."""
+    found: tuple[str, ...] = ()
+    for line in resolv_conf.splitlines():
+        words = line.split()
+        if words and words[0] in ("search", "domain"):
+            found = tuple(word.strip(".").lower() for word in words[1:] if word.strip("."))
+    return found
+
+
+class Cache:
+    """Answers of name servers, kept until they expire; the least recently used one is evicted first.
+
+    Args:
+        capacity: the largest number of entries.
+        budget_bytes: the largest memory of all entries; every pod of a node has its own cache.
+    """
+
+    def __init__(self, capacity: int = _CACHED, budget_bytes: int = _CACHED_BYTES) -> None:
+        self._capacity = capacity
+        self._budget_bytes = budget_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[object, ...], tuple[Kept, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, query: Query, now_s: float) -> bytes | None:
+        """Return a cached answer with its times to live aged, or None."""
+        key = query.cache_key
+        found = self._kept.get(key) if key is not None else None
+        if key is None or found is None:
+            return None
+        kept, since_s = found
+        if now_s - since_s >= kept.lifetime_s:
+            self._drop(key)
+            return None
+        self._kept.move_to_end(key)
+        return kept.aged(query, now_s - since_s)
+
+    def put(self, query: Query, response: bytes, now_s: float) -> None:
+        """Cache a response, unless it must not be cached; replaces an older one."""
+        kept = keep(query, response)
+        if kept is None or query.cache_key is None:
+            return
+        self._drop(query.cache_key)
+        self._kept[query.cache_key] = kept, now_s
+        self._bytes += len(kept.wire) + _ENTRY_BYTES
+        while len(self._kept) > self._capacity or self._bytes > self._budget_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: tuple[object, ...]) -> None:
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._bytes -= len(found[0].wire) + _ENTRY_BYTES
+
+
+class Forwarder:
+    """Forwards the queries of one pod; see the module.
+
+    Args:
+        open_socket: see :data:`OpenSocket`.
+        resolv_conf: the file that names the servers; read again whenever it changes.
+        ipv6: whether servers with IPv6 addresses are used.
+        timeout_s: time limit of one attempt.
+        attempts: the number of attempts, each with two servers.
+        port: the servers' port.
+        places: for queries under way, shared by the pods of a process. Queries beyond them wait, and so do those
+            beyond :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
+    """
+
+    def __init__(
+        self,
+        open_socket: OpenSocket,
+        resolv_conf: Path = Path("/etc/resolv.conf"),
+        *,
+        ipv6: bool = True,
+        timeout_s: float = TIMEOUT_S,
+        attempts: int = ATTEMPTS,
+        port: int = _PORT,
+        places: asyncio.Semaphore | None = None,
+    ) -> None:
+        self._own_places = asyncio.Semaphore(POD_QUERIES)
+        self._places = places or asyncio.Semaphore(POD_QUERIES)
+        self._open_socket = open_socket
+        self._path = resolv_conf
+        self._ipv6 = ipv6
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+        self._port = port
+        self._state: FileState | None = None
+        self._servers: tuple[NameServer, ...] = ()
+        self._cache = Cache()
+
+    async def forward(self, query: Query) -> bytes:
+        """Return the servers' answer for the client, which the caller still cuts to the client's size.
+
+        Raises:
+            ForwardFailed: no server answered.
+        """
+        loop = asyncio.get_running_loop()
+        remembered = self._cache.get(query, loop.time())
+        if remembered is not None:
+            return remembered
+        async with self._own_places, self._places:
+            return await self._forward(query)
+
+    async def _forward(self, query: Query) -> bytes:
+        loop = asyncio.get_running_loop()
+        servers = self._current_servers()
+        failures: dict[str, None] = {}
+        refusal: bytes | None = None
+        asked: set[NameServer] = set()
+        for attempt in range(self._attempts):
+            first = attempt * _AT_A_TIME % len(servers)
+            chosen = (servers[first:] + servers[:first])[:_AT_A_TIME]
+            response = await self._ask_all(query, chosen, failures)
+            asked.update(chosen)
+            if response is not None and rcode(response) in _SAYS_SOMETHING:
+                self._cache.put(query, response, loop.time())
+                return passed_on(query, response)
+            refusal = response or refusal
+            if refusal is not None and len(asked) == len(servers):
+                return passed_on(query, refusal)
+        if refusal is not None:
+            return passed_on(query, refusal)
+        raise ForwardFailed("; ".join(failures))
+
+    def _current_servers(self) -> tuple[NameServer, ...]:
+        state = file_state(self._path)
+        if state != self._state or not self._servers:
+            try:
+                read = name_servers(self._path.read_text(errors="replace"), ipv6=self._ipv6)
+            except OSError as error:
+                if not self._servers:
+                    raise ForwardFailed(f"cannot read {self._path}: {error.strerror}") from error
+                log.warning(
+                    "name servers unreadable, the old ones stay in use path=%s error=%s",
+                    self._path,
+                    plain_reason(error),
+                )
+            else:
+                if not read and not self._servers:
+                    raise ForwardFailed(f"no name server in {self._path}")
+                self._servers = tuple(NameServer(server.host, self._port) for server in read) or self._servers
+            self._state = state
+        return self._servers
+
+    async def _ask_all(
+        self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
+    ) -> bytes | None:
+        """Query servers concurrently; return the first useful answer, else one that refuses, else None."""
+        refusal: bytes | None = None
+        running: set[asyncio.Task[bytes | ForwardFailed]] = set()
+        # No TaskGroup: the first answer cancels the other attempts, and a group would report that as an error.
+        loop = asyncio.get_running_loop()
+        try:
+            for server in servers:
+                running.add(loop.create_task(self._ask(query, server), name=f"dns forward {server}"))
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    response = task.result()
+                    if isinstance(response, ForwardFailed):
+                        failures[str(response)] = None
+                    elif rcode(response) in _SAYS_SOMETHING:
+                        return response
+                    else:
+                        refusal = response
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+        return refusal
+
+    async def _ask(self, query: Query, server: NameServer) -> bytes | ForwardFailed:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._by_udp(query, server)
+                return await self._by_tcp(query, server) if is_cut(response) else response
+        except TimeoutError:
+            return ForwardFailed(f"{server}: no answer within {self._timeout_s:g} s")
+        except OSError as error:
+            return ForwardFailed(f"{server}: {error.strerror or error}")
+        except ForwardFailed as error:
+            return error
+
+    async def _by_udp(self, query: Query, server: NameServer) -> bytes:
+        if len(query.wire) > MOST_BYTES - 100:  # beyond what a datagram holds
+            return await self._by_tcp(query, server)
+        loop = asyncio.get_running_loop()
+        number = secrets.randbelow(0x10000)
+        with self._open_socket(server.family, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            # The kernel draws a random port, and a connected socket drops datagrams from other addresses.
+            sock.connect((server.host, server.port))
+            sock.send(with_id(query.wire, number))
+            while True:
+                response = await loop.sock_recv(sock, MOST_BYTES)
+                if is_answer_to(query, number, response):
+                    return response
+
+    async def _by_tcp(self, query: Query, server: NameServer) -> bytes:
+        loop = asyncio.get_running_loop()
+        number = secrets.randbelow(0x10000)
+        with self._open_socket(server.family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, (server.host, server.port))
+            await loop.sock_sendall(sock, len(query.wire).to_bytes(2, "big") + with_id(query.wire, number))
+            length = int.from_bytes(await _exactly(sock, 2), "big")
+            response = await _exactly(sock, length)
+        if not is_answer_to(query, number, response):
+            raise ForwardFailed(f"{server}: an answer to something else")
+        return response
+
+
+async def _exactly(sock: socket.socket, count: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < count:
+        more = await loop.sock_recv(sock, count - len(data))
+        if not more:
+            raise ConnectionResetError(None, "closed in the middle of an answer")
+        data += more
+    return data

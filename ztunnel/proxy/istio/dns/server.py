@@ -1,0 +1,349 @@
+"""The name server of one pod: answers queries by UDP and TCP on sockets made in its namespace.
+
+Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of queries under
+way and of TCP connections are bounded, and so is the rate of queries. A pod beyond it is not read from for a
+moment; the kernel drops what does not fit into the socket's buffer, as a network may do, and clients retry. A
+datagram from one of the server's own addresses is dropped: it can only be forged, and answering it would be a
+loop.
+"""
+
+import asyncio
+import errno
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final
+
+from hbone.flow import Budget
+from xds.model.mesh import Mesh
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.dns.answer import DnsSettings, answer
+from ztunnel.proxy.istio.dns.forwarder import Forwarder, ForwardFailed
+from ztunnel.proxy.istio.dns.hosts import Hosts
+from ztunnel.proxy.istio.dns.message import (
+    MOST_BYTES,
+    Malformed,
+    Query,
+    address_query,
+    answer_count,
+    bad_version,
+    first_address,
+    fitting,
+    local_answer,
+    rcode,
+    read_query,
+    server_failure,
+)
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+QUERIES: Final = 1000
+CONNECTIONS: Final = 100
+_IDLE_S: Final = 5.0
+_MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
+#: Per turn of the loop: each is a task of 0.1 ms, for which connections of all pods wait.
+_DATAGRAMS: Final = 16
+#: Queries of one pod at once and per second; 2,000 are a fifth of a core. A guess: three times a busy pod's, which
+#: asks for each name with its whole search list.
+QUERY_BURST: Final = 4000
+QUERY_RATE: Final = 2000.0
+_PAUSE_S: Final = 0.02
+_DATAGRAM_BYTES: Final = 65_000  # the largest payload, below 64 KiB less headers
+_FD_PAUSE_S: Final = 1.0
+_NO_ERROR: Final = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryReport:
+    """The outcome of a query.
+
+    Attributes:
+        client: the workload that sent it, if known.
+        query_type: ``A``, ``AAAA``, ``TXT``, ...
+        protocol: ``udp`` or ``tcp``.
+        name: with its final dot.
+        result: for the log: ``success``, ``no records``, ``hosts file``, ``forwarded``,
+            ``forwarding failed (...)``.
+        endpoints: number of addresses in our own answer, or of records in a forwarded one.
+        forwarded: whether the answer comes from name servers, the cache of their answers, or the hosts file.
+        failed: whether a forwarded query got no answer, or one that is an error.
+        duration_s: time until the answer was made.
+    """
+
+    client: Workload | None
+    query_type: str
+    protocol: str
+    name: str
+    result: str
+    endpoints: int
+    forwarded: bool
+    failed: bool
+    duration_s: float
+
+
+class Drop(StrEnum):
+    """Why datagrams are not answered; a label of the metric."""
+
+    RATE = "rate"
+    """Counted once for each pause, in which the kernel keeps what fits into the socket's buffer."""
+    OWN_ADDRESS = "own-address"
+    UNDER_WAY = "under-way"
+
+
+class DnsServer:
+    """Serves one pod between :meth:`start` and :meth:`close`; see the module.
+
+    Args:
+        mesh: the mesh, whose services are answered here.
+        client: returns the pod's workload, or None if it is not known in time.
+        settings: see there.
+        hosts: the names of a hosts file, which are not forwarded either.
+        forwarder: answers all other queries.
+        on_query: called once per query, when it is answered.
+        idle_s: time limit for each query and each answer on a TCP connection.
+        connections: the largest number of open TCP connections.
+        queries: the largest number of UDP queries under way.
+        query_burst, query_rate: queries at once, and per second, of both protocols.
+        dropped: gets the number of what was not answered by its :class:`Drop`; perhaps shared with other servers.
+        rng: shuffles addresses, and samples those beyond the size of an answer.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        client: Callable[[], Awaitable[Workload | None]],
+        settings: DnsSettings,
+        hosts: Hosts,
+        forwarder: Forwarder,
+        on_query: Callable[[QueryReport], None],
+        *,
+        idle_s: float = _IDLE_S,
+        connections: int = CONNECTIONS,
+        queries: int = QUERIES,
+        query_burst: int = QUERY_BURST,
+        query_rate: float = QUERY_RATE,
+        dropped: MutableMapping[str, int] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._client = client
+        self._settings = settings
+        self._hosts = hosts
+        self._forwarder = forwarder
+        self._on_query = on_query
+        self._idle_s = idle_s
+        self._most_connections = connections
+        self._most_queries = queries
+        self._rng = rng or random.Random()
+        self._tasks = Tasks("dns")
+        self._sockets: list[socket.socket] = []
+        self._connections = 0
+        self._queries = 0
+        self._rate = Budget(burst=query_burst, rate=query_rate)
+        self._own: set[Any] = set()
+        self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._dropped: MutableMapping[str, int] = dropped if dropped is not None else {}
+
+    def start(self, udp: Sequence[socket.socket], tcp: Sequence[socket.socket]) -> None:
+        """Serve bound datagram sockets and listening stream sockets; :meth:`close` closes them."""
+        loop = asyncio.get_running_loop()
+        for sock in (*udp, *tcp):
+            sock.setblocking(False)
+            self._sockets.append(sock)
+        for sock in udp:
+            self._own.add(sock.getsockname()[:2])
+            loop.add_reader(sock, self._datagrams, sock)
+        for sock in tcp:
+            self._tasks.keep(partial(self._accept, sock), "accept")
+
+    async def close(self) -> None:
+        """Stop at once and close the sockets; idempotent."""
+        loop = asyncio.get_running_loop()
+        for timer in self._paused.values():
+            timer.cancel()
+        self._paused.clear()
+        for sock in self._sockets:
+            if sock.type == socket.SOCK_DGRAM:
+                loop.remove_reader(sock)
+        await self._tasks.close()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """Return the first address of a name, as the pod would get it, or None. Makes no report."""
+        try:
+            query = read_query(address_query(name, ipv6=ipv6, number=0))
+        except (ValueError, Malformed):
+            return None
+        response, _ = await self._answer(query, MOST_BYTES)
+        return first_address(response)
+
+    # UDP
+
+    def _datagrams(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_DATAGRAMS):
+            if not self._rate.affords(loop.time()):
+                self._drop(Drop.RATE)
+                loop.remove_reader(sock)
+                self._paused[sock] = loop.call_later(_PAUSE_S, self._resume, sock)
+                return
+            try:
+                wire, address = sock.recvfrom(MOST_BYTES)
+            except BlockingIOError:
+                self._rate.earn(1.0)
+                return
+            except OSError as error:  # an ICMP error for an earlier answer; the socket stays usable
+                log.debug("dns datagram error=%s", error)
+                continue
+            if address[:2] in self._own:
+                self._drop(Drop.OWN_ADDRESS)
+                continue
+            if self._queries >= self._most_queries:
+                self._drop(Drop.UNDER_WAY)
+                continue
+            self._queries += 1
+            self._tasks.start(self._datagram(sock, wire, address), "query")
+
+    def _drop(self, reason: Drop) -> None:
+        self._dropped[reason] = self._dropped.get(reason, 0) + 1
+
+    def _resume(self, sock: socket.socket) -> None:
+        del self._paused[sock]
+        asyncio.get_running_loop().add_reader(sock, self._datagrams, sock)
+
+    async def _datagram(self, sock: socket.socket, wire: bytes, address: Any) -> None:
+        try:
+            response = await self._respond(wire, "udp")
+            if response is not None:
+                sock.sendto(response, address)
+        except OSError as error:
+            log.debug("dns answer not sent error=%s", error)
+        finally:
+            self._queries -= 1
+
+    # TCP
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # EMFILE and ENFILE last until other connections end. The pending connection stays in the queue and
+                # keeps the listener readable, so without a pause this would loop at full speed.
+                if error.errno != errno.ECONNABORTED:
+                    log.warning("dns accept paused error=%s", plain_reason(error))
+                    await asyncio.sleep(_FD_PAUSE_S)
+                continue
+            if self._connections >= self._most_connections:
+                log.debug("dns connection refused: %d are open", self._connections)
+                sock.close()
+                continue
+            self._connections += 1
+            self._tasks.start(self._serve_connection(sock), "connection")
+
+    async def _serve_connection(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            with sock:
+                sock.setblocking(False)
+                while True:
+                    async with asyncio.timeout(self._idle_s):
+                        length = int.from_bytes(await self._read(sock, 2), "big")
+                        wire = await self._read(sock, length)
+                    if not self._rate.spend(loop.time()):
+                        await asyncio.sleep(self._rate.overdrawn_s)
+                    response = await self._respond(wire, "tcp")
+                    if response is None:
+                        return
+                    async with asyncio.timeout(self._idle_s):
+                        await loop.sock_sendall(sock, len(response).to_bytes(2, "big") + response)
+        except (TimeoutError, OSError, EOFError) as error:
+            log.debug("dns connection ended reason=%r", error)
+        finally:
+            self._connections -= 1
+
+    @staticmethod
+    async def _read(sock: socket.socket, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = b""
+        while len(data) < count:
+            more = await loop.sock_recv(sock, count - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
+    # Either
+
+    async def _respond(self, wire: bytes, protocol: str) -> bytes | None:
+        started_s = asyncio.get_running_loop().time()
+        try:
+            query = read_query(wire)
+        except Malformed as error:
+            log.debug("dns query malformed reason=%s", error)
+            return error.response
+        limit = min(query.udp_bytes, _DATAGRAM_BYTES) if protocol == "udp" else MOST_BYTES
+        response, outcome = await self._answer(query, limit)
+        self._on_query(
+            QueryReport(
+                client=outcome.client,
+                query_type=query.type_name,
+                protocol=protocol,
+                name=query.name,
+                result=outcome.result,
+                endpoints=outcome.endpoints,
+                forwarded=outcome.forwarded,
+                failed=outcome.failed,
+                duration_s=asyncio.get_running_loop().time() - started_s,
+            )
+        )
+        return response
+
+    async def _answer(self, query: Query, limit: int) -> tuple[bytes, "_Outcome"]:
+        client = await self._client()
+        if client is None:
+            return server_failure(query), _Outcome(None, "unknown client")
+        if query.edns_version > 0:
+            return bad_version(query), _Outcome(client, f"EDNS version {query.edns_version} is not supported")
+        if query.wants_address:
+            ipv6 = query.type_name == "AAAA"
+            name = query.name.removesuffix(".")
+            local = answer(name, ipv6=ipv6, client=client, mesh=self._mesh, settings=self._settings)
+            if local is not None:
+                addresses = local.addresses
+                if len(addresses) > 1:
+                    addresses = tuple(self._rng.sample(addresses, min(len(addresses), _MOST_ADDRESSES)))
+                wire = local_answer(query, addresses, local.canonical, self._settings.ttl_s, limit)
+                result = "success" if addresses else "no records"
+                return wire, _Outcome(client, result, len(addresses))
+            known = self._hosts.addresses(name, ipv6=ipv6)
+            if known:
+                wire = local_answer(query, known, None, self._settings.ttl_s, limit, authoritative=False)
+                return wire, _Outcome(client, "hosts file", len(known), forwarded=True)
+        try:
+            response = await self._forwarder.forward(query)
+        except ForwardFailed as error:
+            result = f"forwarding failed ({error})"
+            return server_failure(query), _Outcome(client, result, forwarded=True, failed=True)
+        # As the Rust ztunnel counts them: NXDOMAIN, SERVFAIL, REFUSED and the like.
+        failed = rcode(response) != _NO_ERROR
+        outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=failed)
+        return fitting(query, response, limit), outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    client: Workload | None
+    result: str
+    endpoints: int = 0
+    forwarded: bool = False
+    failed: bool = False

@@ -1,0 +1,165 @@
+"""Decides whether a connection may come in: enforced policies decide, dry-run ones are counted and logged."""
+
+import asyncio
+import logging
+from typing import Final
+
+from xds.model.facts import ConnectionFacts
+from xds.model.mesh import Changes, WorkloadPolicies
+from xds.model.workload import PolicyKey, Workload
+from ztunnel.policy.engine import holds, judge
+from ztunnel.proxy.dataplane.life import Verdict
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, judgement
+from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED, Use
+from ztunnel.proxy.istio.accounting.record import Record
+from ztunnel.proxy.istio.path.denial_lines import DenialLines
+from ztunnel.proxy.istio.path.node import Node
+
+log = logging.getLogger(__name__)
+
+#: How long policies are waited for that a workload names and that have not arrived. Control planes send them
+#: shortly after the workload.
+POLICY_GRACE_S: Final = 5.0
+
+
+class Denied(Exception):
+    """The connection is not allowed; the text names the policy, or says that none allows it.
+
+    Attributes:
+        fields: of the access line.
+    """
+
+    def __init__(self, text: str, fields: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(text)
+        self.fields = fields
+
+
+class Authorizer:
+    """Checks connections to workloads of this node against their policies."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._policies: WorkloadPolicies | None = None
+        self._missing: dict[PolicyKey, float] = {}
+        self.lines = DenialLines(node)
+        self._level = logging.INFO if node.config.authz_info_logging else logging.DEBUG
+
+    async def authorize(
+        self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float = POLICY_GRACE_S
+    ) -> None:
+        """Check a new connection; returns when it is allowed.
+
+        A policy that the workload names and that is not there allows nothing. It is waited for, because control
+        planes announce a workload before the policy that it names.
+
+        Args:
+            workload: that the connection came to.
+            facts: what policies judge.
+            record: gets the verdict of dry-run policies.
+            grace_s: how long missing policies are waited for.
+
+        Raises:
+            Denied: it is not allowed.
+        """
+        policies = self._node.mesh.policies_for(workload)
+        if policies.missing:
+            policies = await self._complete(workload, policies, grace_s)
+        self._report_dry_run(policies, facts, record)
+        refusal = self._refusal(workload, policies, facts, Use.DENIED)
+        if refusal:
+            raise Denied(refusal)
+
+    def changed(self, workload: Workload) -> bool:
+        """Note that the mesh has changed; return whether the workload's policies have, so that a review is due."""
+        policies = self._node.mesh.policies_for(workload)
+        if policies is self._policies:
+            return False
+        self._policies = policies
+        # Each policy has its own time from when it was first found missing: other changes do not prolong it.
+        until_s = self._node.poller.loop.time() + POLICY_GRACE_S
+        self._missing = {key: self._missing.get(key, until_s) for key in policies.missing}
+        return True
+
+    def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
+        """Judge a connection again that was let in.
+
+        While a policy is missing that the workload names, only an explicit DENY of one that has arrived ends the
+        connection: the missing one may be the one that allows it. When its time is over, it denies.
+        """
+        policies = self._node.mesh.policies_for(workload)
+        until_s = min((self._missing.get(key, 0.0) for key in policies.missing), default=0.0)
+        if self._node.poller.loop.time() < until_s:
+            decision = judge(policies.arrived, facts)
+            if decision.allowed or not decision.policy:
+                return Verdict(until_s=until_s)
+            self._count(workload, facts, Use.ENDED, decision.policy)
+            return Verdict(POLICY_CHANGE)
+        return Verdict(POLICY_CHANGE if self._refusal(workload, policies, facts, Use.ENDED) else "")
+
+    def _refusal(
+        self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
+    ) -> str:
+        """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
+        node = self._node
+        if not policies.missing and not policies.enforced.tiers:
+            return ""  # most connections; nothing is noted of them
+        policy, refusal = judgement(policies, facts)
+        if refusal:
+            self._count(workload, facts, refused, policy)
+        elif policy and refused is Use.DENIED:
+            node.metrics.policy_uses.note(policy, Use.ALLOWED, node.clock.wall())
+        if not policies.missing and log.isEnabledFor(self._level):
+            if refusal:
+                text = "deny policy match" if policy else "no allow policies matched"
+            else:
+                text = "allow policy match" if policy else "no allow policies, allow"
+            log.log(self._level, "%s policy=%s", text, policy)
+        return refusal
+
+    def _count(self, workload: Workload, facts: ConnectionFacts, refused: Use, policy: str) -> None:
+        node = self._node
+        node.metrics.policy_uses.note(policy or NONE_MATCHED, refused, node.clock.wall())
+        self.lines.write(refused.value, workload, facts, policy)
+
+    def _report_dry_run(self, policies: WorkloadPolicies, facts: ConnectionFacts, record: Record) -> None:
+        matched = False
+        for policy in policies.dry_run_deny:
+            if holds(policy.condition, facts):
+                log.log(self._level, "dry-run: deny policy match policy=%s", policy.key)
+                self._count_dry_run(policy.key, "DENY", "denied")
+                record.dry_run = f"denied by {policy.key}"
+        for policy in policies.dry_run_allow:
+            if holds(policy.condition, facts):
+                matched = True
+                log.log(self._level, "dry-run: allow policy match policy=%s", policy.key)
+                self._count_dry_run(policy.key, "ALLOW", "allowed")
+        if policies.dry_run_allow and not matched:
+            log.log(self._level, "dry-run: no allow policies match")
+            for policy in policies.dry_run_allow:
+                self._count_dry_run(policy.key, "ALLOW", "denied")
+            record.dry_run = record.dry_run or "none of the allow policies matches"
+
+    def _count_dry_run(self, policy: str, action: str, result: str) -> None:
+        self._node.metrics.authorization_dry_run.count((policy, action, result))
+
+    async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
+        """Return the workload's policies once none is missing, or as they are after ``grace_s``."""
+        mesh = self._node.mesh
+        arrived = asyncio.Event()
+
+        def changed(changes: Changes) -> None:
+            if changes.policies or workload.uid in changes.workloads:
+                arrived.set()
+
+        stop = mesh.watch(changed)
+        try:
+            async with asyncio.timeout(grace_s):
+                while policies.missing:
+                    await arrived.wait()
+                    arrived.clear()
+                    policies = mesh.policies_for(mesh.workload(workload.uid) or workload)
+        except TimeoutError:
+            pass
+        finally:
+            stop()
+        return policies

@@ -1,0 +1,293 @@
+"""What is alive in one pod: connections by direction, and the tunnel connections that carry them.
+
+Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`), registered before its policy is
+asked. Drain and stop wait for these groups; the dump prints them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from hbone.aio.connection import Connection
+from hbone.aio.tunnel import TunnelCarrier
+from xds.model import calico as c
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from ztunnel.proxy.dataplane.life import ALLOWED, Event, Verdict
+from ztunnel.proxy.dataplane.lives import (
+    Abort,
+    Life,
+    Lives,
+    LiveTable,
+    all_emptied,
+)
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.outcome import REVOKED
+from ztunnel.proxy.istio.accounting.record import Record
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+
+#: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second for which a
+#: server still takes what its peer had under way (``ConnectionSettings.drain_grace_s``); a guess.
+_GOODBYE_S = 2.0
+
+
+class PodConnection(Life):
+    """One connection of a pod: captured, or a request of a tunnel connection.
+
+    Args:
+        judged_by: gives the verdict once :attr:`state` has passed *identified*.
+
+    Attributes:
+        record: its account.
+        original: what was dialled (outbound), or the service the client meant (inbound), for the dump.
+        actual: the application's address (inbound).
+        protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
+        facts: what policies of the mesh judge (inbound).
+        flow: what Calico's policies judge (outbound).
+        connection: the tunnel connection that carries it.
+        inner: of a double tunnel, the connection within.
+        peer: the certificate of the other end, where no TLS is in between to prove it.
+    """
+
+    __slots__ = (
+        "_judged_by",
+        "actual",
+        "connection",
+        "facts",
+        "flow",
+        "inner",
+        "original",
+        "peer",
+        "protocol",
+        "record",
+    )
+
+    def __init__(
+        self,
+        group: Lives[PodConnection],
+        record: Record,
+        abort: Abort,
+        judged_by: Callable[[PodConnection], Verdict],
+    ) -> None:
+        super().__init__(group, abort)
+        self._judged_by = judged_by
+        self.record = record
+        self.original: str | None = None
+        self.actual: SocketAddress | None = None
+        self.protocol = "TCP"
+        self.facts: ConnectionFacts | None = None
+        self.flow: c.Flow | None = None
+        self.connection: TunnelCarrier | None = None
+        self.inner: Connection | None = None
+        self.peer: WorkloadCertificate | None = None
+
+    def judge(self) -> Verdict:
+        """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`."""
+        return self._judged_by(self)
+
+    def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
+        """Return whether a peer that no other life stands for is on a revocation list.
+
+        That is the far end of a double tunnel's inner connection, and of a joined tunnel.
+        """
+        if lists is None:
+            return False
+        if self.inner is not None and is_listed(lists, self.inner):
+            return True
+        return self.peer is not None and self.peer.is_revoked_by(lists)
+
+
+class Carrier(Life):
+    """One tunnel connection of a pod, accepted or dialled.
+
+    Args:
+        lists: returns the revocation lists.
+        rejected: counts a peer that is found revoked.
+
+    Attributes:
+        connection: ``None`` before the end of its handshake.
+    """
+
+    __slots__ = ("_lists", "_rejected", "connection")
+
+    def __init__(
+        self,
+        group: Lives[Carrier],
+        lists: Callable[[], RevocationLists | None],
+        rejected: Callable[[], None],
+    ) -> None:
+        super().__init__(group)
+        self._lists = lists
+        self._rejected = rejected
+        self.connection: Connection | None = None
+
+    def judge(self) -> Verdict:
+        """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`."""
+        lists = self._lists()
+        if lists is None or self.connection is None or not is_listed(lists, self.connection):
+            return ALLOWED
+        self._rejected()
+        return Verdict(REVOKED)
+
+
+class Phase(Enum):
+    """How far a pod's proxy is from its end.
+
+    ========  ==============================  ==========================================
+    phase     new connections                 tunnel connections
+    ========  ==============================  ==========================================
+    SERVING   accepted                        take tunnels
+    DRAINING  left to a successor             hear GOAWAY as soon as they are established
+    ENDED     none, joined ones included      closed
+    ========  ==============================  ==========================================
+    """
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+class PodConnections:
+    """The groups of one pod.
+
+    Attributes:
+        arriving: accepted, and their destination is unknown: SOCKS clients, and captured connections for a moment.
+        inbound, outbound: connections by direction.
+        carriers: tunnel connections that were accepted here, their handshakes included.
+        dialled: tunnel connections that the pool has opened or is opening.
+        phase: see there; moves forward only.
+    """
+
+    def __init__(self, table: LiveTable) -> None:
+        # In the order in which a review visits them: what a carrier carries ends with a reason of its own.
+        self.arriving: Lives[Life] = Lives(table)
+        self.inbound: Lives[PodConnection] = Lives(table)
+        self.outbound: Lives[PodConnection] = Lives(table)
+        self.carriers: Lives[Carrier] = Lives(table)
+        self.dialled: Lives[Carrier] = Lives(table)
+        self.phase = Phase.SERVING
+
+    @property
+    def groups(self) -> tuple[Lives[Any], ...]:
+        """All of them."""
+        return *self.ended_here, self.dialled
+
+    @property
+    def ended_here(self) -> tuple[Lives[Any], ...]:
+        """All but those that the pool closes."""
+        return self.arriving, self.inbound, self.outbound, self.carriers
+
+    def descriptors(self) -> int:
+        """Return about how many descriptors the pod uses; a connection that is relayed has two."""
+        return len(self.arriving) + len(self.carriers) + 2 * len(self)
+
+    def __len__(self) -> int:
+        """How many connections are carried now."""
+        return len(self.inbound) + len(self.outbound)
+
+    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, say_goodbye, left, finish_all.
+
+    def begin_drain(self) -> None:
+        """Have tunnel connections whose handshake ends from now on send GOAWAY at once."""
+        if self.phase is Phase.SERVING:
+            self.phase = Phase.DRAINING
+
+    def say_goodbye(self) -> None:
+        """Send GOAWAY on every tunnel connection that is established, and on others when they are."""
+        self.carriers.review(Event.DRAIN)
+
+    async def left(self, until_s: float) -> int:
+        """Wait until every connection has ended, at most until ``until_s`` of the loop's time.
+
+        Returns:
+            How many are left.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                # A peer may have asked for a tunnel before it heard of the end, or may be about to hear: idle
+                # tunnel connections and handshakes get some round trips. They are not waited for any longer.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
+                await all_emptied(self.inbound, self.outbound)
+        return len(self)
+
+    def finish_all(self, reason: str) -> None:
+        """Close everything in order, because the grace period is over."""
+        self.phase = Phase.ENDED
+        for group in self.ended_here:
+            group.review(Event.DEADLINE, reason)
+
+    def end_all(self, reason: str) -> None:
+        """End everything now; what arrives later is refused by its phase."""
+        self.phase = Phase.ENDED
+        for group in self.ended_here:
+            group.review(Event.STOP, reason)
+
+    def dissolve(self) -> None:
+        """Take the groups out of the process's table; idempotent."""
+        for group in self.groups:
+            group.dissolve()
+
+    def end_carried(self, connection: Connection, reason: str) -> int:
+        """End what a tunnel connection carries, with the reason for which it ends itself.
+
+        Returns:
+            How many connections those were.
+        """
+        carried = [e for group in (self.inbound, self.outbound) for e in group if e.connection is connection]
+        for entry in carried:
+            entry.end(reason)
+        return len(carried)
+
+    def dump(self) -> dict[str, list[dict[str, str | None]]]:
+        """Return ``connections`` of the dump; equal inbound ones collapse, as in upstream's table.
+
+        ``srcIdentity``, what an inbound client has proven, is ours: the Rust ztunnel does not show it.
+        """
+        inbound = {
+            (
+                str(entry.record.source),
+                entry.original,
+                str(entry.actual),
+                entry.protocol,
+                _proven(entry.record),
+            ): None
+            for entry in self.inbound
+        }
+        return {
+            "inbound": [
+                {
+                    "actualDst": actual,
+                    "originalDst": original,
+                    "protocol": protocol,
+                    "src": src,
+                    "srcIdentity": identity,
+                }
+                for src, original, actual, protocol, identity in inbound
+            ],
+            "outbound": [
+                {
+                    "actualDst": str(entry.record.destination),
+                    "originalDst": entry.original,
+                    "protocol": entry.protocol,
+                    "src": str(entry.record.source),
+                }
+                for entry in self.outbound
+            ],
+        }
+
+
+def _proven(record: Record) -> str | None:
+    return str(record.source_identity) if record.secured and record.source_identity is not None else None
+
+
+def is_listed(lists: RevocationLists, connection: Connection) -> bool:
+    """Return whether the peer of a connection, as its handshake has shown it, is revoked."""
+    return (
+        connection.facts is not None and bool(connection.facts.chain) and lists.is_revoked(connection.facts.chain)
+    )

@@ -1,0 +1,103 @@
+"""One line for a connection that a policy denied, where no access line says so.
+
+Access logs are often off (``RUST_LOG=info,access=off``), and then nothing said who was refused what. The line has
+what a person needs to act: both workloads, the client's address and proven identity, the policy, and the rule
+with the clause that decided. It is rate-limited for each pod, so that a client that tries again and again fills no
+disk; finding the rule costs what judging by one policy costs, and only for lines that are written.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from xds.model.authorization import Action, AuthorizationPolicy
+from xds.model.facts import ConnectionFacts
+from xds.model.policy import AnyOf
+from xds.model.workload import Workload
+from ztunnel.policy.engine import holds
+from ztunnel.policy.reasons import reason
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.runtime.line_limit import LineLimit
+
+log = logging.getLogger(__name__)
+
+_NONE = "-"
+#: ALLOW policies that are named where none of them matches; of more, only their number.
+_MOST_NAMED = 4
+
+
+class DenialLines:
+    """Writes the lines about the connections of one pod."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._limit = LineLimit(
+            node.clock, lambda count: log.info("denials by policies have no line left_out=%d", count)
+        )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next denial gets a line: access lines are off, or decisions are to be logged.
+
+        The second is ``AUTHZ_POLICY_INFO_LOGGING``, which prints each decision of the Rust ztunnel at level info.
+        """
+        node = self._node
+        return node.logs.access_level > logging.ERROR or node.config.authz_info_logging
+
+    def write(
+        self, verb: str, workload: Workload | None, facts: ConnectionFacts, policy: str, rule: str | None = None
+    ) -> None:
+        """Write a line if one is wanted and the limit admits it.
+
+        Args:
+            verb: what became of the connection: ``denied`` or ``ended``.
+            workload: that the connection came or went to, if it is known.
+            facts: what was judged.
+            policy: that decided; empty: none of the ALLOW policies matched.
+            rule: of it, in words; ``None``: it is a policy of the mesh, whose rule is found here.
+        """
+        if not (self.wanted and log.isEnabledFor(logging.INFO) and self._limit.admits()):
+            return
+        mesh, peer = self._node.mesh, facts.peer
+        source = mesh.workload_at(self._node.config.network, facts.source.host)
+        log.info(
+            "connection %s by policy src.addr=%s src.workload=%s src.identity=%s dst.addr=%s dst.workload=%s "
+            "policy=%s rule=%s",
+            verb,
+            facts.source,
+            _called(source),
+            (", ".join(peer.names) if peer is not None else "") or _NONE,
+            facts.destination,
+            _called(workload),
+            policy or _NONE,
+            rule if rule is not None else self._rule(workload, policy, facts),
+        )
+
+    def _rule(self, workload: Workload | None, name: str, facts: ConnectionFacts) -> str:
+        mesh = self._node.mesh
+        if name:
+            policy = mesh.policy(name)
+            return deciding_rule(policy, facts) if policy is not None else "the policy has not arrived"
+        tiers = mesh.policies_for(workload).enforced.tiers if workload is not None else ()
+        names = [judged.name for tier in tiers for judged in tier.policies]
+        found = [policy for each in names if (policy := mesh.policy(each)) is not None]
+        allows = [policy.key for policy in found if policy.action is Action.ALLOW]
+        told = ", ".join(allows[:_MOST_NAMED])
+        more = len(allows) - _MOST_NAMED
+        return f"none of the ALLOW policies matches: {told}{f' and {more} more' if more > 0 else ''}"
+
+
+def deciding_rule(policy: AuthorizationPolicy, facts: ConnectionFacts) -> str:
+    """Return the first rule of a policy that matches a connection, by its place, with the clause that decides."""
+    condition = policy.condition
+    # The compiled condition has one part for each rule, but for one rule alone, or if the whole is not understood.
+    parts = condition.conditions if isinstance(condition, AnyOf) and len(policy.rules) > 1 else (condition,)
+    if len(parts) == max(1, len(policy.rules)):
+        for place, part in enumerate(parts):
+            if holds(part, facts):
+                return f"rules[{place}]: {reason(part, facts)}"
+    return reason(condition, facts)
+
+
+def _called(workload: Workload | None) -> str:
+    return f"{workload.name}.{workload.namespace}" if workload is not None else _NONE

@@ -1,0 +1,616 @@
+"""Explains what would become of a connection in an Istio mesh: the decisions of the data path, in words. Pure.
+
+Every decision is taken by the data path's own function (:func:`~ztunnel.proxy.istio.path.route.route_for`,
+:func:`~ztunnel.proxy.istio.path.inbound_target.inbound_target`,
+:func:`~ztunnel.proxy.istio.accounting.outcome.judgement`). This module finds the parties of the question, asks
+again for each endpoint that a draw could give, and reports the results.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, assert_never
+
+from hbone.errors import TlsError, TlsReason
+from xds.model.address import SocketAddress, canonical
+from xds.model.authorization import AuthorizationPolicy
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.mesh import Mesh
+from xds.model.service import Service
+from xds.model.workload import Health, Protocol, Workload, WorkloadUid
+from ztunnel.policy.engine import holds
+from ztunnel.policy.reasons import reason
+from ztunnel.proxy.identity.peer import foreign
+from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL, judgement
+from ztunnel.proxy.istio.path.balance import fits, question_of, rank_of
+from ztunnel.proxy.istio.path.inbound_target import (
+    RequestRefused,
+    inbound_facts,
+    inbound_target,
+    plain_target,
+)
+from ztunnel.proxy.istio.path.route import (
+    Client,
+    Direct,
+    DoubleTunnel,
+    Named,
+    Route,
+    RouteRefused,
+    Tunnel,
+    is_recursive,
+    route_for,
+    source_host,
+)
+
+Answer = dict[str, Any]
+
+#: Endpoints and policies that are told; of more, only their number.
+_MOST_TOLD: Final = 32
+_DAY_S: Final = 86400
+_NO_ZTUNNEL: Final = "no ztunnel stands before the workload: its policies are not enforced"
+_WAYPOINTS_OWN: Final = "the waypoint decides about what goes through it"
+_WAYPOINTS_DOOR: Final = f"{_WAYPOINTS_OWN}; these are for its own door"
+_CLUSTER_SUFFIX: Final = ".svc.cluster.local"
+
+
+class BadQuestion(ValueError):
+    """A party of a question is neither in the mesh nor an address; the text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A connection that could be.
+
+    Attributes:
+        host: the address that the source's socket has.
+        source: the workload there; ``None``: a client outside the mesh, whose way here is its own.
+        destination: what is dialled.
+        identity: what the client's certificate says; empty: it comes in plain text.
+        inbound: only what the destination's proxy decides is asked, about exactly this identity.
+        captured: a ztunnel takes the source's connections. Those of others go where the kernel sends them.
+    """
+
+    host: str
+    source: Workload | None
+    destination: SocketAddress
+    identity: str = ""
+    inbound: bool = False
+    captured: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Facts of the proxy that is asked.
+
+    Attributes:
+        network: of the node.
+        illegal_ports: the proxy's own ports in pods.
+        avoided: endpoints that failed a moment ago.
+    """
+
+    mesh: Mesh
+    network: str = ""
+    illegal_ports: Collection[int] = ()
+    avoided: Collection[WorkloadUid] = ()
+
+
+def question(
+    source: str,
+    destination: str,
+    identity: str,
+    around: Surroundings,
+    *,
+    inbound: bool = False,
+    captured: bool = False,
+    endpoint: str = "",
+) -> Question:
+    """Return the question that these words ask.
+
+    Args:
+        source: an address, with or without a port, ``namespace/pod``, a workload's uid, or a SPIFFE id: of several
+            workloads that have it, the first.
+        destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
+            ``namespace/pod``. With an endpoint also a service's name without a port, as of a service with one.
+        identity: a SPIFFE id; empty: the source's own, and of an inbound question, plain text.
+        around: where the names are looked up.
+        inbound: see :class:`Question`.
+        captured: it is known to be, since a proxy saw it; else the control plane's word counts, that the source
+            takes tunnels, and an identity, which only a ztunnel can show.
+        endpoint: ``IP:PORT`` of the application that a connection to the service reached, as access lines have
+            it: they do not have the service's port, which is found by it.
+
+    Raises:
+        BadQuestion: there is no such party.
+    """
+    workload, host = _source(source, around)
+    namespace = workload.namespace if workload is not None else ""
+    name, colon, port = destination.rpartition(":")
+    if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        if colon:
+            raise BadQuestion(f"destination {destination!r}: not HOST:PORT")
+        if endpoint:
+            dialled = _behind(destination, namespace, endpoint, around)
+        else:
+            dialled = _only_port(destination, namespace, around)
+    else:
+        dialled = SocketAddress(_destination(name, namespace, around), int(port))
+    captured = captured or bool(identity) or (workload is not None and workload.protocol is Protocol.HBONE)
+    own = str(workload.identity) if workload is not None and captured and not inbound else ""
+    return Question(
+        host=host,
+        source=workload,
+        destination=dialled,
+        identity=identity or own,
+        inbound=inbound,
+        captured=captured,
+    )
+
+
+def explain(asked: Question, around: Surroundings) -> Answer:
+    """Return the answer as plain values with stable keys, ready for JSON."""
+    answer: Answer = {"verdict": "", "source": _shown_source(asked), "destination": str(asked.destination)}
+    if asked.source is None or asked.inbound:
+        local = around.mesh.workload_at(around.network, asked.destination.host)
+        if local is None:
+            return answer | {"verdict": "not known here: neither end is a workload of the mesh"}
+        allowed, inbound = _arriving(asked, local, around)
+        return answer | {"inbound": inbound, "verdict": "allowed" if allowed else "refused by the destination"}
+    if not asked.captured:
+        return answer | _uncaptured(asked, asked.source, around)
+    return answer | _outbound(asked, asked.source, around)
+
+
+def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
+    """Return what an answer says of the source's certificate.
+
+    Args:
+        state: why there is none; empty with no certificate: nothing on this node needs one.
+        ends: of a certificate, when it expires.
+        now_s: seconds of the wall clock.
+    """
+    if ends is None:
+        return {"state": state or "none here: no pod of this node has the identity"}
+    left_s = ends.timestamp() - now_s
+    return {
+        "state": "available" if left_s > 0 else "expired",
+        "valid_until": f"{ends:%Y-%m-%dT%H:%M:%SZ}",
+        "days_left": math.floor(10 * left_s / _DAY_S) / 10,
+    }
+
+
+# The parties
+
+
+def _address(text: str) -> str | None:
+    try:
+        return canonical(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        return None
+
+
+def _source(text: str, around: Surroundings) -> tuple[Workload | None, str]:
+    host = _address(text) or _address(text.rpartition(":")[0])
+    if host is not None:
+        return around.mesh.workload_at(around.network, host), host
+    if text.startswith("spiffe://"):
+        having = (each for each in around.mesh.workloads() if each.addresses and str(each.identity) == text)
+        workload = min(having, key=lambda each: each.uid, default=None)
+        if workload is None:
+            raise BadQuestion(f"source {text!r}: no workload has this identity")
+        return workload, workload.addresses[0]
+    workload = around.mesh.workload(text) or _pod(text, around.mesh)
+    if workload is None:
+        raise BadQuestion(f"source {text!r}: no workload of this name, and no address")
+    if not workload.addresses:
+        raise BadQuestion(f"source {text!r}: the workload has no address")
+    return workload, workload.addresses[0]
+
+
+def _destination(name: str, namespace: str, around: Surroundings) -> str:
+    mesh = around.mesh
+    host = _address(name)
+    if host is not None:
+        return host
+    workload = _pod(name, mesh)
+    if workload is not None and workload.addresses:
+        return workload.addresses[0]
+    return _service(name, namespace, around)[1]
+
+
+def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, str]:
+    """Return a service by what applications call it, and its address here."""
+    mesh = around.mesh
+    names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
+    service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
+    if service is None:
+        raise BadQuestion(f"destination {name!r}: no service or workload of this name, and no address")
+    own = [vip.host for vip in service.vips if vip.network == around.network]
+    if not own:
+        raise BadQuestion(f"destination {name!r}: the service has no address in network {around.network!r}")
+    return service, own[0]
+
+
+def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress:
+    """Return what is dialled of a service that has one port."""
+    if _address(name) is not None or _pod(name, around.mesh) is not None:
+        raise BadQuestion(f"destination {name!r}: not HOST:PORT")
+    service, host = _service(name, namespace, around)
+    if len(service.ports) != 1:
+        ports = ", ".join(map(str, sorted(service.ports))) or "none"
+        raise BadQuestion(f"destination {name!r}: not HOST:PORT; the service's ports are {ports}")
+    return SocketAddress(host, *service.ports)
+
+
+def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:
+    """Return what was dialled, a service, to reach an application: its port there is often another one."""
+    service, host = _service(name, namespace, around)
+    try:
+        reached = SocketAddress.parse(endpoint)
+    except ValueError:
+        raise BadQuestion(f"endpoint {endpoint!r}: not IP:PORT") from None
+    if any(vip.host == reached.host for vip in service.vips):
+        return SocketAddress(host, reached.port)  # a waypoint's tunnel names what was dialled
+    workload = around.mesh.workload_at(around.network, reached.host)
+    place = around.mesh.all_endpoints(service.key).get(workload.uid) if workload is not None else None
+    # An endpoint that has left its service meanwhile: the service's own table, which has 0 for named ports.
+    for port, target in (*(place.ports.items() if place is not None else ()), *service.ports.items()):
+        if target == reached.port:
+            return SocketAddress(host, port)
+    raise BadQuestion(f"destination {name!r}: no port of the service leads to {endpoint}")
+
+
+def _pod(text: str, mesh: Mesh) -> Workload | None:
+    namespace, slash, name = text.partition("/")
+    if not slash:
+        return None
+    return next((each for each in mesh.workloads() if each.namespace == namespace and each.name == name), None)
+
+
+def _shown_source(asked: Question) -> Answer:
+    shown: Answer = {"address": asked.host}
+    if asked.source is not None:
+        shown |= {"workload": asked.source.uid, "node": asked.source.node or None}
+    return shown | {"identity": asked.identity or None}
+
+
+# The way out
+
+
+def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer:
+    mesh = around.mesh
+    dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
+    at = dialled or mesh.workload_at(source.network, asked.destination.host)
+    answer: Answer = {"dialled": _named(at)}
+    if is_recursive(asked.destination, around.illegal_ports):
+        return answer | {"verdict": f"refused: {RECURSIVE_CALL}"}
+    routes = list(_routes(asked, source, around))
+    first = next((route for route in routes if not isinstance(route, RouteRefused)), None)
+    if first is not None:
+        answer["because"] = _because(first, at)
+    if dialled is not None and not (isinstance(first, Tunnel) and first.waypoint):
+        left_out = list(_left_out(dialled, asked.destination.port, source, around))
+        if left_out:
+            answer["left_out"] = left_out[:_MOST_TOLD]
+    if first is not None or len(routes) > 1:
+        answer |= _told([_way(route, asked, around) for route in routes])
+    return answer if first is not None else answer | {"verdict": f"refused: {routes[0]}"}
+
+
+def _told(told: list[tuple[bool, Answer]]) -> Answer:
+    """Return the ways, each with whether its far end would take the connection, and the verdict of all."""
+    refused = [way for ok, way in told if not ok]
+    if not refused:
+        verdict = "allowed"
+    elif not all("target" in way for way in refused):
+        verdict = f"refused for {len(refused)} of {len(told)} endpoints"
+    else:
+        some = "" if len(refused) == len(told) else f" by {len(refused)} of {len(told)} endpoints"
+        verdict = f"refused by the destination{some}"
+    return {"ways": [way for _, way in told], "verdict": verdict}
+
+
+def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answer:
+    """Explain a connection that no ztunnel takes at the source: plain TCP, to an endpoint the kernel picks."""
+    mesh, port = around.mesh, asked.destination.port
+    dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
+    at = dialled or mesh.workload_at(source.network, asked.destination.host)
+    answer: Answer = {
+        "dialled": _named(at),
+        "because": "plain TCP: the control plane says that the source takes no tunnels, so no ztunnel takes its "
+        "connections, and it proves no identity",
+    }
+    targets: list[tuple[Workload | None, SocketAddress]] = []
+    if dialled is None:
+        targets.append((at if isinstance(at, Workload) else None, asked.destination))
+    else:
+        for uid, endpoint in mesh.endpoints(dialled.key).items():
+            workload, target = mesh.workload(uid), endpoint.ports.get(port)
+            if workload is not None and target and workload.addresses:
+                targets.append((workload, SocketAddress(workload.addresses[0], target)))
+    if not targets:
+        return answer | {"verdict": f"refused: no healthy upstream: {asked.destination}"}
+    return answer | _told([_plain_way(asked, workload, to, around) for workload, to in targets[:_MOST_TOLD]])
+
+
+def _plain_way(
+    asked: Question, workload: Workload | None, target: SocketAddress, around: Surroundings
+) -> tuple[bool, Answer]:
+    way: Answer = {"target": str(target)}
+    if workload is None:
+        return True, way
+    way |= {"workload": workload.uid, "node": workload.node or None}
+    if workload.protocol is not Protocol.HBONE:
+        return True, way | {"policies_because": _NO_ZTUNNEL}
+    allowed, way["inbound"] = _plain_inbound(asked, workload, target, around)
+    return allowed, way
+
+
+def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route | RouteRefused]:
+    """Return a route for each endpoint that a connection may get, in the order in which they are tried.
+
+    Of an endpoint that nothing leads to, the refusal: a connection that draws it ends with that.
+    """
+    client = Client(workload=source, host=asked.host, network=around.network)
+    told: set[tuple[str, ...]] = set()
+    for draw in _draws(asked, source, around.mesh):
+
+        def routed(avoid: Collection[WorkloadUid], draw: int = draw) -> Route | RouteRefused:
+            try:
+                return route_for(client, asked.destination, around.mesh, _First(draw), avoid=avoid)
+            except RouteRefused as refused:
+                return refused
+
+        # Endpoints that failed are drawn from only where every endpoint has failed, and then from all of them.
+        failed = set(around.avoided)
+        first = routed(failed)
+        avoid = failed if first.workload is None or first.workload.uid not in failed else set()
+        for route in _drawn(routed, avoid):
+            key = _key(route)
+            if key not in told:  # weighted waypoints draw for clients of theirs as well, who pass them by
+                told.add(key)
+                yield route
+
+
+def _drawn(
+    routed: Callable[[Collection[WorkloadUid]], Route | RouteRefused], avoid: Collection[WorkloadUid]
+) -> Iterator[Route | RouteRefused]:
+    """Return every route that a draw can give.
+
+    Endpoints that were drawn are avoided from then on, as after a failed attempt: what comes back is the next
+    best one, until one comes that was drawn or is avoided.
+    """
+    drawn = set(avoid)
+    for _ in range(_MOST_TOLD):
+        route = routed(drawn)
+        workload = route.workload
+        if workload is None:
+            yield route
+            return
+        if workload.uid in drawn:
+            return
+        # Of a gateway's workloads one is drawn as well.
+        gateways = set(drawn)
+        if not isinstance(route, DoubleTunnel):
+            yield route
+        while isinstance(route, DoubleTunnel) and route.workload is workload and route.gateway.uid not in gateways:
+            yield route
+            gateways.add(route.gateway.uid)
+            route = routed(gateways)
+        drawn.add(workload.uid)
+
+
+def _key(route: Route | RouteRefused) -> tuple[str, ...]:
+    uid = route.workload.uid if route.workload is not None else ""
+    if isinstance(route, RouteRefused):
+        return (uid, str(route))
+    return (uid, route.gateway.uid) if isinstance(route, DoubleTunnel) else (uid,)
+
+
+class _First:
+    """A source of "random" numbers: a given one, then 0."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+
+    def __call__(self, below: int) -> int:
+        drawn, self._next = self._next, 0
+        return drawn % below
+
+
+def _draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
+    """Return a first draw for each of the waypoints that a service's connections are spread over."""
+    service = mesh.service_at(source.network, asked.destination.host, source.namespace)
+    start = 0
+    for waypoint in service.weighted_waypoints if service is not None else ():
+        if waypoint.weight:
+            yield start
+        start += waypoint.weight
+    if not start:
+        yield 0
+
+
+def _named(at: Service | Workload | None) -> str:
+    match at:
+        case Service():
+            return f"service {at.key}"
+        case Workload():
+            return f"workload {at.uid}"
+        case None:
+            return "nothing that the mesh knows"
+        case _:
+            assert_never(at)
+
+
+def _because(route: Route, at: Service | Workload | None) -> str:
+    match route:
+        case Direct(workload=None):
+            why = "its service passes connections through" if at is not None else "it is outside the mesh"
+            return f"plain TCP to where it was going: {why}"
+        case Direct():
+            return "plain TCP: the workload does not take tunnels"
+        case DoubleTunnel():
+            return "a tunnel in a tunnel: the workload is in another network, behind a gateway"
+        case Tunnel(waypoint=True, service=None):
+            return "a tunnel to the waypoint of the workload"
+        case Tunnel(waypoint=True):
+            return "a tunnel to the waypoint of the service"
+        case Tunnel():
+            return "a tunnel: the workload takes them"
+        case _:
+            assert_never(route)
+
+
+def _left_out(service: Service, port: int, client: Workload, around: Surroundings) -> Iterator[Answer]:
+    """Return each endpoint of a service that is no candidate for this client and port, and why."""
+    mesh, asked = around.mesh, question_of(service, port, client, waypoint=False, by_name=False)
+    serving = mesh.endpoints(service.key)
+    for uid, endpoint in mesh.all_endpoints(service.key).items():
+        workload = mesh.workload(uid)
+        if workload is None:
+            why = "its workload is not known"
+        elif uid not in serving and endpoint.status is Health.UNHEALTHY:
+            why = "unhealthy"
+        elif not workload.capacity:
+            why = "its weight is 0"
+        elif not fits(asked, service, endpoint, workload):
+            has_address = workload.addresses or workload.hostname
+            why = f"it does not serve port {port}" if has_address else "it has no address"
+        elif rank_of(asked, workload) is None:
+            wanted = ", ".join(str(scope).lower() for scope in asked.preferences)
+            why = f"the service wants the client's own {wanted}"
+        elif uid in around.avoided:
+            why = "it failed a moment ago: taken only if no other is left"
+        else:
+            continue
+        yield {"workload": uid, "because": why}
+
+
+# One way
+
+
+def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
+    """Return whether the far end would take the connection, and the way there; none has no ``target``."""
+    if isinstance(route, RouteRefused):
+        nowhere: Answer = {"refused": str(route)}
+        if route.workload is not None:
+            nowhere |= {"workload": route.workload.uid, "node": route.workload.node or None}
+        return False, nowhere
+    target = route.target
+    shown = f"{target.hostname}:{target.port}, by its name" if isinstance(target, Named) else str(target)
+    way: Answer = {"target": shown}
+    workload = route.workload
+    if workload is not None:
+        way |= {"workload": workload.uid, "node": workload.node or None, "weight": workload.capacity}
+    if isinstance(route, Direct):
+        if workload is not None and workload.protocol is not Protocol.HBONE:
+            way["policies_because"] = _NO_ZTUNNEL
+        return True, way
+    way |= {"authority": route.authority, "peer_must_be": list(route.identities)}
+    if isinstance(route, DoubleTunnel):
+        way |= {"gateway": route.gateway.uid, "inner_peer_must_be": list(route.inner_identities)}
+        if not route.inner_identities:
+            return False, way | {"refused": "the service names no identity that the far end could show"}
+        way["policies_because"] = "they are the other network's"
+        return True, way
+    if route.waypoint:
+        way["policies_because"] = _WAYPOINTS_OWN if route.workload.native_tunnel else _WAYPOINTS_DOOR
+        if route.workload.native_tunnel:
+            return True, way
+    if isinstance(target, Named):
+        way["inbound_because"] = "known when the name is resolved"
+        return True, way
+    allowed, inbound = _tunnel_inbound(asked, route.workload, route.authority, target.host, around)
+    return allowed, way | ({"inbound": inbound} if "workload" in inbound else inbound)
+
+
+def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
+    """Return whether a workload's proxy takes a connection of a client whose own proxy is not asked, and why."""
+    destination = asked.destination
+    if not asked.identity:
+        return _plain_inbound(asked, workload, destination, around)
+    allowed, inbound = _tunnel_inbound(asked, workload, str(destination), destination.host, around)
+    return allowed, {"workload": workload.uid, "application": str(destination)} | inbound
+
+
+def _tunnel_inbound(
+    asked: Question, workload: Workload, authority: str, host: str, around: Surroundings
+) -> tuple[bool, Answer]:
+    """Return whether a workload's proxy takes a tunnel, and why: handshake, request, policies."""
+    if not asked.identity:
+        return False, {"refused": "tls handshake error: the client has no identity"}
+    refused = foreign(workload.trust_domain, (asked.identity,))
+    if refused is not None:
+        return False, {"refused": f"tls handshake error: {TlsError(TlsReason.SAN, refused)}"}
+    try:
+        target = inbound_target(
+            authority,
+            workload,
+            host,
+            around.mesh,
+            network=around.network,
+            illegal_ports=around.illegal_ports,
+        )
+    except RequestRefused as error:
+        return False, {"refused": f"{error.status}: {error.reason}"}
+    peer = PeerCertificate(uri_sans=(asked.identity,))
+    return _judged(workload, inbound_facts(_source_towards(asked, host), target.address, peer), around)
+
+
+def _plain_inbound(
+    asked: Question, workload: Workload, destination: SocketAddress, around: Surroundings
+) -> tuple[bool, Answer]:
+    """Return whether a workload's proxy takes a plain connection, and why."""
+    try:
+        target = plain_target(destination, around.illegal_ports)
+    except RequestRefused as error:
+        return False, {"workload": workload.uid, "application": str(destination), "refused": error.reason}
+    source = _source_towards(asked, destination.host)
+    return _judged(workload, inbound_facts(source, target.address, None), around)
+
+
+def _source_towards(asked: Question, host: str) -> SocketAddress:
+    """Return the client's address as the next hop sees it; its family can differ from that of what was dialled."""
+    own = source_host(asked.source, asked.host, host) if asked.source is not None else None
+    return SocketAddress(own or asked.host, 0)
+
+
+def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) -> tuple[bool, Answer]:
+    """Return whether the policies of a workload let a connection in, and why."""
+    policies = around.mesh.policies_for(workload)
+    answer: Answer = {"workload": workload.uid, "application": str(facts.destination)}
+    decided_by, refused = judgement(policies, facts)
+    if policies.missing:
+        return False, answer | {"refused": refused}
+    judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
+    listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
+    # Those that hold decide; of the others the first are told.
+    listed.sort(key=lambda each: not each["holds"])
+    if listed:
+        answer["policies"] = listed[:_MOST_TOLD]
+    if len(listed) > _MOST_TOLD:
+        answer["more_policies"] = len(listed) - _MOST_TOLD
+    dry_run = [_policy(policy, facts) for policy in (*policies.dry_run_deny, *policies.dry_run_allow)]
+    if dry_run:
+        answer["dry_run"] = dry_run[:_MOST_TOLD]
+    if refused:
+        return False, answer | {"refused": refused}
+    none = "no policy denies it, and none allows only some" if listed else "no policy is for this workload"
+    return True, answer | {"allowed_by": decided_by or none}
+
+
+def _policy(policy: AuthorizationPolicy, facts: ConnectionFacts) -> Answer:
+    because = reason(policy.condition, facts)
+    if policy.faults:
+        because = (
+            f"parts of it are not understood, so it is taken at its strictest ({policy.faults[0]}); {because}"
+        )
+    return {
+        "policy": policy.key,
+        "action": str(policy.action),
+        "holds": holds(policy.condition, facts),
+        "because": because,
+    }

@@ -1,0 +1,195 @@
+"""A pod's connections where Calico's policies are in force, too; see :mod:`ztunnel.policy.calico.guard`.
+
+The order is Calico's tiers, then the policies of the mesh; both must allow. Without Calico's policies none of this
+is made, and a connection costs what it did.
+
+================  ===============================================  =========================================
+direction         the other end                                    identities
+================  ===============================================  =========================================
+inbound           the client's address, the application's port     the peer's certificate; this pod's own
+outbound          the endpoint that was drawn, with the port of    this pod's own; what the tunnel's far end
+                  the application; with a waypoint or gateway in   must prove, none outside a tunnel
+                  between, that one's address
+================  ===============================================  =========================================
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+from xds.model import calico as c
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.workload import Workload
+from ztunnel.policy.calico.guard import Decision, connection
+from ztunnel.policy.calico.live import LivePolicies
+from ztunnel.proxy.dataplane.life import Event, Verdict
+from ztunnel.proxy.istio.accounting.outcome import (
+    POLICY_CHANGE,
+    REJECTED,
+    Failed,
+    Flags,
+)
+from ztunnel.proxy.istio.accounting.record import Record
+from ztunnel.proxy.istio.path import socks5
+from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S, Authorizer, Denied
+from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.denial_lines import DenialLines
+from ztunnel.proxy.istio.path.inbound import Inbound
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.outbound import Outbound, OutboundUpstream, PodCall
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
+from ztunnel.proxy.istio.path.route import (
+    Direct,
+    DoubleTunnel,
+    Route,
+    Tunnel,
+)
+
+log = logging.getLogger(__name__)
+
+
+class GuardedAuthorizer(Authorizer):
+    """Asks Calico's policies before those of the mesh."""
+
+    def __init__(self, node: Node, policies: LivePolicies) -> None:
+        super().__init__(node)
+        self._calico = policies
+
+    async def authorize(
+        self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float = POLICY_GRACE_S
+    ) -> None:
+        """See :meth:`Authorizer.authorize`."""
+        flow = _inbound_flow(workload, facts)
+        self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
+        await super().authorize(workload, facts, record, grace_s)
+        # While that waited for a policy of the mesh, Calico's may have changed, and a review passes over what is
+        # not admitted.
+        decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
+        self._require(decision, workload, facts, record)
+
+    def _require(self, decision: Decision, workload: Workload, facts: ConnectionFacts, record: Record) -> None:
+        """Note what staged policies say.
+
+        Raises:
+            Denied: the connection is not allowed.
+        """
+        record.dry_run = decision.staged or record.dry_run
+        if not decision.allowed:
+            self.lines.write("denied", workload, facts, *_policy_and_rule(decision))
+            raise Denied(decision.verdict.message, decision.fields)
+
+    def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
+        """See :meth:`Authorizer.verdict`."""
+        flow = _inbound_flow(workload, facts)
+        decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
+        if not decision.allowed:
+            self.lines.write("ended", workload, facts, *_policy_and_rule(decision))
+            return Verdict(POLICY_CHANGE)
+        return super().verdict(workload, facts)
+
+
+class GuardedInbound(Inbound):
+    """Connections that come to one pod, reviewed after each change until :meth:`close`."""
+
+    def __init__(self, pod: PodContext, policies: LivePolicies) -> None:
+        super().__init__(pod, GuardedAuthorizer(pod.node, policies))
+        self._calico = policies
+        policies.watch(self._policies_changed)
+
+    def _policies_changed(self) -> None:
+        self._pod.connections.inbound.review(Event.POLICIES)
+
+    def close(self) -> None:
+        """See :meth:`Inbound.close`."""
+        self._calico.unwatch(self._policies_changed)
+        super().close()
+
+
+class GuardedOutbound(Outbound):
+    """Connections that one pod opens, judged when their endpoint is drawn; reviewed until :meth:`close`."""
+
+    def __init__(
+        self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve, policies: LivePolicies
+    ) -> None:
+        super().__init__(pod, tunnels, resolve)
+        self._calico = policies
+        self._lines = DenialLines(pod.node)
+        policies.watch(self._policies_changed)
+
+    async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
+        flow = _outbound_flow(call, route, target, self._calico.http_waypoints)
+        decision = await self._calico.admit(c.Direction.EGRESS, flow)
+        call.entry.record.dry_run = decision.staged
+        call.entry.record.http_left = decision.left
+        if not decision.allowed:
+            source = call.entry.record.source
+            facts = ConnectionFacts(source=source, direct_source=source, destination=target)
+            self._lines.write("denied", route.workload, facts, *_policy_and_rule(decision))
+            raise Failed(f"{REJECTED}: {decision.verdict.message}", Flags.DENY, decision.fields)
+        call.entry.flow = flow
+        return await super()._dial(call, route, target)
+
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """See :meth:`Outbound.verdict`; the flow is that of the endpoint which is dialled, or was last."""
+        if entry.flow is not None:
+            decision = self._calico.guard.check(c.Direction.EGRESS, entry.flow, counted=False)
+            if not decision.allowed:
+                record = entry.record
+                log.info(
+                    "connection %s->%s closed because it's no longer allowed after a policy update: %s",
+                    record.source,
+                    record.destination,
+                    decision.verdict.message,
+                )
+                return Verdict(POLICY_CHANGE)
+        return super().verdict(entry)
+
+    def _policies_changed(self) -> None:
+        self._pod.connections.outbound.review(Event.POLICIES)
+
+    def close(self) -> None:
+        """See :meth:`Outbound.close`."""
+        self._calico.unwatch(self._policies_changed)
+        super().close()
+
+
+def _policy_and_rule(decision: Decision) -> tuple[str, str]:
+    """Return ``TIER|POLICY`` and the rule that decided, for a line about a denial."""
+    fields = {name.removeprefix("policy."): value for name, value in decision.fields}
+    policy = "|".join(filter(None, (fields.get("tier"), fields.get("name"))))
+    return policy, fields.get("rule") or decision.verdict.message
+
+
+def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
+    peer = facts.peer
+    principal = ""
+    if peer is not None:
+        # Not empty without an identity: that would be plain text, for which addresses may be enough.
+        principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
+    return connection(facts.source, facts.destination, principal, str(workload.identity))
+
+
+def _outbound_flow(call: PodCall, route: Route, target: SocketAddress, http_waypoints: frozenset[str]) -> c.Flow:
+    own = str(call.labels.workload.identity)
+    match route:
+        case Direct():
+            return connection(call.entry.record.source, target, own, "")
+        case Tunnel() | DoubleTunnel():
+            port = int(route.authority.rpartition(":")[2])
+            there = SocketAddress(target.host, port)
+            identity = route.workload.identity
+            # The tunnel proves the identity: nothing else can take the waypoint's place.
+            waypoint = f"{identity.namespace}/{identity.service_account}"
+            judging = isinstance(route, Tunnel) and route.waypoint and waypoint in http_waypoints
+            return connection(
+                call.entry.record.source,
+                there,
+                own,
+                str(identity),
+                requests_left_to=f"waypoint {waypoint}" if judging else "",
+            )
+        case _:
+            assert_never(route)

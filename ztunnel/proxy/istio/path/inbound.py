@@ -1,0 +1,709 @@
+"""START HERE for what comes to a pod: tunnels on 15008, captured plain connections on 15006.
+
+Both read top to bottom: the peer, what it asks for, whether it may, the application, the bytes. Each is a life
+(:mod:`ztunnel.proxy.dataplane.lives`) from its accept on; :meth:`Inbound.verdict` is how a live one is judged
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final
+
+from hbone.aio.connection import Connection
+from hbone.aio.end import End
+from hbone.aio.fiber import Fiber
+from hbone.aio.relay import relay
+from hbone.aio.server import Request, serve_connection
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import (
+    ConnectRefused,
+    ErrorCode,
+    HboneError,
+    PeerSilent,
+    RemoteProtocolError,
+    TlsError,
+    TlsReason,
+    TunnelBroken,
+)
+from hbone.events import Headers
+from hbone.headers import first, forwarded_host, parse_baggage
+from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
+from xds.model.address import SocketAddress, canonical
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.identity import SpiffeId
+from xds.model.workload import AppProtocol, Workload
+from ztunnel.proxy.dataplane.agreement import Party, would_shake_hands
+from ztunnel.proxy.dataplane.apart import run_apart
+from ztunnel.proxy.dataplane.half_open import Arrival
+from ztunnel.proxy.dataplane.life import Event, State, Verdict
+from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
+from ztunnel.proxy.dataplane.proxy_protocol import encode_header
+from ztunnel.proxy.identity.peer import is_of_trust_domain, is_one_of
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.outcome import (
+    DRAINED,
+    POLICY_CHANGE,
+    REJECTED,
+    REVOKED,
+    EarlyDeny,
+    Failed,
+    Flags,
+    io_text,
+    of_reason,
+    of_relay,
+)
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate
+from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
+from ztunnel.proxy.istio.path.connections import (
+    Carrier,
+    Phase,
+    PodConnection,
+    is_listed,
+)
+from ztunnel.proxy.istio.path.inbound_target import (
+    InboundTarget,
+    RequestRefused,
+    inbound_facts,
+    inbound_service,
+    inbound_target,
+    plain_target,
+)
+from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.route import source_host
+from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
+from ztunnel.runtime.line_limit import LineLimit
+
+log = logging.getLogger(__name__)
+
+_NO_CERTIFICATE: Final = PeerCertificate()
+
+
+def _denials_left_out(count: int) -> None:
+    log.warning("connections denied before their handshake have no line left_out=%d", count)
+
+
+class _EarlyDenials:
+    """The access lines of connections that are denied before their handshake, at the pod's own rate.
+
+    Any address can cause these lines, and as many as it likes.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.limit = LineLimit(node.clock, _denials_left_out)
+
+    def write(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
+        """Write a line, if the rate admits one."""
+        if self.limit.admits():
+            Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
+
+
+def _turned_away(denials: _EarlyDenials, arrival: Arrival, reason: str) -> None:
+    """Account for a connection that ends before its handshake, or has been too slow in it."""
+    if not arrival.in_handshake:  # else its fiber does
+        arrival.owner.close()
+    if reason:
+        try:
+            source, local = _address(arrival.peer), _address(arrival.sock.getsockname())
+        except OSError:
+            return
+        denials.write(source, local, f"tls handshake error: {reason}")
+
+
+class _Refusal(Exception):
+    """A request gets an answer instead of a tunnel.
+
+    Attributes:
+        status: of the answer.
+        early: the text of an early denial; empty when ``failure`` completes an opened record.
+    """
+
+    def __init__(self, status: int, *, early: str = "", failure: Failed | None = None) -> None:
+        super().__init__(status, early or str(failure))
+        self.status = status
+        self.early = early
+        self.failure = failure
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """The other end of a tunnel connection.
+
+    Attributes:
+        source: its address.
+        local: the address of this pod that it came to.
+        connection: carries its tunnels; ``None`` when a tunnel is joined.
+        certificate: its names; empty without one.
+        identity: the first of them that is one.
+    """
+
+    source: SocketAddress
+    local: SocketAddress
+    connection: Connection | None = None
+    certificate: PeerCertificate = _NO_CERTIFICATE
+    identity: SpiffeId | None = None
+
+
+class Inbound:
+    """Connections that come to one pod; a ``JoinTarget`` for tunnels of this node."""
+
+    def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
+        self._pod = pod
+        self._node = pod.node
+        self._authorizer = authorizer or Authorizer(pod.node)
+        self._denials = _EarlyDenials(pod.node)
+        # The entrance outlives this pod's last connection; a method here would make a cycle of the two.
+        turned_away = partial(_turned_away, self._denials)
+        self._entrance = pod.node.half_open.entrance(self._handshake_begins, turned_away)
+        pod.local.watch(self._mesh_changed)
+
+    # Accepting
+
+    def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
+        carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
+        self._count_socket(carrier)
+        self._entrance.enter(sock, peer, carrier)
+
+    def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
+        self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
+
+    def _count_socket(self, life: Life) -> None:
+        """Count an open socket of an application or peer as long as a life lasts."""
+        self._node.count_sockets("destination", +1)
+        life.own(partial(self._node.count_sockets, "destination", -1))
+
+    def _rejected(self) -> None:
+        self._node.metrics.crl_rejections["destination"] += 1
+
+    # Tunnels
+
+    def _handshake_begins(self, arrival: Arrival) -> Fiber:
+        return self._pod.tasks.run(self._node.poller, self._tunnels(arrival), "inbound")
+
+    async def _tunnels(self, arrival: Arrival) -> None:
+        """Serve one connection that brings tunnels, until it ends."""
+        node, pod, sock = self._node, self._pod, arrival.sock
+        carrier: Carrier = arrival.owner
+        owned: socket.socket | None = sock
+        try:
+            try:
+                source, local = _address(arrival.peer), _address(sock.getsockname())
+            except OSError:
+                return
+            certificate = await pod.certificate((await pod.local.get()).workload)
+            context = certificate.server_context()
+            carrier.state = State.HANDSHAKE
+            here = _Peer(source, local)
+
+            def established(connection: Connection) -> None:
+                facts = connection.facts
+                assert facts is not None
+                here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
+                here.identity = _first_identity(facts.uri_sans)
+                arrival.proved()
+                self._established(carrier, here, connection)
+
+            owned = None  # from here on serve_connection owns the socket
+            try:
+                await serve_connection(
+                    sock,
+                    context,
+                    pod.server_settings,
+                    node.poller,
+                    lambda request: self._request(here, request),
+                    on_established=established,
+                )
+            finally:
+                if here.connection is not None:
+                    self._ended(here, here.connection.error)
+        except EarlyDeny as denial:
+            self._denials.write(source, local, str(denial))
+        except IdentityError as error:
+            self._denials.write(source, local, f"signing error: {error}")
+        except TlsError as error:
+            if error.reason is TlsReason.REVOKED and not error.by_peer:
+                self._rejected()
+            self._denials.write(source, local, f"tls handshake error: {error}")
+        except PeerSilent as error:
+            self._denials.write(source, local, f"tls handshake error: {error}")
+        except HboneError as error:
+            if here.connection is None:
+                self._denials.write(source, local, f"tls handshake error: {error}")
+            else:
+                log.debug("a tunnel connection from %s ended: %s", source, error)
+        finally:
+            arrival.ended()
+            carrier.close()
+            if owned is not None:
+                owned.close()
+
+    def _established(self, carrier: Carrier, peer: _Peer, connection: Connection) -> None:
+        """Let a connection take requests, unless its peer was revoked during the handshake.
+
+        Raises:
+            TlsError: it was.
+        """
+        lists = self._node.revocation_lists()
+        if lists is not None and is_listed(lists, connection):
+            raise TlsError(TlsReason.REVOKED, "certificate revoked during the handshake")
+        connections = self._pod.connections
+        carrier.connection = connection
+        if connections.phase is not Phase.SERVING:
+            carrier.leave()
+
+        def ended(reason: str) -> None:
+            connections.end_carried(connection, reason)
+            connection.close()
+
+        def aborted(reason: str) -> None:
+            if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
+                # No tunnel's line tells of it, and its peer is about to ask why it was turned away.
+                self._denials.write(peer.source, peer.local, reason)
+            connection.abort(reason)
+
+        carrier.opened(aborted, leave=connection.drain, finish=ended)
+
+    def _ended(self, peer: _Peer, error: Exception | None) -> None:
+        """Count and log a connection that one of the limits on peers has ended."""
+        if isinstance(error, RemoteProtocolError) and error.code == ErrorCode.ENHANCE_YOUR_CALM:
+            self._node.metrics.calmed += 1
+            if self._denials.limit.admits():
+                log.warning(
+                    "tunnel connection ended by a limit src.addr=%s src.identity=%s error=%s",
+                    peer.source,
+                    peer.identity or "",
+                    error.detail,
+                )
+
+    async def _request(self, peer: _Peer, request: Request) -> None:
+        """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
+        node, head = self._node, request.head
+        record = Record(node, Direction.INBOUND, peer.source, peer.local)
+        entry = self._entry(record)
+        entry.connection = peer.connection
+        failure: Failed | None = None
+        if node.logs.export is not None:
+            record.trace = dict(head.headers).get(b"traceparent", b"")
+        try:
+            if head.method != b"CONNECT" or head.protocol is not None:
+                raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")
+            tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
+            labels = await self._labels_now()
+            self._describe_peer(record, peer, head.headers)
+            _describe_pod(record, labels)
+            application = await self._admit(entry, labels, tunnel, peer)
+            try:
+                # 200 only now that the application has accepted: until then another endpoint can take this one's
+                # place, and first bytes that came along with the CONNECT wait in the stream.
+                baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
+                accepted = request.accept(baggage)
+                there = self._seen(entry, application, accepted, head.headers)
+                running = relay(accepted, there, record.counts)
+                entry.opened(running.abort, finish=running.finish)
+                ended = await running
+                if entry.reason:
+                    failure = of_reason(entry.reason)
+                elif ended.error is not None:
+                    failure = of_relay(ended.error, from_client=ended.first is not there)
+            finally:
+                application.close()
+        except _Refusal as refusal:
+            failure = refusal.failure
+            if refusal.early:
+                record.denied_early(refusal.early)
+            request.refuse(refusal.status)
+        except HboneError as error:
+            # The stream was gone by the time it was accepted; on purpose, if there is a reason.
+            failure = of_reason(entry.reason) if entry.reason else _broken(error)
+        except asyncio.CancelledError:
+            failure = of_reason(entry.reason) if entry.reason else Failed("h2 failed: the client gave up")
+            # A policy that came while the application was dialled: 401, a verdict, which the client must not try
+            # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
+            if entry.reason == POLICY_CHANGE and not request.answered:
+                request.refuse(401)
+            raise
+        finally:
+            entry.close()
+            record.complete(failure)
+
+    def _entry(self, record: Record) -> PodConnection:
+        """Register what the current fiber will carry."""
+        return PodConnection(
+            self._pod.connections.inbound, record, cancels_current_task(self._node.poller), self.verdict
+        )
+
+    async def _labels_now(self) -> WorkloadLabels:
+        """Return this pod as it is for a new request: its connection may be older than the policies that it names.
+
+        Raises:
+            _Refusal: the control plane does not know it.
+        """
+        try:
+            return await self._pod.local.get()
+        except EarlyDeny as denial:
+            raise _Refusal(503, early=str(denial)) from denial
+
+    def _describe_peer(self, record: Record, peer: _Peer, headers: Headers) -> None:
+        """Label the client: by what the control plane says of its address, else by what its proxy says of it.
+
+        A request that came through a gateway has the gateway's address. But who shows the certificate of the
+        workload at its own address speaks for nobody else.
+        """
+        node = self._node
+        identity = peer.identity
+        principal = str(identity) if identity is not None else ""
+        network = node.config.network
+        forwarded_network = first(headers, b"x-forwarded-network")
+        through_gateway = (
+            forwarded_network is not None and forwarded_network.decode("latin-1").lower() != network.lower()
+        )
+        workload = node.mesh.workload_at(network, peer.source.host)
+        if through_gateway and workload is not None and workload.identity != identity:
+            workload = None
+        if workload is not None:
+            record.source_workload = workload
+            there = node.labels_of(workload)
+            known = there.secured.principal == principal
+            record.source_labels = there.secured if known else there.plain._replace(principal=principal)
+        elif node.config.baggage:
+            record.source_labels = node.baggage_labels.labels(
+                parse_baggage(headers), identity, node.clock.monotonic()
+            )
+        else:
+            record.source_labels = PeerLabels(principal=principal)
+        record.source_identity = identity
+
+    # What tunnels on the wire and joined ones have in common
+
+    async def _admit(
+        self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: _Peer
+    ) -> PlainSocket:
+        """Find the application, authorize, dial.
+
+        Args:
+            entry: gets what is known of it.
+            labels: of this pod.
+            tunnel: what is asked for.
+            peer: the client.
+
+        Raises:
+            _Refusal: with the answer.
+        """
+        node, record = self._node, entry.record
+        try:
+            target = inbound_target(
+                tunnel.authority,
+                labels.workload,
+                peer.local.host,
+                node.mesh,
+                network=node.config.network,
+                illegal_ports=node.config.illegal_ports,
+            )
+        except RequestRefused as refused:
+            raise _Refusal(refused.status, early=refused.reason) from refused
+        record.hbone_authority = tunnel.authority
+        record.service = inbound_service(target, labels.workload, node.mesh, tunnel.service)
+        entry.original, entry.actual, entry.protocol = tunnel.service, target.address, "HBONE"
+        entry.facts = inbound_facts(peer.source, target.address, peer.certificate)
+        record.opened()
+        await self._authorize(entry, entry.facts, labels.workload)
+        try:
+            application = await self._dial(target, labels.workload, peer.source)
+        except (TproxyError, OSError) as error:
+            raise _Refusal(503, failure=_unreachable(error)) from error
+        if target.proxy_destination is not None:
+            identity = str(peer.identity) if peer.identity is not None else None
+            source = _of_one_family(peer, record.source_workload, target.proxy_destination)
+            application.send_first(encode_header(source, target.proxy_destination, identity))
+        return application
+
+    async def _authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
+        entry.state = State.IDENTIFIED
+        try:
+            await self._authorizer.authorize(workload, facts, entry.record)
+        except Denied as denied:
+            failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
+            raise _Refusal(401, failure=failure) from denied
+        # While that waited for a policy, the lists may have changed. (On the wire the connection has ended then.)
+        if entry.peer_is_revoked(self._node.revocation_lists()):
+            self._rejected()
+            raise _Refusal(401, failure=of_reason(REVOKED))
+        entry.state = State.DIALING
+
+    async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
+        sockets, address = self._pod.sockets, target.address
+        tunnel = workload.application_tunnel
+        if tunnel is not None and tunnel.protocol is AppProtocol.PROXY and self._node.config.localhost_app_tunnel:
+            loopback = "::1" if ":" in address.host else "127.0.0.1"
+            return await sockets.dial(SocketAddress(loopback, address.port))
+        source = sockets.application_source(HBONE_PORT, client.host, address.host)
+        return await sockets.dial(address, source=source)
+
+    def _seen(
+        self,
+        entry: PodConnection,
+        application: PlainSocket,
+        tunnel: Tunnel | None = None,
+        headers: Headers = (),
+    ) -> End:
+        """Return the application's end, or what shows its bytes to a tap of this pod."""
+        capture = self._pod.tap
+        if capture is None:
+            return application
+        from ztunnel.proxy.istio.path.tapped import observed  # most proxies have no taps, and save the memory
+
+        assert entry.actual is not None
+        return observed(capture, entry, application, tunnel, entry.actual, headers)
+
+    # Tunnels of this very node
+
+    async def join(self, request: JoinRequest) -> Joined | None:
+        """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
+
+        A handshake of the two certificates must succeed, and everything behind it is as on the wire.
+
+        Returns:
+            ``None``: the tunnel must go over the wire, where the handshake says why.
+
+        Raises:
+            ConnectRefused: as over the wire.
+        """
+        pod, node = self._pod, self._node
+        here, own = pod.local.current, request.certificate
+        host = source_host(request.labels.workload, request.outer.record.source.host, request.target.host)
+        if here is None or host is None:
+            return None
+        there = await pod.certificate(here)
+        if not self._agree(own, there, request.identities):
+            return None
+        if pod.connections.phase is Phase.ENDED:
+            return None  # the pod stopped meanwhile; what is registered from now on would never be ended
+        # Each half has the other's certificate, for a revocation list that comes later: there is no TLS connection
+        # to re-check.
+        request.outer.peer = there
+        client = SocketAddress(host, request.outer.record.source.port)
+        identity = own.issued.identity
+        peer = _Peer(client, request.target, None, PeerCertificate(uri_sans=(str(identity),)), identity)
+        record = Record(node, Direction.INBOUND, client, request.target, request.outer.record.counts)
+        record.source_workload, record.source_labels = request.labels.workload, request.labels.secured
+        record.source_identity = identity
+        labels = node.labels_of(here)
+        _describe_pod(record, labels)
+        opening = self._open_joined(record, own, labels, request.tunnel, peer)
+        return await run_apart(pod.tasks, node.poller, opening, "inbound joined", _discard_joined)
+
+    async def _open_joined(
+        self,
+        record: Record,
+        client: WorkloadCertificate,
+        labels: WorkloadLabels,
+        tunnel: TunnelRequest,
+        peer: _Peer,
+    ) -> Joined:
+        """Open the inbound half of a joined tunnel, in a fiber of its own as on the wire.
+
+        Args:
+            record: of the half.
+            client: the certificate of the other half.
+            labels: of this pod.
+            tunnel: what is asked for.
+            peer: the client.
+
+        Raises:
+            ConnectRefused: the answer, as over the wire.
+            TunnelBroken: this pod's proxy ended the half.
+        """
+        entry = self._entry(record)
+        entry.peer = client
+        failure: Failed | None = None
+        try:
+            application = await self._admit(entry, labels, tunnel, peer)
+        except _Refusal as refusal:
+            failure = refusal.failure
+            if refusal.early:
+                record.denied_early(refusal.early)
+            raise ConnectRefused(refusal.status) from refusal
+        except asyncio.CancelledError as error:
+            failure = of_reason(entry.reason)
+            # A policy's 401 is a verdict, which the client must not try elsewhere. After any other end it may.
+            if entry.reason == POLICY_CHANGE:
+                raise ConnectRefused(401) from error
+            raise TunnelBroken(entry.reason or DRAINED, unprocessed=True) from error
+        else:
+            entry.own(application.close)
+            entry.state = State.JOINED
+            return Joined(self._seen(entry, application), entry)
+        finally:
+            if entry.state is not State.JOINED:
+                entry.close()
+                record.complete(failure)
+
+    def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
+        """Return whether a handshake would succeed now, by the rules that the contexts of both are made with."""
+        return would_shake_hands(
+            Party(client.credentials, is_one_of(expected)),
+            Party(server.credentials, is_of_trust_domain(server.issued.identity.trust_domain)),
+            datetime.fromtimestamp(self._node.clock.wall(), UTC),
+        )
+
+    # Plain connections
+
+    async def _plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Carry one captured connection of a client outside the mesh."""
+        node = self._node
+        client = PlainSocket(sock, node.poller)
+        failure: Failed | None = None
+        entry: PodConnection | None = None
+        try:
+            source = _address(peer)
+            destination = self._pod.sockets.original_destination(sock, source)
+            record = Record(node, Direction.INBOUND, source, destination)
+            entry = self._entry(record)
+            entry.actual = destination
+            self._count_socket(entry)
+            failure = await self._carry_plain(entry, client, source, destination)
+        except EarlyDeny as denial:
+            assert entry is not None
+            entry.record.denied_early(str(denial))
+        except _Refusal as refusal:
+            failure = refusal.failure
+        except asyncio.CancelledError:
+            failure = of_reason(entry.reason if entry is not None else "")
+            raise
+        except OSError as error:
+            log.debug("a client was gone before its connection was served: %s", error)
+        finally:
+            client.close()
+            if entry is not None:
+                entry.close()
+                entry.record.complete(failure)
+
+    async def _carry_plain(
+        self, entry: PodConnection, client: PlainSocket, source: SocketAddress, destination: SocketAddress
+    ) -> Failed | None:
+        node, sockets, record = self._node, self._pod.sockets, entry.record
+        try:
+            target = plain_target(destination, node.config.illegal_ports)
+        except RequestRefused as refused:
+            raise EarlyDeny(refused.reason) from refused
+        labels = await self._pod.local.get()
+        workload = node.mesh.workload_at(node.config.network, source.host)
+        if workload is not None:
+            record.source_workload, record.source_labels = workload, node.labels_of(workload).plain
+        record.destination_workload, record.destination_labels = labels.workload, labels.secured
+        record.service = inbound_service(target, labels.workload, node.mesh, None)
+        entry.facts = inbound_facts(source, destination, None)
+        record.opened()
+        await self._authorize(entry, entry.facts, labels.workload)
+        shown = sockets.application_source(PLAINTEXT_PORT, source.host, destination.host)
+        try:
+            application = await sockets.dial(destination, source=shown)
+        except (TproxyError, OSError) as error:
+            return _unreachable(error)
+        try:
+            running = relay(client, self._seen(entry, application), record.counts)
+            entry.opened(running.abort, finish=running.finish)
+            ended = await running
+            if entry.reason:
+                return of_reason(entry.reason)
+            if ended.error is not None:
+                return of_relay(ended.error, from_client=ended.first is client)
+            return None
+        finally:
+            application.close()
+
+    # Change
+
+    def _mesh_changed(self, workload: Workload) -> None:
+        if self._authorizer.changed(workload):
+            self._pod.connections.inbound.review(Event.POLICIES)
+
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """Judge a live connection by the current revocation lists and policies."""
+        if entry.peer_is_revoked(self._node.revocation_lists()):
+            self._rejected()
+            return Verdict(REVOKED)
+        workload = self._pod.local.last
+        assert workload is not None
+        assert entry.facts is not None
+        verdict = self._authorizer.verdict(workload, entry.facts)
+        if verdict.reason:
+            record = entry.record
+            log.info(
+                "connection %s(%s)->%s (%s) closed because it's no longer allowed after a policy update",
+                record.source,
+                record.source_identity or "",
+                entry.actual,
+                workload.uid,
+            )
+        return verdict
+
+    def close(self) -> None:
+        """End what has not begun its handshake; idempotent. Other connections are ended by the pod's groups."""
+        self._entrance.close()
+
+
+def _discard_joined(joined: Joined) -> None:
+    joined.finish(of_reason(""))
+
+
+def _describe_pod(record: Record, labels: WorkloadLabels) -> None:
+    """Label this pod's side of a tunnel."""
+    record.secured = True
+    record.destination_workload = labels.workload
+    record.destination_labels = labels.secured
+    record.destination_identity = labels.identity
+
+
+def _address(name: tuple[str, int]) -> SocketAddress:
+    return SocketAddress(canonical(name[0]), name[1])
+
+
+def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
+    """Return the peer's address for a PROXY header, which has room for one family only.
+
+    A service of two families may be dialled by one and its waypoint reached by the other. The header would be
+    without addresses then (as upstream's is), which Envoy refuses; the peer's own address of the other family is
+    as true.
+    """
+    source = peer.source
+    if (":" in source.host) == (":" in destination.host):
+        return source
+    if workload is None or workload.identity != peer.identity:
+        return source
+    host = source_host(workload, source.host, destination.host)
+    return SocketAddress(host, source.port) if host is not None else source
+
+
+def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:
+    for name in names:
+        try:
+            return SpiffeId.parse(name)
+        except ValueError:
+            continue
+    return None
+
+
+def _broken(error: HboneError) -> Failed:
+    return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+
+
+def _unreachable(error: Exception) -> Failed:
+    if isinstance(error, ConnectTimedOut):
+        return Failed("connection failed: deadline has elapsed")
+    if isinstance(error, ConnectFailed):
+        return Failed(f"connection failed: {io_text(error.error)}")
+    return Failed(f"connection failed: {io_text(error) if isinstance(error, OSError) else error}")

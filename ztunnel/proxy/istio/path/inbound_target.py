@@ -1,0 +1,200 @@
+"""What a request that came through a tunnel is for: the application's address, and which service was meant.
+
+A tunnel that ends here may name this pod by address, or a service by name. It is no way to anywhere else: what is
+dialled is this pod, and an address other than the one the connection came to is refused unless this pod is the
+waypoint of what is there.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from hbone.errors import InvalidHeader
+from hbone.headers import parse_authority
+from xds.model.address import SocketAddress, canonical
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.mesh import Mesh
+from xds.model.service import Service
+from xds.model.workload import AppProtocol, GatewayAddress, NamespacedHostname, ServiceKey, Workload
+from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL
+
+
+class RequestRefused(Exception):
+    """A request that is answered with ``status`` instead of being carried; the text is what the log prints."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(status, reason)
+        self.status = status
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(slots=True)
+class InboundTarget:
+    """Where a request goes.
+
+    Attributes:
+        address: of the application; what policies judge.
+        proxy_destination: what the PROXY header says was asked for; None: the application gets none.
+        service: the one the authority named.
+    """
+
+    address: SocketAddress
+    proxy_destination: SocketAddress | None = None
+    service: Service | None = None
+
+
+def inbound_target(
+    authority: str | bytes | None,
+    workload: Workload,
+    host: str,
+    mesh: Mesh,
+    *,
+    network: str,
+    illegal_ports: Collection[int],
+) -> InboundTarget:
+    """Decide where a CONNECT goes.
+
+    Args:
+        authority: as sent; None: it was missing.
+        workload: of the pod the connection came to.
+        host: the address it came to.
+        mesh: the current mesh.
+        network: the proxy's own.
+        illegal_ports: the proxy's own ports in the pod.
+
+    Raises:
+        RequestRefused: with status and text as the Rust ztunnel's.
+    """
+    raw = authority.encode() if isinstance(authority, str) else authority
+    try:
+        wanted = parse_authority(raw)
+    except InvalidHeader:
+        shown = raw.decode("ascii", "backslashreplace") if raw is not None else ""
+        raise RequestRefused(400, f"no valid authority pseudo header: {shown}") from None
+    if isinstance(wanted.host, str):
+        target = _by_name(wanted.host, wanted.port, workload, host, mesh, network)
+    else:
+        address = SocketAddress(canonical(wanted.host), wanted.port)
+        if not _may_name(address.host, workload, host, mesh, network):
+            raise RequestRefused(400, f"ip mismatch: {host} != {address.host}")
+        target = InboundTarget(SocketAddress(host, wanted.port), address)
+    # The port of an application tunnel is not checked: it is configuration, not something a request chose.
+    if target.address.port in illegal_ports:
+        raise RequestRefused(503, RECURSIVE_CALL)
+    tunnel = workload.application_tunnel
+    port = tunnel.port if tunnel is not None and tunnel.port else target.address.port
+    has_header = tunnel is not None and tunnel.protocol is AppProtocol.PROXY
+    return InboundTarget(
+        SocketAddress(host, port), target.proxy_destination if has_header else None, target.service
+    )
+
+
+def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> InboundTarget:
+    """Return where a captured plain connection goes: where it was going.
+
+    Raises:
+        RequestRefused: to the proxy's own port in the pod. Nothing is answered, so the status is not used.
+    """
+    if destination.port in illegal_ports:
+        raise RequestRefused(503, RECURSIVE_CALL)
+    return InboundTarget(destination)
+
+
+def inbound_facts(
+    source: SocketAddress, application: SocketAddress, peer: PeerCertificate | None
+) -> ConnectionFacts:
+    """Return what policies judge of a connection to a pod.
+
+    Args:
+        source: the client's address.
+        application: where it goes.
+        peer: what the client has shown in its tunnel's handshake; ``None``: it came in plain text.
+    """
+    facts = ConnectionFacts(source=source, direct_source=source, destination=application, peer=peer)
+    if peer is not None:
+        facts.transport_protocol = "tls"
+    return facts
+
+
+def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh, network: str) -> InboundTarget:
+    service = mesh.service_named(hostname, workload.namespace)
+    if service is None:
+        raise RequestRefused(503, f"no service or workload for hostname: {hostname}")
+    endpoint = mesh.endpoints(service.key).get(workload.uid)
+    if not (
+        endpoint is not None
+        or service.key in workload.services
+        or workload.application_tunnel is not None
+        or _is_waypoint_of(service, workload, host, mesh, network)
+    ):
+        # Else whoever reaches this pod could have its connections counted, and judged, as any service's.
+        raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
+    mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
+    target = mapped or service.ports.get(port)
+    if not target:
+        raise RequestRefused(503, f"requested service {hostname}:{port} found, but cannot resolve port")
+    address = None
+    if workload.application_tunnel is not None:
+        vips = sorted(service.vips, key=lambda vip: (vip.network != network, ":" in vip.host))
+        if not vips:
+            raise RequestRefused(503, f"requested service {hostname} found, but has no IP addresses")
+        address = SocketAddress(vips[0].host, port)
+    return InboundTarget(SocketAddress(host, target), address, service)
+
+
+def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
+    """Return whether a tunnel to ``host`` may ask for another address; a tunnelling application decides itself."""
+    if wanted == host or workload.application_tunnel is not None:
+        return True
+    there = mesh.workload_at(network, wanted) or mesh.service_at(network, wanted)
+    return there is not None and _is_waypoint_of(there, workload, host, mesh, network)
+
+
+def _is_waypoint_of(there: Workload | Service, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
+    waypoints = [there.waypoint] if there.waypoint is not None else []
+    if isinstance(there, Service):
+        waypoints.extend(weighted.destination for weighted in there.weighted_waypoints)
+    return any(_is_waypoint(waypoint, workload, host, mesh, network) for waypoint in waypoints)
+
+
+def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
+    destination = gateway.destination
+    found: Workload | Service | None
+    if isinstance(destination, NamespacedHostname):
+        found = mesh.service(str(destination)) or mesh.workload_named(destination)
+    else:
+        found = mesh.workload_at(destination.network, destination.host) or mesh.service_at(
+            destination.network, destination.host
+        )
+    if isinstance(found, Service):
+        return workload.uid in mesh.endpoints(found.key) or found.key in workload.services
+    return found is not None and found.network == network and host in found.addresses
+
+
+def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
+    """Return the service a connection counts for: the one the client meant, else one whose port was dialled.
+
+    Args:
+        target: where it goes.
+        workload: of the pod.
+        mesh: the current mesh.
+        meant: the host in ``forwarded``.
+    """
+    if target.service is not None:
+        candidates = [target.service]
+    else:
+        candidates = [found for key in workload.services if (found := mesh.service(key)) is not None]
+    if meant is not None:
+        for service in candidates:
+            if service.hostname == meant:
+                return service
+    for service in candidates:
+        if _has_port(service, workload.services.get(ServiceKey(service.key), {}), target.address.port):
+            return service
+    return None
+
+
+def _has_port(service: Service, endpoint: Mapping[int, int], port: int) -> bool:
+    return any((endpoint.get(number) or target) == port for number, target in service.ports.items())

@@ -1,0 +1,87 @@
+"""Tunnels between two pods of one node, joined without a wire: what the two halves say to each other.
+
+The outbound half asks (:class:`JoinRequest`), the inbound half of the other pod answers with an open end
+(:class:`Joined`). Policies, baggage, log lines and metrics are those of two proxies on the wire.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from hbone.aio.end import End
+from xds.model.address import SocketAddress
+from ztunnel.proxy.istio.accounting.outcome import Failed, of_reason
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+from ztunnel.proxy.istio.path.connections import PodConnection
+
+
+class TunnelRequest(NamedTuple):
+    """What a tunnel is asked for, on the wire by a CONNECT.
+
+    Attributes:
+        authority: ``:authority``.
+        service: the host in ``forwarded``: the service that the client dialled, if it was one.
+    """
+
+    authority: str
+    service: str | None
+
+
+class JoinRequest(NamedTuple):
+    """What an outbound half brings.
+
+    Attributes:
+        outer: its table entry; both halves count the same bytes, and each notes the other's certificate.
+        labels: of the pod it is in.
+        certificate: that pod's.
+        identities: what the far end may show, as on the wire.
+        target: the address of the far pod that would be dialled.
+        tunnel: what the CONNECT would ask for.
+    """
+
+    outer: PodConnection
+    labels: WorkloadLabels
+    certificate: WorkloadCertificate
+    identities: tuple[str, ...]
+    target: SocketAddress
+    tunnel: TunnelRequest
+
+
+class Joined:
+    """The inbound half of a joined tunnel.
+
+    Attributes:
+        end: the application's end.
+        entry: the half's table entry.
+    """
+
+    __slots__ = ("end", "entry")
+
+    def __init__(self, end: End, entry: PodConnection) -> None:
+        self.end = end
+        self.entry = entry
+
+    def finish(self, failure: Failed | None) -> Failed | None:
+        """Close the half and account for it once the relay is over; called once, by the outbound half.
+
+        Returns:
+            What the outbound half reports: nothing when the inbound one was ended on purpose, because over the
+            wire the client's side sees CANCEL, an ordinary end.
+        """
+        ended_here = self.entry.reason
+        self.entry.close()
+        self.entry.record.complete(of_reason(ended_here) if ended_here else failure)
+        return None if ended_here else failure
+
+
+class JoinTarget(Protocol):
+    """A pod of this node, to which tunnels can be joined: :class:`ztunnel.proxy.istio.path.inbound.Inbound`."""
+
+    async def join(self, request: JoinRequest) -> Joined | None:
+        """Open the inbound half; ``None``: the tunnel must go over the wire.
+
+        Raises:
+            ConnectRefused: the answer, as over the wire.
+            TunnelBroken: the far pod's proxy ended before it has answered.
+        """

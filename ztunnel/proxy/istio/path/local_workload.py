@@ -1,0 +1,97 @@
+"""The workload that a pod is, as the control plane describes it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from xds.model.mesh import Changes
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.settings.config import PodName
+
+#: How long the control plane may take to describe a pod that has just come.
+_WAIT_S: Final = 5.0
+
+
+def _nothing() -> None:
+    """Stop watching what is not watched."""
+
+
+class LocalWorkload:
+    """Follows the mesh from construction until :meth:`close`.
+
+    Attributes:
+        name: of the pod.
+    """
+
+    def __init__(self, node: Node, name: PodName) -> None:
+        self.name = name
+        self._node = node
+        self._current = node.mesh.local_workload(name.name, name.namespace, name.service_account)
+        self._last = self._current
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._watchers: list[Callable[[Workload], None]] = []
+        self._stop_watching: Callable[[], None] = node.mesh.watch(self._mesh_changed)
+
+    @property
+    def current(self) -> Workload | None:
+        """The workload as last described; ``None`` when the control plane knows none."""
+        return self._current
+
+    @property
+    def last(self) -> Workload | None:
+        """The workload as last described, also while the control plane knows none; ``None`` when it never did.
+
+        Open connections are judged by it: a pod that is missing from the mesh for a while must not lose its
+        policies meanwhile.
+        """
+        return self._last
+
+    def watch(self, changed: Callable[[Workload], None]) -> None:
+        """Call ``changed`` with :attr:`last` after each change of the mesh, once there is one."""
+        self._watchers.append(changed)
+
+    def close(self) -> None:
+        """Follow the mesh no more; idempotent."""
+        self._stop_watching()
+        self._stop_watching = _nothing  # the old one refers to this object
+        self._watchers.clear()
+
+    def _mesh_changed(self, changes: Changes) -> None:
+        if self._current is None or self._current.uid in changes.workloads:
+            name = self.name
+            self._current = self._node.mesh.local_workload(name.name, name.namespace, name.service_account)
+        if self._current is not None:
+            self._last = self._current
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(None)
+        if self._last is not None:
+            for changed in self._watchers:
+                changed(self._last)
+
+    async def get(self) -> WorkloadLabels:
+        """Return the workload with its labels, waiting for the control plane to describe it.
+
+        Raises:
+            EarlyDeny: it has not.
+        """
+        if self._current is None:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(future)
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    await future
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting.discard(future)
+        if self._current is None:
+            name = self.name
+            raise EarlyDeny(
+                "failed to fetch information about local workload: "
+                f"{name.service_account}.{name.namespace} ({name.name})"
+            )
+        return self._node.labels_of(self._current)

@@ -1,0 +1,211 @@
+"""The state that the pods of one node share: the mesh, certificates, metrics, failed endpoints, and each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from hbone.aio.connection import ConnectionSettings
+from hbone.aio.poller import Poller
+from hbone.settings import Http2Settings, client_settings, server_settings
+from tproxy.aio import sockets
+from xds.model.mesh import Mesh
+from xds.model.workload import Workload, WorkloadUid
+from ztunnel.policy.calico.settings import live_policies
+from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits
+from ztunnel.proxy.dataplane.lives import LiveTable
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.baggage_labels import BaggageLabels
+from ztunnel.proxy.istio.accounting.logs import LogStream
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels, labels_of
+from ztunnel.proxy.istio.certificates.manager import Certificates, Revocations
+from ztunnel.proxy.istio.path.failed_endpoints import FailedEndpoints
+from ztunnel.proxy.istio.path.join import JoinTarget
+from ztunnel.proxy.istio.path.names import Names
+from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.descriptors import Descriptors, limit_of_process
+from ztunnel.runtime.log_pressure import LogPressure
+from ztunnel.runtime.log_writer import LogWriter
+from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
+
+if TYPE_CHECKING:
+    from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.tap.taps import Taps
+
+#: Forwarded queries under way, of all pods together; each has two sockets.
+DNS_QUERIES = 512
+
+#: Namespace, name and service account of a pod: by these ZDS and the mesh name the same pod.
+PodKey = tuple[str, str, str]
+
+
+def pod_key(name: PodName) -> PodKey:
+    """Return the key of a pod."""
+    return name.namespace, name.name, name.service_account
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """The state that pods share; made once per process.
+
+    Attributes:
+        names: resolves the host names of workloads without addresses.
+        revocations: the source of revocation lists; ``None``: no certificate is revoked.
+        policies: Calico's; ``None``: those of the mesh alone decide.
+        taps: the taps of this process's pods; ``None``: the configuration permits none.
+        log_pressure: has new connections wait for the log; ``None``: lines are dropped instead.
+        is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
+        tell_open: called with the number of open sockets whenever it changes, for other processes that accept
+            from the same ports.
+        ask: requests a key from the control plane (on demand); ``None`` when the mesh holds everything.
+        pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
+        pod_window_bytes: bytes by which the windows of one pod's tunnel connections may grow, all together.
+        half_open: connections to pods before the end of their handshake.
+        descriptors: shares of the process's descriptors, by pod.
+        baggage_labels: what peers say of themselves, within their budgets.
+        dns_places: for queries of all pods that wait for name servers.
+        asked: keys that were requested and answered, whatever the answer.
+        live: everything that is alive for connections of these pods.
+    """
+
+    config: IstioConfig
+    mesh: Mesh
+    certificates: Certificates
+    poller: Poller
+    clock: Clock
+    metrics: Metrics
+    logs: LogStream
+    names: Names
+    revocations: Revocations | None = None
+    policies: LivePolicies | None = None
+    taps: Taps | None = None
+    log_pressure: LogPressure | None = None
+    is_ours: Callable[[], bool] | None = None
+    tell_open: Callable[[int], None] | None = None
+    ask: Callable[[str], Awaitable[None]] | None = None
+    rng: random.Random = field(default_factory=random.Random)
+    failed_endpoints: FailedEndpoints = field(init=False, default_factory=FailedEndpoints)
+    pods: dict[PodKey, JoinTarget] = field(init=False, default_factory=dict)
+    asked: set[str] = field(init=False, default_factory=set)
+    live: LiveTable = field(init=False, default_factory=LiveTable)
+    client_settings: ConnectionSettings = field(init=False)
+    server_settings: ConnectionSettings = field(init=False)
+    keepalive: sockets.Keepalive | None = field(init=False)
+    pod_window_bytes: int = field(init=False)
+    half_open: HalfOpen = field(init=False)
+    descriptors: Descriptors = field(init=False)
+    baggage_labels: BaggageLabels = field(init=False, default_factory=BaggageLabels)
+    dns_places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(DNS_QUERIES))
+    _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.client_settings = self._settings(client_settings())
+        self.server_settings = self._settings(server_settings())
+        wanted = config.socket
+        in_all, self.pod_window_bytes = waiting_bytes(memory_limit_bytes() // max(1, config.worker_threads))
+        self.poller.peers.windows.limit = in_all
+        most = limit_of_process()
+        limits = HalfOpenLimits.of_descriptors(most, timeout_s=config.handshake_timeout_s)
+        self.half_open = HalfOpen(self.poller, limits)
+        self.descriptors = Descriptors(most, self.half_open.shed)
+        self.keepalive = (
+            None
+            if wanted.keepalive_time_s is None
+            else sockets.Keepalive(
+                idle_s=max(1, int(wanted.keepalive_time_s)),
+                interval_s=max(1, int(wanted.keepalive_interval_s)),
+                probes=wanted.keepalive_retries,
+            )
+        )
+
+    def _settings(self, http2: Http2Settings) -> ConnectionSettings:
+        config = self.config
+        return ConnectionSettings(
+            http2=replace(
+                http2,
+                stream_window_bytes=config.stream_window,
+                connection_window_bytes=config.connection_window,
+                max_frame_bytes=config.frame_size,
+                early_data=config.early_data,
+            ),
+            handshake_timeout_s=config.handshake_timeout_s,
+        )
+
+    def labels_of(self, workload: Workload) -> WorkloadLabels:
+        """Return the labels of a workload, cached until the workload changes."""
+        known = self._labels.get(workload.uid)
+        if known is None or known.workload is not workload:
+            known = self._labels[workload.uid] = labels_of(workload)
+        return known
+
+    def count_sockets(self, reporter: str, change: int) -> None:
+        """Add ``change``, which may be negative, to the number of open sockets of applications."""
+        number = self.metrics.sockets_open
+        number[reporter] += change
+        if self.tell_open is not None:
+            self.tell_open(number["source"] + number["destination"])
+
+    def forget(self, uids: Iterable[WorkloadUid]) -> None:
+        """Drop cached labels and failures of workloads that have changed or are gone; idempotent."""
+        for uid in uids:
+            self._labels.pop(uid, None)
+            self.failed_endpoints.clear(uid)
+
+    def revocation_lists(self) -> RevocationLists | None:
+        """Return the current revocation lists; ``None``: no certificate is revoked."""
+        return self.revocations.current if self.revocations is not None else None
+
+    # Pods
+
+    def register(self, name: PodName, pod: JoinTarget) -> None:
+        """Let other pods of this node join tunnels to this one."""
+        self.pods[pod_key(name)] = pod
+
+    def unregister(self, name: PodName, pod: JoinTarget) -> None:
+        """Remove a pod from :attr:`pods`; idempotent, and without effect if a successor has its name."""
+        if self.pods.get(pod_key(name)) is pod:
+            del self.pods[pod_key(name)]
+
+    # On demand
+
+    async def ask_about(self, key: str) -> bool:
+        """Request a key from the control plane unless it was answered before; return whether it was requested.
+
+        Raises:
+            TimeoutError: there was no answer, and the next call requests the key again. An address without an
+                answer must not be taken for one outside the mesh.
+        """
+        if self.ask is None or key in self.asked:
+            return False
+        await self.ask(key)
+        self.asked.add(key)
+        return True
+
+
+def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
+    """Return what the data path of this process asks for taps, or None: see :mod:`ztunnel.proxy.tap.taps`."""
+    if not config.tap_socket:
+        return None
+    from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
+
+    return Taps(clock)
+
+
+def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPressure | None:
+    """Return what has new connections of this process wait for its log, or None if they never do."""
+    if not config.log_wait_s:
+        return None
+    return LogPressure(lambda: writer.is_behind, config.log_wait_s, clock.monotonic)
+
+
+def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> LivePolicies | None:
+    """Return Calico's policies as this process obeys them, or None; each process follows their source itself."""
+    if config.policies is None:
+        return None
+    return live_policies(config.policies, clock, metrics.policy_decisions, metrics.policy_used_s)

@@ -1,0 +1,500 @@
+"""START HERE for what pods open: a captured connection to its end.
+
+:meth:`Outbound.serve` reads top to bottom: the pod that dials, where the connection goes, the tunnel or the plain
+connection, the bytes. Until something has answered, an endpoint that fails is replaced by another one, within a
+few tries and a time limit (:mod:`ztunnel.proxy.dataplane.attempts`). The application's first bytes stay in the
+kernel meanwhile, also if they go along with a CONNECT, so nothing is lost; and an endpoint that may have got them
+is not replaced, so nothing is delivered twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Collection
+from random import Random
+from typing import NamedTuple, assert_never
+
+from hbone.aio.connection import Connection, connect
+from hbone.aio.deadline import Deadline
+from hbone.aio.end import End
+from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
+from hbone.aio.socket import PlainSocket
+from hbone.errors import HboneError, TlsError, TlsReason
+from hbone.events import Header, Headers
+from hbone.headers import format_forwarded, format_traceparent, parse_baggage
+from tproxy.errors import TproxyError
+from xds.model.address import SocketAddress, canonical
+from xds.model.identity import SpiffeId
+from xds.model.workload import WorkloadUid
+from ztunnel.proxy.dataplane.attempts import (
+    ANSWER_TIMEOUT_S,
+    RETRY_WINDOW_S,
+    Attempts,
+    GiveUp,
+)
+from ztunnel.proxy.dataplane.life import ALLOWED, State, Verdict
+from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
+from ztunnel.proxy.dataplane.resolver import ResolveFailed
+from ztunnel.proxy.dataplane.upstream import Upstream
+from ztunnel.proxy.istio.accounting.outcome import (
+    RECURSIVE_CALL,
+    REVOKED,
+    EarlyDeny,
+    Failed,
+    dial_failure,
+    of_reason,
+    of_relay,
+    worth_another_endpoint,
+)
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.certificates.manager import IdentityError
+from ztunnel.proxy.istio.path import socks5
+from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
+from ztunnel.proxy.istio.path.route import (
+    Client,
+    Direct,
+    DoubleTunnel,
+    Missing,
+    Named,
+    Route,
+    RouteRefused,
+    Tunnel,
+    is_recursive,
+    route_for,
+)
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
+
+log = logging.getLogger(__name__)
+
+#: Between checks whether an inner tunnel's last bytes are on their way (a guess).
+_CHECK_S = 0.01
+#: Questions to the control plane that one decision may take, on demand.
+_MOST_QUESTIONS = 8
+
+_DIAL_ERRORS = (HboneError, TproxyError, IdentityError, OSError)
+
+
+class OutboundUpstream(Upstream):
+    """An open upstream of a pod's connection.
+
+    Attributes:
+        joined: the inbound half, when the tunnel never left this node.
+        last_words: carries what has left ``end`` and is still inside this process; ``None``: nothing can be.
+    """
+
+    __slots__ = ("joined", "last_words")
+
+    def __init__(self, end: End, joined: Joined | None = None) -> None:
+        super().__init__(end)
+        self.joined = joined
+        self.last_words: Callable[[], Awaitable[None]] | None = None
+
+
+class PodCall(NamedTuple):
+    """One connection on its way out.
+
+    Attributes:
+        entry: in the table.
+        labels: of the pod, as it was described when the connection came.
+        client: the application's end, whose first bytes may go along with a CONNECT; ``None``: they may not,
+            because a tap is to see them.
+    """
+
+    entry: PodConnection
+    labels: WorkloadLabels
+    client: PlainSocket | None
+
+
+class Outbound:
+    """Connections that one pod opens.
+
+    Args:
+        pod: see there.
+        tunnels: opens tunnels.
+        resolve: resolves names for SOCKS clients.
+    """
+
+    def __init__(self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve) -> None:
+        self._pod = pod
+        self._node = pod.node
+        self._tunnels = tunnels
+        self._resolve = resolve
+
+    # Accepting
+
+    def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Take a captured connection; returns at once. The listener on 15001 calls it."""
+        self._pod.tasks.run(self._node.poller, self._captured(sock, peer), "outbound")
+
+    def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
+        life = Life(self._pod.connections.arriving)
+        self._pod.tasks.run(self._node.poller, self._socks(life, sock, peer), "socks5")
+
+    def close(self) -> None:
+        """Stop what follows changes; idempotent. Connections are ended by the pod's tables."""
+
+    async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        client = PlainSocket(sock, self._node.poller)
+        try:
+            source = SocketAddress(canonical(peer[0]), peer[1])
+            await self.serve(client, source, self._pod.sockets.original_destination(sock, source))
+        except OSError as error:
+            log.debug("a client was gone before its connection was served: %s", error)
+        finally:
+            client.close()
+
+    async def _socks(self, life: Life, sock: socket.socket, peer: tuple[str, int]) -> None:
+        client = PlainSocket(sock, self._node.poller)
+        life.aborts_by(cancels_current_task(self._node.poller))
+        try:
+            destination = await socks5.accept(client, self._resolve)
+            life.close()  # serve() registers the connection in the same step, so that a drain sees it throughout
+            if destination is not None:
+                await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
+        except OSError as error:
+            log.debug("a SOCKS client: %s", error)
+        finally:
+            life.close()
+            client.close()
+
+    # One connection
+
+    async def serve(self, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> None:
+        """Carry a connection to where it belongs, and account for it. The caller closes ``client``.
+
+        Leaving this method is the only place where an error becomes a log line, flags and counters.
+        """
+        node = self._node
+        record = Record(node, Direction.OUTBOUND, source, destination)
+        cancel = cancels_current_task(node.poller)
+        entry = PodConnection(self._pod.connections.outbound, record, cancel, self.verdict)
+        entry.original = str(destination)
+        failure: Failed | None = None
+        node.count_sockets("source", +1)
+        try:
+            failure = await self._carry(entry, client, destination)
+        except EarlyDeny as denial:
+            record.denied_early(str(denial))
+        except Failed as error:
+            failure = error
+        except asyncio.CancelledError:
+            failure = of_reason(entry.reason)
+            raise
+        finally:
+            node.count_sockets("source", -1)
+            entry.close()
+            record.complete(failure)
+
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """Judge a live connection again, by the current revocation lists."""
+        if entry.peer_is_revoked(self._node.revocation_lists()):
+            self._node.metrics.crl_rejections["source"] += 1
+            return Verdict(REVOKED)
+        return ALLOWED
+
+    async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
+        if is_recursive(destination, self._node.config.illegal_ports):
+            raise EarlyDeny(RECURSIVE_CALL)
+        record = entry.record
+        labels = await self._pod.local.get()
+        entry.state = State.DIALING
+        record.source_workload, record.source_labels = labels.workload, labels.plain
+        capture = self._pod.tap
+        call = PodCall(entry, labels, client if capture is None else None)
+        upstream = await self._open(call, destination)
+        record.settled()
+        joined = upstream.joined
+        failure = None
+        try:
+            near: End = client
+            if capture is not None:
+                from ztunnel.proxy.istio.path.tapped import (
+                    observed,  # most proxies have no taps, and save the memory
+                )
+
+                near = observed(capture, entry, client, upstream.end, destination)
+            running = relay(near, upstream.end, record.counts)
+            # A joined tunnel has two entries and one relay. Either half may be ended on purpose (a policy, its
+            # pod's drain), and the other then ends with it, as it would by CANCEL over the wire.
+            entry.opened(running.abort, finish=running.finish)
+            if joined is not None:
+                joined.entry.opened(running.abort, state=State.JOINED, finish=running.finish)
+            ended = await running
+            if ended.error is not None:
+                failure = of_relay(ended.error, from_client=ended.first is near)
+            if upstream.last_words is not None and not entry.reason:
+                await upstream.last_words()
+        finally:
+            # Half closes are over by now: the relay has passed each side's end on as END_STREAM or FIN, and has
+            # returned when both were through. A side that is still open is so for an error, which closing reports.
+            upstream.close()
+            if joined is not None:
+                failure = joined.finish(failure)
+        return failure
+
+    # Where to
+
+    async def _open(self, call: PodCall, destination: SocketAddress) -> OutboundUpstream:
+        """Decide and dial, again with another endpoint when one fails.
+
+        Raises:
+            EarlyDeny: there is no way.
+            Failed: there is one, but it could not be opened.
+        """
+        node, record, labels = self._node, call.entry.record, call.labels
+        client = Client(workload=labels.workload, host=record.source.host, network=node.config.network)
+        started_s = node.clock.monotonic()
+        # A generic class that is called with its parameter takes a microsecond longer to make its object.
+        attempts: Attempts[WorkloadUid] = Attempts(
+            node.config.connect_retries, worth_another_endpoint, until_s=started_s + RETRY_WINDOW_S
+        )
+        tried: frozenset[SocketAddress] = frozenset()
+        failure: Failed | None = None
+        while True:
+            avoid = node.failed_endpoints.current(node.clock.monotonic(), attempts.avoid)
+            try:
+                route = await self._route(client, destination, avoid)
+                route, target = await self._addressed(route, labels, destination)
+            except EarlyDeny as denial:
+                if failure is not None:  # the last endpoint is gone: what it failed with says more
+                    raise failure from denial
+                raise
+            if failure is not None:
+                # Endpoints to avoid are taken when there is no other. The draw then gives one that has failed
+                # already, or another workload at its address, and its failure is the answer.
+                if target in tried:
+                    raise failure
+                node.metrics.connect_retries += 1
+            _note(call, route, target, node)
+            if failure is None:
+                record.opened(settled=False)
+            try:
+                return await self._dial(call, route, target)
+            except _DIAL_ERRORS as error:
+                failure = self._failed(error, route)
+                uid = route.workload.uid if route.workload is not None else None
+                now_s = node.clock.monotonic()
+                verdict = attempts.failed(error, now_s, uid)
+                # Other connections pass the endpoint over as well; not without retries, where a draw is a draw,
+                # as upstream's.
+                if uid in attempts.avoid and node.config.connect_retries:
+                    node.failed_endpoints.add(uid, now_s)
+                if isinstance(verdict, GiveUp):
+                    raise failure from error
+                tried |= {target}
+                log.debug("%s failed, another endpoint is tried: %s", target, failure)
+
+    def _failed(self, error: Exception, route: Route) -> Failed:
+        if isinstance(error, TlsError) and error.reason is TlsReason.REVOKED and not error.by_peer:
+            self._node.metrics.crl_rejections["source"] += 1
+        return dial_failure(error, tunnel=not isinstance(route, Direct))
+
+    async def _route(self, client: Client, destination: SocketAddress, avoid: Collection[WorkloadUid]) -> Route:
+        node = self._node
+        known = node.asked.__contains__ if node.ask is not None else None
+        for _ in range(_MOST_QUESTIONS):
+            try:
+                return route_for(client, destination, node.mesh, node.rng.randrange, avoid=avoid, known=known)
+            except RouteRefused as refused:
+                raise EarlyDeny(str(refused)) from refused
+            except Missing as missing:
+                try:
+                    await node.ask_about(missing.key)
+                except TimeoutError as error:
+                    raise EarlyDeny(f"the control plane did not answer about {missing.key} in time") from error
+        raise EarlyDeny(f"no valid routing destination for workload: {destination}")
+
+    async def _addressed(
+        self, route: Route, labels: WorkloadLabels, dialled: SocketAddress
+    ) -> tuple[Route, SocketAddress]:
+        """Return the route with an address to dial, its host name resolved if it has one.
+
+        Raises:
+            EarlyDeny: the name cannot be resolved.
+        """
+        target = route.target
+        if isinstance(target, SocketAddress):
+            return route, target
+        address = await self._resolved(target, labels, dialled)
+        return route.at(address.host) if isinstance(route, Tunnel) else route, address
+
+    async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
+        node = self._node
+        key = (*(value or "unknown" for value in labels.secured[:8]), target.hostname)
+        node.metrics.on_demand_dns.count(key)
+        try:
+            addresses = await node.names.resolve(target.hostname, target.families)
+        except ResolveFailed as error:
+            raise EarlyDeny(f"dns lookup: {error}") from error
+        same = [address for address in addresses if (":" in address) == (":" in dialled.host)]
+        if not addresses:
+            raise EarlyDeny(f"no ip addresses were resolved for workload: {target.workload.uid}")
+        return SocketAddress(node.rng.choice(same or list(addresses)), target.port)
+
+    # Dialling
+
+    async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
+        match route:
+            case Direct():
+                return OutboundUpstream(await self._pod.sockets.dial(target))
+            case Tunnel():
+                joined = await self._join(call, route, target)
+                if joined is not None:
+                    return OutboundUpstream(joined.end, joined)
+                return OutboundUpstream(await self._tunnel(call, route, target, call.client))
+            case DoubleTunnel():
+                return await self._double(call, route, target)
+            case _:
+                assert_never(route)
+
+    async def _tunnel(
+        self, call: PodCall, route: Tunnel | DoubleTunnel, target: SocketAddress, early_from: PlainSocket | None
+    ) -> End:
+        """Open a tunnel; returns after its 200.
+
+        Args:
+            early_from: whose first bytes may go along with the CONNECT. They are peeked at and stay in the
+                kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets them.
+        """
+        certificate = await self._pod.certificate(call.labels.workload)
+        request = _request(route.authority, call, self._node.rng)
+        with Deadline(self._node.poller, ANSWER_TIMEOUT_S):
+            tunnel = await self._tunnels.open(target, route.identities, certificate, request, early_from)
+        call.entry.connection = tunnel.connection
+        return tunnel
+
+    async def _double(self, call: PodCall, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:
+        """Open a tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
+
+        The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: a copy
+        through the kernel more, for traffic that leaves the network anyway.
+        """
+        node, entry = self._node, call.entry
+        # No first bytes along with the outer CONNECT: they are for the inner tunnel, whose TLS comes first.
+        owned = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.push(owned)
+            outer = await self._tunnel(call, route, target, early_from=None)
+            owned.callback(outer.close)
+            near, far = socket.socketpair()
+            owned.callback(near.close)  # the inner connection closes it before, once there is one
+            carrier = PlainSocket(far, node.poller)
+            owned.callback(carrier.close)
+            for sock in (near, far):
+                sock.setblocking(False)
+            carrying = relay(carrier, outer, ByteCounts())
+            owned.callback(carrying.abort, "the inner tunnel ended")
+            certificate = await self._pod.certificate(call.labels.workload)
+            context = certificate.client_context(route.inner_identities)
+            inner = await connect(near, context, self._pod.client_settings, node.poller)
+            owned.callback(inner.close)
+            entry.inner = inner
+            network = (b"x-forwarded-network", node.config.network.encode())
+            with Deadline(node.poller, ANSWER_TIMEOUT_S):
+                tunnel = await inner.open((*_request(route.authority, call, node.rng), network))
+            undo.pop_all()
+        _learned(self._node, entry.record, inner, tunnel.headers)
+
+        async def last_words() -> None:
+            entry.aborts_by(carrying.abort)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await _carried_away(inner, near, carrying)
+
+        upstream = OutboundUpstream(tunnel)
+        upstream.on_close(owned.close)
+        upstream.last_words = last_words
+        return upstream
+
+    async def _join(self, call: PodCall, route: Tunnel, target: SocketAddress) -> Joined | None:
+        """Ask a pod of this node for the inbound half, without the wire between; ``None``: over the wire."""
+        node = self._node
+        if not node.config.node_local_shortcut or target.port != HBONE_PORT:
+            return None
+        workload = route.workload
+        pod = node.pods.get((workload.namespace, workload.name, workload.service_account))
+        if pod is None or target.host not in workload.addresses:
+            return None
+        certificate = await self._pod.certificate(call.labels.workload)
+        service = route.service.hostname if route.service is not None else None
+        tunnel = TunnelRequest(route.authority, service)
+        return await pod.join(JoinRequest(call.entry, call.labels, certificate, route.identities, target, tunnel))
+
+
+async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay) -> None:
+    """Let an inner connection that is over reach the far side, and the outer tunnel end after it.
+
+    To close at once, as upstream does, loses what waits in the socket pair, and a gateway that sees a reset drops
+    what it has not passed on. What comes until the far side ends is still read; nothing is sent any more.
+    """
+    inner.engine.goaway()
+    inner.flush()
+    # A connection has no callback for its last byte having left, and this one is not shared.
+    while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
+        await asyncio.sleep(_CHECK_S)
+    if inner.error is None:
+        with contextlib.suppress(OSError, TlsError):  # the outer tunnel broke meanwhile
+            if inner.link.tls is not None:
+                inner.link.tls.close()  # else the far side could not tell this end from one that was cut off
+                inner.link.send_tls()
+            near.shutdown(socket.SHUT_WR)
+    await carrying
+
+
+def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
+    """Enter a decision in the record and the table; each attempt replaces what the one before has entered.
+
+    Of a double tunnel only the gateway is known until its far side answers. The workload that the control plane
+    describes behind it stands for all of a network's, and nobody has its identity.
+    """
+    entry, record = call.entry, call.entry.record
+    workload = route.gateway if isinstance(route, DoubleTunnel) else route.workload
+    record.destination = target
+    record.service = route.service
+    record.destination_workload = workload
+    record.hbone_authority = "" if isinstance(route, Direct) else route.authority
+    record.secured = not isinstance(route, Direct)
+    if workload is not None:
+        # The principal is the destination's whether or not it is proven (as upstream).
+        there = node.labels_of(workload)
+        record.destination_labels, record.destination_identity = there.secured, there.identity
+    if record.secured:
+        record.source_identity = call.labels.identity
+        record.source_labels = call.labels.secured
+    entry.connection = entry.inner = entry.peer = None
+    entry.protocol = (
+        "TCP" if isinstance(route, Direct) else "DOUBLEHBONE" if isinstance(route, DoubleTunnel) else "HBONE"
+    )
+
+
+def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
+    """Enter what the far side of a double tunnel shows of itself, which is known only once it has answered."""
+    names = inner.facts.uri_sans if inner.facts is not None else ()
+    record.destination_workload = None
+    record.destination_identity = SpiffeId.parse(names[0]) if names else None
+    record.destination_labels = node.baggage_labels.labels(
+        parse_baggage(headers), record.destination_identity, node.clock.monotonic()
+    )
+
+
+def _request(authority: str, call: PodCall, rng: Random) -> tuple[Header, ...]:
+    """Make the CONNECT of a tunnel, fields in upstream's order."""
+    record = call.entry.record
+    service = record.service
+    record.trace = format_traceparent(rng.getrandbits(192))
+    return (
+        (b":method", b"CONNECT"),
+        (b":authority", authority.encode()),
+        (b"baggage", call.labels.baggage),
+        (b"forwarded", format_forwarded(str(record.source), service.hostname if service is not None else None)),
+        (b"traceparent", record.trace),
+    )

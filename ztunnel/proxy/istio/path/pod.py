@@ -1,0 +1,166 @@
+"""The proxy of one pod, put together: both directions, its tunnels, its tables, its sockets; how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from hbone.flow import WindowPool
+from ztunnel.proxy.istio.accounting.outcome import DRAINED
+from ztunnel.proxy.istio.path.connections import PodConnections
+from ztunnel.proxy.istio.path.inbound import Inbound
+from ztunnel.proxy.istio.path.local_workload import LocalWorkload
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.outbound import Outbound
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.pod_sockets import Bound, PodSockets
+from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
+from ztunnel.proxy.istio.settings.config import (
+    HBONE_PORT,
+    OUTBOUND_PORT,
+    PLAINTEXT_PORT,
+    SOCKS_PORT,
+    PodName,
+)
+from ztunnel.runtime.accepting import Gates
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+class Dns(Protocol):
+    """The names of one pod: ``PodDns``, or the main process's of a worker's pod."""
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """Return the first address of a name; ``None``: there is none."""
+
+    async def close(self) -> None:
+        """Stop; idempotent."""
+
+
+class PodProxy:
+    """Carries the connections of one pod, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        node: what pods share.
+        name: which pod.
+        sockets: listens in it and connects out of it; this object's from now on.
+        dns: resolves names for SOCKS clients, and ends with the pod; ``None``: names are not resolved.
+    """
+
+    def __init__(self, node: Node, name: PodName, sockets: PodSockets, *, dns: Dns | None = None) -> None:
+        self.name = name
+        self._node = node
+        self._dns = dns
+        self._local = LocalWorkload(node, name)
+        self._sockets = sockets
+        self._connections = PodConnections(node.live)
+        self._tasks = Tasks(f"{name.namespace}/{name.name}")
+        self._share = node.descriptors.share(f"{name.namespace}/{name.name}", self._connections.descriptors)
+        windows = WindowPool(node.pod_window_bytes)
+        context = PodContext(node, self._local, self._sockets, self._connections, self._tasks, windows)
+        self._tunnels = PodTunnels(context)
+        resolve = dns.resolve if dns is not None else _resolves_nothing
+        self._inbound: Inbound
+        self._outbound: Outbound
+        if node.policies is None:
+            self._inbound = Inbound(context)
+            self._outbound = Outbound(context, self._tunnels, resolve)
+        else:
+            # Most meshes have no Calico policies here, and save the memory.
+            from ztunnel.proxy.istio.path.guarded import GuardedInbound, GuardedOutbound
+
+            self._inbound = GuardedInbound(context, node.policies)
+            self._outbound = GuardedOutbound(context, self._tunnels, resolve, node.policies)
+
+    async def start(self, bound: Sequence[Bound] | None = None) -> None:
+        """Take the pod's connections, and tunnels of other pods of this node; stops itself when it cannot.
+
+        Args:
+            bound: sockets bound by another process, which belong to this object from now on; ``None``: bind here.
+
+        Raises:
+            TproxyError: a port is taken, or a capability is missing.
+        """
+        accepted = {
+            HBONE_PORT: self._inbound.accepted,
+            PLAINTEXT_PORT: self._inbound.accepted_plain,
+            OUTBOUND_PORT: self._outbound.accepted,
+            SOCKS_PORT: self._outbound.accepted_socks,
+        }
+        try:
+            pressure = self._node.log_pressure
+            gate = self._share if pressure is None else Gates(pressure, self._share)
+            self._sockets.listen(accepted, bound, gate=gate)
+        except BaseException:
+            await self.stop()
+            raise
+        if not self._sockets.only_tunnels:
+            self._node.register(self.name, self._inbound)
+
+    @property
+    def connections(self) -> PodConnections:
+        """What is open in the pod, for pages."""
+        return self._connections
+
+    def dump(self) -> dict[str, list[dict[str, str | None]]]:
+        """Return ``connections`` of the dump."""
+        return self._connections.dump()
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections are carried now."""
+        return len(self._connections)
+
+    def say_goodbye(self) -> int:
+        """Have peers look for another endpoint (GOAWAY), and serve those that find none; idempotent.
+
+        A pod that ends hears of it before the control plane has told everybody.
+
+        Returns:
+            How many connections are carried.
+        """
+        self._connections.begin_drain()
+        self._connections.say_goodbye()
+        return self.open_connections
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.
+
+        The order loses no connection. A successor takes new ones before the listeners close, and what was
+        connected before is accepted first. Only then peers hear GOAWAY, so that they find the successor when they
+        dial again. Handshakes under way become tunnels, whose peers hear it, too, instead of a reset.
+        """
+        deadline_s = self._node.poller.loop.time() + timeout_s
+        self._connections.begin_drain()
+        await self._sockets.hand_over()
+        await asyncio.sleep(0)  # what was accepted just now enters the tables
+        self._connections.say_goodbye()
+        if await self._connections.left(deadline_s):
+            log.warning("drain duration expired with pending connections, forcefully shutting down")
+        self._connections.finish_all(DRAINED)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End everything at once; idempotent.
+
+        Other pods stop joining tunnels before the tables are ended: what came in later would be missed.
+        """
+        self._node.unregister(self.name, self._inbound)
+        self._sockets.close()
+        self._share.close()
+        self._inbound.close()
+        self._outbound.close()
+        self._local.close()
+        self._connections.end_all(DRAINED)
+        await self._tasks.close()
+        await self._tunnels.close()
+        self._connections.dissolve()
+        if self._dns is not None:
+            await self._dns.close()
+
+
+async def _resolves_nothing(name: str, *, ipv6: bool) -> str | None:
+    return None

@@ -1,0 +1,69 @@
+"""What both directions of one pod's proxy share, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hbone.aio.connection import ConnectionSettings
+from hbone.flow import WindowPool
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+from ztunnel.proxy.istio.path.connections import PodConnections
+from ztunnel.proxy.istio.path.local_workload import LocalWorkload
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_sockets import PodSockets
+from ztunnel.runtime.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.tap.capture import Capture
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PodContext:
+    """One pod, for the objects that carry its connections; the pod's proxy owns every part.
+
+    Attributes:
+        node: what pods share.
+        local: the workload it is.
+        sockets: opens sockets in it.
+        connections: its tables.
+        tasks: run its connections.
+        windows: bytes by which the windows of its tunnel connections may grow.
+    """
+
+    node: Node
+    local: LocalWorkload
+    sockets: PodSockets
+    connections: PodConnections
+    tasks: Tasks
+    windows: WindowPool
+
+    @property
+    def client_settings(self) -> ConnectionSettings:
+        """Settings of the pod's outgoing tunnel connections."""
+        return replace(self.node.client_settings, windows=self.windows)
+
+    @property
+    def server_settings(self) -> ConnectionSettings:
+        """Settings of the tunnel connections that come to the pod."""
+        return replace(self.node.server_settings, windows=self.windows)
+
+    @property
+    def tap(self) -> Capture | None:
+        """The tap of this pod, if there is one now; asked once per connection."""
+        taps = self.node.taps
+        if taps is None:
+            return None
+        name = self.local.name
+        return taps.of(f"{name.namespace}/{name.name}")
+
+    async def certificate(self, workload: Workload) -> WorkloadCertificate:
+        """Return a workload's certificate.
+
+        Raises:
+            IdentityError: none can be had.
+        """
+        identity = workload.identity
+        certificates = self.node.certificates
+        return certificates.current(identity) or await certificates.fetch(identity)

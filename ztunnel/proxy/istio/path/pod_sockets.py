@@ -1,0 +1,275 @@
+"""The sockets of one pod: made in its network namespace, where they stay.
+
+The process is in the namespace only for the moment of making one. In dedicated mode there is no namespace to
+enter, and the one workload is the "pod".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hbone.aio.socket import LASTING_S, PlainSocket
+from tproxy.aio import sockets
+from tproxy.aio.netns import Netns
+from tproxy.errors import KernelRefused, NeedCapability, TproxyError
+from xds.model.address import SocketAddress
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.settings.config import (
+    HBONE_PORT,
+    OUTBOUND_PORT,
+    PLAINTEXT_PORT,
+    SOCKS_PORT,
+    IstioConfig,
+    OriginalSource,
+)
+from ztunnel.runtime.accepting import Accepted, Gate, ListeningSocket, hand_over
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+#: :data:`tproxy.sidecar.PASSTHROUGH`, without the modules that only those need who write rules.
+PASSTHROUGH4, PASSTHROUGH6 = "127.0.0.6", "::6"
+
+
+class Bound(NamedTuple):
+    """A socket for one of a pod's ports, bound and not listening yet.
+
+    Attributes:
+        transparent: connections to applications may have the client's address.
+    """
+
+    sock: socket.socket
+    address: SocketAddress
+    transparent: bool
+
+
+def ports(config: IstioConfig, *, only_tunnels: bool = False) -> dict[int, str]:
+    """Return the ports of a pod to listen on and what they are for, in the order of binding."""
+    if not config.proxy:
+        return {}
+    if only_tunnels:
+        return {HBONE_PORT: "inbound"}
+    found = {HBONE_PORT: "inbound", PLAINTEXT_PORT: "inbound plaintext", OUTBOUND_PORT: "outbound"}
+    if config.socks5:
+        found[SOCKS_PORT] = "socks5"
+    return found
+
+
+def bind(node: Node, netns: Netns | None, *, only_tunnels: bool = False) -> list[Bound]:
+    """Bind every port of a pod; the caller closes the sockets.
+
+    Raises:
+        TproxyError: a port is taken, or a capability is missing.
+    """
+    bound: list[Bound] = []
+    try:
+        for port, component in ports(node.config, only_tunnels=only_tunnels).items():
+            try:
+                each = _bound(node, netns, port, only_tunnels=only_tunnels)
+            except TproxyError as error:
+                raise TproxyError(f"failed to bind to port {port} ({component}): {error}") from error
+            bound.append(each)
+            log.info(
+                "listener established address=%s component=%s transparent=%s",
+                each.address,
+                component,
+                str(each.transparent).lower(),
+            )
+    except BaseException:
+        for each in bound:
+            each.sock.close()
+        raise
+    return bound
+
+
+def _bound(node: Node, netns: Netns | None, port: int, *, only_tunnels: bool) -> Bound:
+    config = node.config
+    hosts = ("127.0.0.1",) if port == SOCKS_PORT else ("::", "0.0.0.0") if config.ipv6 else ("0.0.0.0",)
+    wanted = config.original_source is not OriginalSource.OFF and not only_tunnels
+    for host in hosts:
+        try:
+            try:
+                sock, transparent = _unheard(config, netns, host, port, transparent=wanted), wanted
+            except NeedCapability:
+                if config.original_source is OriginalSource.REQUIRED or not wanted:
+                    raise
+                sock, transparent = _unheard(config, netns, host, port, transparent=False), False
+        except KernelRefused as error:
+            if host == "::" and error.code in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                continue  # a pod without IPv6
+            raise
+        if port in (OUTBOUND_PORT, PLAINTEXT_PORT) and node.keepalive is not None:
+            sockets.set_keepalive(sock, node.keepalive)  # what it accepts inherits it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Bound(sock, SocketAddress(host, port), transparent)
+    raise AssertionError("the last host of the list raises")
+
+
+def _unheard(
+    config: IstioConfig, netns: Netns | None, host: str, port: int, *, transparent: bool
+) -> socket.socket:
+    shared = netns is not None
+    return sockets.listen(
+        host,
+        port,
+        transparent=transparent,
+        mark=config.packet_mark if shared else None,
+        reuse_port=shared and config.inpod_port_reuse,
+        netns=netns,
+        backlog=0,
+    )
+
+
+class PodSockets:
+    """Listens in one pod and connects out of it.
+
+    Args:
+        node: what pods share.
+        netns: where sockets are made; ``None``: here.
+        only_tunnels: the proxy's own pod: only tunnels to it are accepted, and what it sends is not captured and
+            needs no mark.
+
+    Attributes:
+        only_tunnels: as given.
+        preserves_source: by listening port, whether applications see the client's address.
+    """
+
+    def __init__(self, node: Node, netns: Netns | None, *, only_tunnels: bool = False) -> None:
+        self.preserves_source = {HBONE_PORT: False, PLAINTEXT_PORT: False}
+        config = node.config
+        self._node = node
+        self._netns = netns
+        self.only_tunnels = only_tunnels
+        self._listening: list[ListeningSocket] = []
+        self._mark = config.packet_mark if not only_tunnels else None
+        self._sidecar = config.sidecar
+        self._timeout_s = config.connect_timeout_s
+        self._keepalive = node.keepalive
+        self._options: tuple[sockets.SocketOption, ...] = ()
+        if config.socket.user_timeout and config.socket.keepalive_time_s is not None:
+            limit_s = (
+                config.socket.keepalive_time_s
+                + config.socket.keepalive_retries * config.socket.keepalive_interval_s
+            )
+            self._options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
+
+    # Listening
+
+    def listen(
+        self, accepted: Mapping[int, Accepted], bound: Sequence[Bound] | None = None, *, gate: Gate | None = None
+    ) -> None:
+        """Listen on every port of the pod until :meth:`close`.
+
+        Args:
+            accepted: what takes the connections of a port.
+            bound: sockets bound by another process, which belong to this object from now on; ``None``: bind here.
+            gate: asked before each connection.
+
+        Raises:
+            TproxyError: a port is taken, or a capability is missing.
+        """
+        node = self._node
+        for each in bind(node, self._netns, only_tunnels=self.only_tunnels) if bound is None else bound:
+            port = each.address.port
+            listener = ListeningSocket(
+                each.sock, each.address, BACKLOG, node.poller, is_ours=node.is_ours, gate=gate
+            )
+            self._listening.append(listener)
+            if port in self.preserves_source:
+                self.preserves_source[port] = each.transparent and not self.only_tunnels
+        for listener in self._listening:
+            listener.start(accepted[listener.address.port])
+
+    async def hand_over(self) -> None:
+        """Leave new connections to a successor, accept what was connected before, then close.
+
+        In this order, because closing a listener resets what waits in its queue.
+        """
+        await hand_over(self._listening)
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening; idempotent. Connections live on."""
+        for listener in self._listening:
+            listener.close()
+        self._listening = []
+
+    # Connections
+
+    def original_destination(self, sock: socket.socket, source: SocketAddress) -> SocketAddress:
+        """Return where the peer of an accepted socket wanted to go, before the kernel redirected it.
+
+        Args:
+            sock: the socket.
+            source: the peer.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        return SocketAddress(*sockets.dialled_address(sock, 6 if ":" in source.host else 4))
+
+    def application_source(self, port: int, client: str, application: str) -> str | None:
+        """Return the address from which to connect to the application; ``None``: the kernel's choice.
+
+        Args:
+            port: of the listener that took the connection.
+            client: the client's address.
+            application: the one that is dialled.
+        """
+        if self.preserves_source[port]:
+            return client
+        if self._sidecar:
+            # The rules tell by this source that it is not the pod that calls itself (tproxy/sidecar.py).
+            return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
+        return None
+
+    async def dial(self, address: SocketAddress, *, source: str | None = None) -> PlainSocket:
+        """Connect for one connection of a user, as :meth:`connect`; the caller closes the end.
+
+        Keepalive is switched on once it has lasted for a while. Most do not last until then, and its options are
+        four system calls of some twenty.
+        """
+        keepalive = self._keepalive
+        later = keepalive is not None and keepalive.idle_s > LASTING_S
+        end = PlainSocket(
+            await self.connect(address, source=source, keepalive=not later), self._node.poller, fresh=True
+        )
+        if later:
+            end.when_lasting(self._keep_alive)
+        return end
+
+    def _keep_alive(self, sock: socket.socket) -> None:
+        assert self._keepalive is not None
+        with contextlib.suppress(OSError):  # reset meanwhile
+            sockets.set_keepalive(sock, self._keepalive)
+
+    async def connect(
+        self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
+    ) -> socket.socket:
+        """Connect by TCP out of the pod; the caller closes the socket.
+
+        Args:
+            address: where to.
+            source: the address to appear as, if not the pod's.
+            keepalive: set the node's keepalive.
+
+        Raises:
+            TproxyError: refused, unreachable, not within the time limit.
+        """
+        if source == address.host:
+            source = None  # a pod that talks to itself cannot be impersonated
+        return await sockets.connect(
+            (address.host, address.port),
+            source=source,
+            own_source=self._sidecar,
+            mark=self._mark,
+            timeout_s=self._timeout_s,
+            netns=self._netns,
+            keepalive=self._keepalive if keepalive else None,
+            socket_options=self._options,
+        )

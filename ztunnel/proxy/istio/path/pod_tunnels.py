@@ -1,0 +1,116 @@
+"""Tunnels that one pod opens, several on a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Hashable, Iterable
+from functools import partial
+
+from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.pool import Pool
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import TlsError, TlsReason
+from hbone.events import Header
+from hbone.pool import PoolSettings
+from xds.model.address import SocketAddress
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.proxy.istio.accounting.outcome import REVOKED
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+from ztunnel.proxy.istio.path.connections import Carrier, PodConnections, is_listed
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.pod_sockets import PodSockets
+
+#: Of a pod's tunnels: its certificate, and the identities that the far end may show.
+_Key = PoolKey[WorkloadCertificate, tuple[str, ...]]
+
+
+class PodTunnels:
+    """The pool of one pod; its connections are the pod's own, as their certificate is."""
+
+    def __init__(self, pod: PodContext) -> None:
+        config = pod.node.config
+        # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
+        self._pool = Pool(
+            partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
+            pod.node.poller,
+            PoolSettings(
+                max_streams_per_connection=config.pool_max_streams,
+                idle_timeout_s=config.pool_unused_release_s,
+            ),
+        )
+
+    def open(
+        self,
+        target: SocketAddress,
+        identities: tuple[str, ...],
+        certificate: WorkloadCertificate,
+        request: Iterable[Header],
+        client: PlainSocket | None,
+    ) -> Awaitable[Tunnel]:
+        """Open a tunnel, over a shared connection where one has room; await it once, the caller closes it.
+
+        Args:
+            target: where the connection goes.
+            identities: what its far end may show.
+            certificate: of the pod.
+            request: the CONNECT.
+            client: whose first bytes may go along; ``None``: none.
+
+        Raises:
+            HboneError: as :meth:`hbone.aio.pool.Pool.open`.
+            TproxyError: no connection could be opened.
+        """
+        key = PoolKey(target, certificate, certificate.generation, identities)
+        return self._pool.open(key, request, client)
+
+    async def close(self) -> None:
+        """Close every connection at once; waiting callers get ``PoolClosed``."""
+        await self._pool.close()
+
+
+async def _dial(
+    node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: Hashable
+) -> Connection:
+    assert isinstance(key, PoolKey)
+    return await _dial_key(node, connections, sockets, settings, key)
+
+
+async def _dial_key(
+    node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: _Key
+) -> Connection:
+    """Open one connection, which is a life of the pod until it ends.
+
+    Raises:
+        TlsError: its far end was revoked during the handshake, or the handshake failed otherwise.
+    """
+
+    def rejected() -> None:
+        node.metrics.crl_rejections["source"] += 1
+
+    life = Carrier(connections.dialled, node.revocation_lists, rejected)
+    life.state = State.HANDSHAKE
+    try:
+        connection = await dial_connection(
+            lambda: key.credentials.client_context(key.options),
+            lambda: sockets.connect(key.address),
+            settings,
+            node.poller,
+        )
+        lists = node.revocation_lists()
+        if lists is not None and is_listed(lists, connection):
+            connection.abort(REVOKED)
+            raise TlsError(TlsReason.REVOKED, "certificate revoked during the handshake")
+    except BaseException:
+        life.close()
+        raise
+    life.connection = connection
+    connection.wait_closed().add_done_callback(lambda _: life.close())
+
+    def ended(reason: str) -> None:
+        connections.end_carried(connection, reason)
+        connection.abort(reason)
+
+    life.opened(ended)
+    return connection

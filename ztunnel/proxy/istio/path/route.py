@@ -1,0 +1,469 @@
+"""Where a connection of a pod goes in an Istio mesh: one decision, no input or output, readable as its tables.
+
+Spec: what a ztunnel decides for outbound connections. The shell resolves host names, dials, and, when an attempt
+fails before anything was answered, asks again with the endpoint that failed in ``avoid``.
+
+:func:`route_for` is the table of decisions, row by row. Below it is what the rows are made of: what is at an
+address, which endpoint of a service (``balance.py``) with which port and address, waypoints and gateways.
+Two look-ups differ on purpose: whether a waypoint is in between asks for a workload at the address before a
+service, whom to connect to the other way round.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from xds.model.address import SocketAddress, is_loopback
+from xds.model.identity import SpiffeId
+from xds.model.mesh import Mesh
+from xds.model.service import BalancerMode, IpFamilies, Service
+from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol, Workload, WorkloadUid
+from ztunnel.proxy.istio.path.balance import Choose, pick, question_of
+
+#: Where tunnels end.
+HBONE_PORT = 15008
+
+_FAMILIES = {
+    None: (4, 6),
+    IpFamilies.IPV4: (4,),
+    IpFamilies.IPV6: (6,),
+    IpFamilies.DUAL: (4, 6),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A workload without addresses: resolve ``hostname``, prefer addresses of the dialled family.
+
+    ``families``: 4 and/or 6, those the service permits.
+    """
+
+    workload: Workload
+    hostname: str
+    port: int
+    families: tuple[int, ...] = (4, 6)
+
+
+Target = SocketAddress | Named
+
+
+@dataclass(slots=True, kw_only=True)
+class Direct:
+    """Plain TCP: passthrough (no workload), or a workload outside the mesh."""
+
+    target: Target
+    workload: Workload | None = None
+    service: Service | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tunnel:
+    """One HBONE tunnel.
+
+    Attributes:
+        target: where the tunnel's connection goes.
+        authority: of the CONNECT, ``host:port``. Where ``target`` has yet to be resolved and the tunnel ends
+            there, the host is the name; :meth:`at` puts the address in its place.
+        identities: SPIFFE identities the peer may show, in order (part of the pool's key).
+        workload: at the tunnel's end: an application, or a waypoint.
+        service: what the application dialled, if it was one.
+        waypoint: the tunnel ends at a waypoint.
+    """
+
+    target: Target
+    authority: str
+    identities: tuple[str, ...]
+    workload: Workload
+    service: Service | None = None
+    waypoint: bool = False
+
+    def at(self, host: str) -> "Tunnel":
+        """Return the same tunnel with its target's name resolved; one to an address stays as it is."""
+        if not isinstance(self.target, Named):
+            return self
+        authority = self.authority
+        if not self.waypoint:
+            authority = str(SocketAddress(host, int(authority.rpartition(":")[2])))
+        return replace(self, target=SocketAddress(host, self.target.port), authority=authority)
+
+
+@dataclass(slots=True, kw_only=True)
+class DoubleTunnel:
+    """A tunnel in a tunnel, through another network's gateway.
+
+    Attributes:
+        target, identities: of the outer tunnel: the gateway.
+        authority: of both CONNECTs, ``hostname:port`` of the service.
+        inner_identities: what the far end may show; empty: no peer can be right.
+        gateway: the gateway's workload; ``workload`` the remote one, ``service`` the one dialled.
+    """
+
+    target: Target
+    authority: str
+    identities: tuple[str, ...]
+    inner_identities: tuple[str, ...]
+    gateway: Workload
+    workload: Workload
+    service: Service
+
+
+Route = Direct | Tunnel | DoubleTunnel
+
+
+class RouteRefused(Exception):
+    """No route exists; the text is what the access log prints.
+
+    Attributes:
+        workload: to which none does, if one was found or drawn: a service's others may have one.
+    """
+
+    def __init__(self, text: str, workload: Workload | None = None) -> None:
+        super().__init__(text, workload)
+        self.workload = workload
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Missing(Exception):
+    """On demand only: the mesh may know more if ``key`` is asked for (``network/ip``, uid or ``ns/hostname``)."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+@dataclass(slots=True, kw_only=True)
+class Client:
+    """The pod that dials: its workload, the address its socket has, and the proxy's own network."""
+
+    workload: Workload
+    host: str
+    network: str = ""
+
+
+def is_recursive(destination: SocketAddress, illegal_ports: Collection[int]) -> bool:
+    """Return whether a pod dials the proxy's own port in itself."""
+    return destination.port in illegal_ports and is_loopback(destination.host)
+
+
+def source_host(workload: Workload, seen: str, towards: str) -> str | None:
+    """Return the address from which a workload's pod dials ``towards``; ``None``: it has none of that family.
+
+    Args:
+        workload: the pod's.
+        seen: the address that the application's own socket has; taken if it is the pod's and of the family.
+        towards: an address of the next hop.
+    """
+    same_family = [host for host in workload.addresses if _family(host) == _family(towards)]
+    return seen if seen in same_family else next(iter(same_family), None)
+
+
+def route_for(
+    client: Client,
+    destination: SocketAddress,
+    mesh: Mesh,
+    choose: Choose,
+    *,
+    avoid: Collection[WorkloadUid] = (),
+    known: Callable[[str], bool] | None = None,
+) -> Route:
+    """Decide where a connection goes; the data path calls it for each attempt.
+
+    Args:
+        client: the pod that dials.
+        destination: what it dialled.
+        mesh: the current mesh.
+        choose: see there.
+        avoid: endpoints that failed a moment ago: others are taken while there are any.
+        known: on demand: whether a key was already asked for; ``None`` when the mesh holds everything.
+
+    Raises:
+        RouteRefused: no way.
+        Missing: on demand only.
+    """
+    search = _Search(client, destination, mesh, choose, avoid, known)
+    source = client.workload
+
+    # A service with a waypoint: whatever is behind it, the waypoint decides. Rows 1 to 3; but a captured waypoint
+    # that dials the service itself has decided (upstream sends it to itself again, for ever).
+    dialled = search.at(client.network, destination.host)
+    gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
+    if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
+        waypoint = search.waypoint(gateway)
+        if waypoint.workload.network != source.network:
+            return search.through_gateway(waypoint, dialled)
+        return _to_waypoint(waypoint, destination, dialled)
+
+    # No workload to connect to: a service without endpoints is down, what is no service is outside the mesh and
+    # passes through. Rows 4 and 5.
+    found, service = search.upstream()
+    if found is None:
+        service = service or (dialled if isinstance(dialled, Service) else None)
+        if service is not None and service.mode is not BalancerMode.PASSTHROUGH:
+            raise RouteRefused(f"no healthy upstream: {destination}")
+        return Direct(target=destination)
+
+    # Another network is reached through its gateway, and a gateway knows services only. Row 6.
+    if found.workload.network != source.network:
+        if found.service is None:
+            raise RouteRefused(f"no service for target address: {destination}", found.workload)
+        return search.through_gateway(found, found.service)
+
+    # Services use their own waypoints only, so a workload's waypoint is for clients that dial the workload. Row 7.
+    gateway = found.workload.waypoint
+    if found.service is None and gateway is not None and not search.is_client(gateway):
+        waypoint = search.waypoint(gateway)
+        if waypoint.workload.network != source.network:
+            raise RouteRefused(f"no service for target address: {destination}", waypoint.workload)
+        return _to_waypoint(waypoint, destination, None)
+
+    # The workload itself. Rows 8 and 9.
+    target = found.target()
+    if found.workload.protocol is not Protocol.HBONE:
+        return Direct(target=target, workload=found.workload, service=found.service)
+    return Tunnel(
+        target=_with_port(target, HBONE_PORT),
+        authority=f"{target.hostname}:{target.port}" if isinstance(target, Named) else str(target),
+        identities=found.identities,
+        workload=found.workload,
+        service=found.service,
+    )
+
+
+def _to_waypoint(waypoint: "_Upstream", destination: SocketAddress, service: Service | None) -> Tunnel:
+    return Tunnel(
+        target=waypoint.target(),
+        authority=str(destination),
+        identities=waypoint.identities,
+        workload=waypoint.workload,
+        service=service,
+        waypoint=True,
+    )
+
+
+def _with_port(target: Target, port: int) -> Target:
+    return replace(target, port=port) if isinstance(target, Named) else SocketAddress(target.host, port)
+
+
+@dataclass(slots=True)
+class _Upstream:
+    """A workload to connect to.
+
+    Attributes:
+        service: it was chosen as an endpoint of this one.
+        like: the address whose family is preferred, and which is taken itself if it is one of the workload's.
+    """
+
+    workload: Workload
+    port: int
+    service: Service | None
+    like: str
+
+    @property
+    def service_identities(self) -> tuple[str, ...]:
+        """Identities that the service allows its endpoints to show; names that are no identity are skipped."""
+        return tuple(_identities(self.service.subject_alt_names)) if self.service is not None else ()
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        """Identities that the workload may show."""
+        return (*self.service_identities, str(self.workload.identity))
+
+    def target(self) -> Target:
+        """Return its address and port, or its host name.
+
+        Raises:
+            RouteRefused: it has no address that may be used, and no name.
+        """
+        workload = self.workload
+        if self.like in workload.addresses:
+            return SocketAddress(self.like, self.port)
+        families = _FAMILIES[self.service.ip_families if self.service is not None else None]
+        allowed = [host for host in workload.addresses if _family(host) in families]
+        same = [host for host in allowed if _family(host) == _family(self.like)]
+        if allowed:
+            return SocketAddress((same or allowed)[0], self.port)
+        if workload.hostname:
+            return Named(workload, workload.hostname, self.port, families)
+        raise _no_way(workload)
+
+
+def _no_way(workload: Workload) -> RouteRefused:
+    """Return the refusal of a connection to a workload that nothing leads to."""
+    shown = workload.name or workload.uid
+    return RouteRefused(f"no valid routing destination for workload: {shown}", workload)
+
+
+def _identities(names: Collection[str]) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            found.append(str(SpiffeId.parse(name)))
+        except ValueError:
+            continue  # one bad name must not keep the others from being right
+    return found
+
+
+def _family(host: str) -> int:
+    return 6 if ":" in host else 4
+
+
+@dataclass(slots=True)
+class _Search:
+    """One decision's look-ups."""
+
+    client: Client
+    destination: SocketAddress
+    mesh: Mesh
+    choose: Choose
+    avoid: Collection[WorkloadUid]
+    known: Callable[[str], bool] | None
+
+    def at(self, network: str, host: str) -> Workload | Service | None:
+        """Return what is at an address, a workload before a service."""
+        found = self.mesh.workload_at(network, host) or self._service_at(network, host)
+        if found is None:
+            self._ask(f"{network}/{host}")
+        return found
+
+    def _service_at(self, network: str, host: str) -> Service | None:
+        return self.mesh.service_at(network, host, self.client.workload.namespace)
+
+    def _ask(self, key: str) -> None:
+        if self.known is not None and not self.known(key):
+            raise Missing(key)
+
+    # The workload to connect to
+
+    def upstream(self) -> "tuple[_Upstream | None, Service | None]":
+        """Return the workload for the dialled address in the client's network, and the service there, if any."""
+        network, destination = self.client.workload.network, self.destination
+        if network != self.client.network:
+            self.at(network, destination.host)  # may not have been asked for yet
+        service = self._service_at(network, destination.host)
+        return self._at_address(network, destination, destination.host, waypoint=False), service
+
+    def _at_address(
+        self, network: str, address: SocketAddress, like: str, *, waypoint: bool
+    ) -> "_Upstream | None":
+        """Return an endpoint of the service at an address, else the workload there."""
+        service = self._service_at(network, address.host)
+        if service is not None:
+            if service.mode is BalancerMode.PASSTHROUGH:
+                return None
+            return self._endpoint(service, address.port, like, waypoint=waypoint, by_name=False)
+        workload = self.mesh.workload_at(network, address.host)
+        return None if workload is None else _Upstream(workload, address.port, None, like)
+
+    def _endpoint(
+        self, service: Service, port: int, like: str, *, waypoint: bool, by_name: bool
+    ) -> "_Upstream | None":
+        question = question_of(service, port, self.client.workload, waypoint=waypoint, by_name=by_name)
+        if not waypoint and port not in service.ports:
+            return None
+        uid = pick(self.mesh, question, self.choose, self.avoid)
+        workload = self.mesh.workload(uid) if uid is not None else None
+        if uid is None or workload is None:
+            return None
+        target = self.mesh.endpoints(service.key)[uid].ports.get(port) or service.ports.get(port)
+        if not target and workload.application_tunnel is not None and workload.application_tunnel.port:
+            target = port
+        return _Upstream(workload, target, service, like) if target else None
+
+    # Waypoints and gateways
+
+    def waypoint_of(self, service: Service) -> GatewayAddress | None:
+        """Return the service's waypoint, drawn by weight where it has several."""
+        weighted = service.weighted_waypoints
+        total = sum(waypoint.weight for waypoint in weighted)
+        if not total:
+            return service.waypoint
+        left = self.choose(total)
+        for waypoint in weighted:
+            if left < waypoint.weight:
+                return waypoint.destination
+            left -= waypoint.weight
+        raise AssertionError("a draw lies below the sum of the weights")
+
+    def waypoint(self, gateway: GatewayAddress) -> _Upstream:
+        """Return the workload of a waypoint to use.
+
+        Raises:
+            RouteRefused: none.
+        """
+        found = self._resolved(gateway, waypoint=True)
+        if found is None:
+            name = gateway.destination
+            shown = name.hostname if isinstance(name, NamespacedHostname) else name
+            raise RouteRefused(f"unknown waypoint: waypoint {shown} not found")
+        return found
+
+    def through_gateway(self, remote: _Upstream, service: Service) -> DoubleTunnel:
+        """Return the tunnels to another network.
+
+        Args:
+            remote: the workload there.
+            service: what the gateway is asked to connect to.
+
+        Raises:
+            RouteRefused: there is no gateway, or no workload behind it.
+        """
+        workload = remote.workload
+        if workload.network_gateway is None:
+            raise _no_way(workload)
+        gateway = self._resolved(workload.network_gateway, waypoint=False)
+        if gateway is None:
+            shown = workload.network_gateway.destination
+            raise RouteRefused(f"unknown network gateway: {shown} not found", workload)
+        try:
+            target = gateway.target()
+        except RouteRefused as refused:
+            raise RouteRefused(str(refused), workload) from refused
+        return DoubleTunnel(
+            target=target,
+            authority=f"{service.hostname}:{self.destination.port}",
+            identities=gateway.identities,
+            inner_identities=remote.service_identities,
+            gateway=gateway.workload,
+            workload=workload,
+            service=service,
+        )
+
+    def _resolved(self, gateway: GatewayAddress, *, waypoint: bool) -> _Upstream | None:
+        destination, port = gateway.destination, gateway.hbone_mtls_port
+        if isinstance(destination, NetworkAddress):
+            self.at(destination.network, destination.host)
+            address = SocketAddress(destination.host, port)
+            return self._at_address(destination.network, address, destination.host, waypoint=waypoint)
+        found = self._named(destination)
+        if isinstance(found, Service):
+            return self._endpoint(found, port, self.destination.host, waypoint=waypoint, by_name=True)
+        return None if found is None else _Upstream(found, port, None, self.destination.host)
+
+    def _named(self, name: NamespacedHostname) -> Service | Workload | None:
+        found = self.mesh.service(str(name)) or self.mesh.workload_named(name)
+        if found is None:
+            self._ask(str(name))
+        return found
+
+    def is_client(self, gateway: GatewayAddress) -> bool:
+        """Return whether the client is one of a waypoint's own workloads, by its identity and its address."""
+        client = self.client
+        own = [self.mesh.workload_at(client.workload.network, client.host)]
+        if client.host in client.workload.addresses:
+            own.append(client.workload)
+        destination = gateway.destination
+        found = (
+            self.at(destination.network, destination.host)
+            if isinstance(destination, NetworkAddress)
+            else self._named(destination)
+        )
+        for workload in own:
+            if workload is None or workload.identity != client.workload.identity:
+                continue
+            if isinstance(found, Service):
+                if workload.uid in self.mesh.endpoints(found.key):
+                    return True
+            elif found is not None and found.uid == workload.uid:
+                return True
+        return False

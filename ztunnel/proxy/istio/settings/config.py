@@ -1,0 +1,174 @@
+"""The configuration of a node proxy in an Istio mesh, as values that ``environment`` reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ztunnel.policy.calico.settings import PolicySettings
+from ztunnel.proxy.istio.certificates.manager import TlsPolicy
+from ztunnel.proxy.istio.settings.app_probes import AppProbe
+from ztunnel.proxy.otlp.settings import OtlpSettings
+from ztunnel.runtime.settings import SPIN_US
+
+OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
+
+#: The default path, below the working directory, where Istio's chart mounts it.
+ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
+
+
+class ProxyMode(StrEnum):
+    """Whether a proxy serves the pods of a node, or one workload that it runs beside."""
+
+    SHARED = "Shared"
+    DEDICATED = "Dedicated"
+
+
+class OriginalSource(StrEnum):
+    """Whether connections keep their client's address; ``AUTO``: if the kernel permits it."""
+
+    REQUIRED = "true"
+    OFF = "false"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodName:
+    """The name of a pod, as environment variables and ZDS give it."""
+
+    name: str
+    namespace: str
+    service_account: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketConfig:
+    """The TCP keepalive of connections; a time of None switches it off."""
+
+    keepalive_time_s: float | None = 180.0
+    keepalive_interval_s: float = 180.0
+    keepalive_retries: int = 9
+    user_timeout: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IstioConfig:
+    """The settings of a node proxy, from its environment.
+
+    Attributes:
+        workload: the workload of dedicated mode.
+        sidecar: the rules of this pod are those of ``ztunnel init``, for a proxy without capabilities.
+        app_probes: the application's, answered on the metrics port, by path.
+        app_probes_localhost: ask for them on the loopback address, not on the pod's.
+        own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
+        xds_address, ca_address: ``https://host:port`` or ``unix:/path``; empty: none.
+        auth_token: path or literal; ``None``: the default file, if it exists.
+        packet_mark: the mark of the proxy's sockets; ``None``: none.
+        dns_host: the address that the DNS proxy serves; empty: loopback, in both families.
+        compliance: see :meth:`ztunnel.proxy.istio.certificates.manager.TlsPolicy.for_compliance`.
+        policies: where Calico's policies come from; ``None``: there are none.
+        connect_retries: further endpoints that are tried before a connection fails.
+        ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
+        early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
+        metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
+        log_wait_s: the longest time for which new connections wait for the log; 0: lines are dropped at once.
+        otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
+        metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
+        tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
+        worker_threads: processes that carry connections; with one, this process does and starts no other.
+        warnings: messages for the log, which opens later.
+    """
+
+    proxy: bool = True
+    dns_proxy: bool = True
+    proxy_mode: ProxyMode = ProxyMode.SHARED
+    workload: PodName | None = None
+    sidecar: bool = False
+    app_probes: Mapping[str, AppProbe] = field(default_factory=dict)
+    app_probes_localhost: bool = False
+    own_pod: PodName | None = None
+    network: str = ""
+    node: str = ""
+    cluster_id: str = "Kubernetes"
+    cluster_domain: str = "cluster.local"
+    trust_domain: str = "cluster.local"
+    pod_name: str = ""
+    pod_namespace: str = ""
+    service_account: str = ""
+    instance_ip: str = "1.1.1.1"
+    xds_address: str = ""
+    ca_address: str = ""
+    xds_root_ca: str = ROOT_CERT
+    ca_root_ca: str = ROOT_CERT
+    alt_xds_hostname: str = ""
+    alt_ca_hostname: str = ""
+    auth_token: str | None = field(default=None, repr=False)
+    xds_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    ca_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    xds_on_demand: bool = False
+    local_xds_path: str = ""
+    local_xds: str = ""
+    fake_ca: bool = False
+    secret_ttl_s: float = 86400.0
+    preferred_service_namespace: str = ""
+    inpod_uds: str = "/var/run/ztunnel/ztunnel.sock"
+    inpod_port_reuse: bool = True
+    packet_mark: int | None = 1337
+    socket: SocketConfig = SocketConfig()
+    original_source: OriginalSource = OriginalSource.AUTO
+    localhost_app_tunnel: bool = True
+    baggage: bool = True
+    pool_max_streams: int = 100
+    pool_unused_release_s: float = 300.0
+    stream_window: int = 4 * 1024 * 1024
+    connection_window: int = 16 * 1024 * 1024
+    frame_size: int = 1024 * 1024
+    drain_s: float = 5.0
+    socks5: bool = False
+    ipv6: bool = True
+    crl_path: str = ""
+    worker_threads: int = 1
+    compliance: str = ""
+    tls12: bool = False
+    authz_info_logging: bool = False
+    log_filter: str = "info"
+    log_json: bool = False
+    proxy_metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata_json: Mapping[str, Any] = field(default_factory=dict)
+    admin_port: int = 15000
+    stats_port: int = 15020
+    readiness_port: int = 15021
+    dns_host: str = ""
+    dns_port: int = DNS_PORT
+    policies: PolicySettings | None = None
+    connect_retries: int = 2
+    connect_timeout_s: float = 10.0
+    handshake_timeout_s: float = 10.0
+    node_local_shortcut: bool = True
+    early_data: bool = True
+    spin_us: int = SPIN_US
+    metric_series: int = 20_000
+    log_wait_s: float = 0.0
+    metric_expiry_s: float = 900.0
+    metric_labels_removed: frozenset[str] = frozenset()
+    tap_socket: str = ""
+    otlp: OtlpSettings | None = None
+    ui: bool | None = None
+    arguments: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def illegal_ports(self) -> frozenset[int]:
+        """Ports of this proxy, to which it never connects."""
+        socks = {SOCKS_PORT} if self.socks5 else set()
+        return frozenset({OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT} | socks)
+
+    @property
+    def tls_policy(self) -> TlsPolicy:
+        """The TLS parameters of tunnels."""
+        return TlsPolicy.for_compliance(self.compliance, tls_1_2=self.tls12)
+
+    @property
+    def version_tag(self) -> str:
+        """Istio's version, as its chart passes it."""
+        return self.proxy_metadata.get("ISTIO_VERSION", "unknown")

@@ -1,0 +1,317 @@
+"""Either end of the link between the main process and a worker: notifications, requests and responses.
+
+Notifications are applied in the order in which they were sent, each before the next is read. A request runs as a
+task of its own, started in that same order, so that a pod that takes its time to drain delays nothing else.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final, cast
+
+from tproxy.errors import TproxyError
+from ztunnel.proxy.identity.csr import IdentityError
+from ztunnel.proxy.istio.workers.messages import (
+    MAX_DESCRIPTORS,
+    FrameDecoder,
+    Message,
+    Notification,
+    ProtocolViolation,
+    Request,
+    RequestToMain,
+    RequestToWorker,
+    Response,
+    Value,
+    encode,
+)
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.sockets import ready
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_READ_BYTES: Final = 256 * 1024
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+#: Most messages queued for the other process: a mesh of five million workloads. With more it does not read any
+#: more.
+MAX_QUEUED: Final = 20_000
+
+RequestBody = RequestToWorker | RequestToMain
+
+
+class ChannelClosed(Exception):
+    """The other process does not run, or has ended meanwhile."""
+
+
+class Refused(Exception):
+    """The other process could not do what was requested; the text says why."""
+
+
+class Descriptors:
+    """File descriptors that accompanied a message; those that are not taken are closed."""
+
+    def __init__(self, found: Sequence[int] = ()) -> None:
+        self._found = deque(found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, found: Sequence[int]) -> None:
+        """Append descriptors that have arrived."""
+        self._found.extend(found)
+
+    def take(self) -> int:
+        """Remove and return the next descriptor; it is the caller's now.
+
+        Raises:
+            ProtocolViolation: there is none.
+        """
+        if not self._found:
+            raise ProtocolViolation("a message without its descriptors")
+        return self._found.popleft()
+
+    def close(self) -> None:
+        """Close the descriptors that were not taken; idempotent."""
+        while self._found:
+            os.close(self._found.popleft())
+
+
+class Outgoing:
+    """A message for one or several workers: encoded once, when the first channel sends it."""
+
+    __slots__ = ("_frame", "_message", "descriptors")
+
+    def __init__(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        self._message: Message | None = message
+        self._frame = b""
+        #: Duplicates, closed once sent: the originals may be closed meanwhile.
+        self.descriptors = [os.dup(each) for each in descriptors]
+
+    def frame(self) -> bytes:
+        """Return the bytes."""
+        if self._message is not None:
+            self._frame = encode(self._message, len(self.descriptors))
+            self._message = None
+        return self._frame
+
+    def close(self) -> None:
+        """Close the duplicates; idempotent."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+OnNotification = Callable[[Notification, Descriptors], Awaitable[None]]
+OnRequest = Callable[[RequestBody, Descriptors], AsyncIterator[Value]]
+
+
+class IpcChannel:
+    """One end of the link; owns its socket.
+
+    Args:
+        sock: one of a pair, non-blocking.
+        on_notification: applies one notification.
+        on_request: answers one request, in parts. :class:`IdentityError`, :class:`TproxyError`, :class:`OSError`
+            and :class:`Refused` refuse the request; any other exception is a bug, is logged, and refuses it too.
+        to_main: the other end is the main process; otherwise it is a worker, which is not trusted.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_notification: OnNotification,
+        on_request: OnRequest,
+        *,
+        to_main: bool = False,
+    ) -> None:
+        self._socket = sock
+        self._to_main = to_main
+        self._on_notification = on_notification
+        self._on_request = on_request
+        self._tasks = Tasks("worker link")
+        self._queue: deque[Outgoing] = deque()
+        self._wake = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self._responses: dict[int, tuple[asyncio.Future[list[Value]], list[Value]]] = {}
+        self._closed = False
+        self._tasks.start(self._write(), "write")
+
+    # Sending
+
+    def notify(self, message: Notification, descriptors: Sequence[int] = ()) -> None:
+        """Send a notification; on a closed channel it is dropped."""
+        self.send(Outgoing(message, descriptors))
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Queue a message that other channels may send, too; on a closed channel it is dropped."""
+        if self._closed:
+            outgoing.close()
+            return
+        self._queue.append(outgoing)
+        self._wake.set()
+        if len(self._queue) > MAX_QUEUED:
+            log.error("the other process does not read; %d messages are queued for it", len(self._queue))
+            self.disconnect()
+
+    async def request(self, body: RequestBody, descriptors: Sequence[int] = ()) -> list[Value]:
+        """Send a request and return all parts of the answer.
+
+        Raises:
+            Refused: it cannot be done.
+            ChannelClosed: the other process has ended.
+        """
+        if self._closed:
+            raise ChannelClosed
+        number = next(self._numbers)
+        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+        self._responses[number] = (future, [])
+        # Only the side that answers may name this body; the other one's decoder refuses it.
+        self.send(Outgoing(cast(Message, Request(number, body)), descriptors))
+        try:
+            return await future
+        finally:
+            self._responses.pop(number, None)
+
+    # Life
+
+    async def run(self) -> None:
+        """Read and dispatch until the other side has closed.
+
+        Raises:
+            ProtocolViolation: it sent what cannot be read, or what it may not send.
+        """
+        decoder, arrived = FrameDecoder(from_main=self._to_main), Descriptors()
+        try:
+            while data := await self._read(arrived):
+                decoder.receive(data)
+                for message, count in decoder:
+                    own = Descriptors([arrived.take() for _ in range(count)])
+                    await self._dispatch(message, own)
+                    await asyncio.sleep(0)  # one read may bring many messages, each worth milliseconds
+        except ConnectionError:
+            pass
+        finally:
+            arrived.close()
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """End the link for both sides: :meth:`run` returns, pending requests raise; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake.set()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end was quicker
+        for future, _ in self._responses.values():
+            if not future.done():
+                future.set_exception(ChannelClosed())
+                future.exception()  # read here, for the caller may have stopped waiting
+        while self._queue:
+            self._queue.popleft().close()
+
+    async def close(self) -> None:
+        """Disconnect and end every task; call when :meth:`run` has returned."""
+        self.disconnect()
+        await self._tasks.close()
+        self._socket.close()
+
+    # Receiving
+
+    async def _read(self, arrived: Descriptors) -> bytes:
+        while True:
+            try:
+                data, ancillary, flags, _ = self._socket.recvmsg(
+                    _READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+                break
+            except BlockingIOError:
+                await ready(self._socket, writing=False)
+        found = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
+        arrived.add(found)
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolViolation("descriptors were lost on the way (is the limit of open files reached?)")
+        return data
+
+    async def _dispatch(self, message: Message, descriptors: Descriptors) -> None:
+        match message:
+            case Request():
+                # A task runs to its first await even when it is cancelled at once, so its descriptors get closed.
+                answering = self._answer(message.number, message.body, descriptors)
+                self._tasks.start(answering, type(message.body).__name__)
+            case Response():
+                descriptors.close()
+                self._resolve(message)
+            case _:
+                try:
+                    await self._on_notification(message, descriptors)
+                finally:
+                    descriptors.close()
+
+    def _resolve(self, response: Response) -> None:
+        future, parts = self._responses.get(response.number, (None, []))
+        if future is None or future.done():
+            return  # the caller has stopped waiting
+        if response.refused is not None:
+            future.set_exception(Refused(response.refused))
+        elif response.more:
+            parts.append(response.value)
+        else:
+            future.set_result(parts)
+
+    async def _answer(self, number: int, body: RequestBody, descriptors: Descriptors) -> None:
+        refused: str | None = None
+        try:
+            async for part in self._on_request(body, descriptors):
+                self.send(Outgoing(Response(number=number, value=part, more=True)))
+                await asyncio.sleep(0)
+        except (IdentityError, TproxyError, OSError, Refused) as error:
+            refused = plain_reason(error)
+        except Exception as error:  # a bug of ours; the other process must not wait for ever
+            log.exception("a request between processes failed: %s", type(body).__name__)
+            refused = repr(error)
+        finally:
+            descriptors.close()
+        self.send(Outgoing(Response(number=number, refused=refused)))
+
+    # Bytes
+
+    async def _write(self) -> None:
+        try:
+            while not self._closed:
+                while self._queue:
+                    outgoing = self._queue.popleft()
+                    try:
+                        await self._write_one(outgoing)
+                    finally:
+                        outgoing.close()
+                    await asyncio.sleep(0)
+                self._wake.clear()
+                if not self._closed:
+                    await self._wake.wait()
+        except OSError as error:
+            log.debug("the other process has ended: %s", error)
+            self.disconnect()
+
+    async def _write_one(self, outgoing: Outgoing) -> None:
+        left, descriptors = memoryview(outgoing.frame()), outgoing.descriptors
+        while left:
+            try:
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [left], descriptors, socket.MSG_NOSIGNAL)
+                    descriptors = []  # they went with the first of these bytes
+                else:
+                    sent = self._socket.send(left, socket.MSG_NOSIGNAL)
+                left = left[sent:]
+            except BlockingIOError:
+                await ready(self._socket, writing=True)

@@ -1,0 +1,544 @@
+"""The main process's half: starts workers, keeps their state current, and gives them the pods.
+
+**Listeners.** The main process binds a pod's ports and hands the same sockets to every worker. Workers with
+sockets of their own (SO_REUSEPORT) would each have a queue that dies with them, and of several sockets of a
+predecessor and a successor the kernel cannot be told which to prefer
+(:func:`tproxy.aio.sockets.leave_to_newer`). Connections that wait while a worker dies, or while all of them do,
+are taken by the next one to accept. ``connection_counts.py`` spreads them.
+
+**State.** A worker that starts gets a snapshot of one instant, then each change, in order. Messages are queued as
+references to values until they can be sent. A worker that does not read, or does not answer within
+:data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
+
+**Counters** of a worker that died are kept as they were last read, and so are those of a worker that answers
+late: a counter that goes down would be taken for that of a new process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, Self
+
+from tproxy.aio.netns import Netns
+from tproxy.errors import TproxyError
+from xds.model.identity import SpiffeId
+from xds.model.mesh import Changes
+from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
+from ztunnel.proxy.istio.admin.inspected import Connections
+from ztunnel.proxy.istio.certificates.manager import CertificateManager, WorkloadCertificate
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod import Dns
+from ztunnel.proxy.istio.path.pod_sockets import BACKLOG, Bound, bind
+from ztunnel.proxy.istio.settings.config import PodName
+from ztunnel.proxy.istio.workers.channel import (
+    ChannelClosed,
+    Descriptors,
+    IpcChannel,
+    Outgoing,
+    Refused,
+    RequestBody,
+)
+from ztunnel.proxy.istio.workers.connection_counts import ConnectionCounts
+from ztunnel.proxy.istio.workers.mesh_replica import delta, snapshot
+from ztunnel.proxy.istio.workers.messages import (
+    Barrier,
+    Begin,
+    CertificateIssued,
+    ConnectionsPart,
+    CountsPart,
+    DrainPod,
+    FetchResource,
+    GetCertificate,
+    GetConnections,
+    GetCounts,
+    Listening,
+    LogFilterChanged,
+    Notification,
+    ProtocolViolation,
+    ResolveName,
+    RevocationsChanged,
+    StartPod,
+    StopPod,
+    TapPod,
+    TapTotals,
+    Value,
+    pickled,
+)
+from ztunnel.proxy.istio.workers.process import ANSWER_S, WorkerProcess, spawn
+from ztunnel.proxy.istio.zds.pods import RunningPod
+from ztunnel.proxy.tap.request import TapRequest, Totals
+from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.tap.taps import Carry
+
+log = logging.getLogger(__name__)
+
+_FIRST_RESTART_S: Final = 0.1
+#: Longest time a page waits for a worker.
+_PAGE_S: Final = 1.0
+#: Longest time applying a snapshot may take; 200,000 workloads take ten seconds.
+_SYNC_S: Final = 300.0
+
+
+class WorkerPod:
+    """A pod whose connections workers carry, see :class:`ztunnel.proxy.istio.zds.pods.RunningPod`.
+
+    Args:
+        workers: all of them.
+        number: of this pod, in messages.
+        bound: its sockets, which belong to this object from now on.
+        dns: serves the pod's DNS in this process; ``None`` without a DNS proxy.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        number: int,
+        name: PodName,
+        netns: Netns | None,
+        bound: list[Bound],
+        dns: Dns | None,
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.dns = dns
+        self._workers = workers
+        self._netns = netns
+        self._bound = bound
+        self.leaving = False
+
+    def start(self) -> tuple[StartPod, list[int]]:
+        """Return the request that starts it in a worker, and the descriptors that go along."""
+        listening = tuple(
+            Listening(port=each.address.port, host=each.address.host, transparent=each.transparent)
+            for each in self._bound
+        )
+        request = StartPod(
+            number=self.number, name=self.name, has_namespace=self._netns is not None, listening=listening
+        )
+        namespace = [self._netns.fileno()] if self._netns is not None else []
+        return request, namespace + [each.sock.fileno() for each in self._bound]
+
+    def close_listeners(self) -> None:
+        """Close our sockets; workers keep theirs."""
+        for each in self._bound:
+            each.sock.close()
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """Look a name up as the pod's DNS proxy would."""
+        return None if self.dns is None else await self.dns.resolve(name, ipv6=ipv6)
+
+    async def stop(self) -> None:
+        """End at once; idempotent."""
+        self._workers.forget(self)
+        self.close_listeners()
+        await self._workers.request_of_all(StopPod(self.number))
+        if self.dns is not None:
+            await self.dns.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Drain in all workers at once, see :meth:`ztunnel.proxy.istio.path.pod.PodProxy.drain`."""
+        self.leaving = True
+        self.close_listeners()
+        await self._workers.request_of_all(DrainPod(self.number, timeout_s), timeout_s + ANSWER_S)
+        await self.stop()
+
+
+class Workers:
+    """Runs while entered.
+
+    Args:
+        count: how many.
+        node: whose mesh, certificates, metrics and log the main process has.
+        certificates: the manager that the node's are of.
+        on_serving: called with whether at least one worker serves, when that changes.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        node: Node,
+        certificates: CertificateManager,
+        *,
+        on_serving: Callable[[bool], object] = lambda serving: None,
+    ) -> None:
+        self.count = count
+        self._node = node
+        self._certificates = certificates
+        self._on_serving = on_serving
+        self._connection_counts, self._memory = ConnectionCounts.create(count)
+        self._running: dict[int, WorkerProcess] = {}
+        self._pods: dict[int, WorkerPod] = {}
+        self._numbers = itertools.count(1)
+        self._settled = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._served = False
+        self._late = 0
+        self._restarts = 0
+        self._stop_watching: Callable[[], None] = lambda: None
+        self._tasks = Tasks("workers")
+        # Access lines and spans leave each process by themselves, so what the collector asks for goes to all.
+        otlp = node.config.otlp
+        own = replace(otlp, metrics=None) if otlp is not None and (otlp.logs or otlp.traces) else None
+        self._config = replace(node.config, auth_token=None, xds_headers=(), ca_headers=(), otlp=own)
+
+    @property
+    def serving(self) -> int:
+        """Number of workers that have every pod."""
+        return sum(worker.serves for worker in self._running.values())
+
+    def gauges(self) -> dict[str, Gauge]:
+        """Return the gauges of the metrics page."""
+        return {
+            "ztunnel_workers": Gauge(
+                "gauge", "Processes that carry connections of pods (unstable)", lambda: self.serving
+            ),
+            "ztunnel_worker_restarts": Gauge(
+                "counter", "Worker processes that ended and were replaced (unstable)", lambda: self._restarts
+            ),
+            "ztunnel_workers_late": Gauge(
+                "counter",
+                "Times that a worker was late for a page, which shows what it had counted before (unstable)",
+                lambda: self._late,
+            ),
+        }
+
+    async def __aenter__(self) -> Self:
+        self._stop_watching = self._node.mesh.watch(self._mesh_changed)
+        self._certificates.watch(self._certificate_changed)
+        if self._node.revocations is not None:
+            self._node.revocations.watch(self._revocations_changed)
+        self._node.metrics.processes = lambda: [worker.process.pid for worker in self._running.values()]
+        for index in range(self.count):
+            self._tasks.keep(partial(self._keep, index), f"worker {index}")
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._stop_watching()
+        await self._tasks.close()
+        self._connection_counts.close()
+        os.close(self._memory)
+
+    def settle(self) -> None:
+        """Allow workers to serve: the mesh is complete as first described by the control plane."""
+        self._settled.set()
+
+    # One worker
+
+    async def _keep(self, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(_FIRST_RESTART_S)
+        while True:
+            began_s = loop.time()
+            try:
+                await self._run(index)
+            except OSError as error:
+                log.error("worker not started worker=%d error=%s", index, plain_reason(error))
+            if loop.time() - began_s > backoff.limit_s:
+                backoff.reset()
+            wait_s = backoff.next()
+            self._restarts += 1
+            log.error("worker is replaced worker=%d serving=%d in=%.1fs", index, self.serving, wait_s)
+            await asyncio.sleep(wait_s)
+
+    async def _run(self, index: int) -> None:
+        """Start one worker and serve its link; return when it has ended.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, process, output = await spawn(self._node.logs, self._node.log_pressure)
+
+        async def requested(body: RequestBody, descriptors: Descriptors) -> AsyncIterator[Value]:
+            async for part in self._requested(channel, body):
+                yield part
+
+        channel = IpcChannel(ours, _refuse_notification, requested)
+        worker = WorkerProcess(index, channel, process, output)
+        self._running[index] = worker
+        syncing = self._tasks.start(self._sync(worker), f"worker {index} sync")
+        try:
+            await channel.run()
+        except ProtocolViolation as error:
+            log.error("worker broke the link worker=%d error=%s", index, error)
+        finally:
+            syncing.cancel()
+            self._connection_counts.remove(index)
+            self._running.pop(index, None)
+            await channel.close()
+            await worker.ended()
+            self._lost(worker)
+            self._report_serving()
+
+    def _lost(self, worker: WorkerProcess) -> None:
+        now_s = self._node.clock.monotonic()
+        for part in worker.counts:
+            self._node.metrics.add(part, lost=True, now_s=now_s)
+
+    async def _sync(self, worker: WorkerProcess) -> None:
+        """Send a new worker the snapshot, then the pods; see to it from then on that it does not hang."""
+        node, channel = self._node, worker.channel
+        channel.notify(
+            Begin(
+                pickled_config=pickled(self._config),
+                index=worker.index,
+                workers=self.count,
+                log_filter=str(node.logs.levels),
+            ),
+            [self._memory],
+        )
+        if node.revocations is not None:
+            channel.notify(RevocationsChanged(node.revocations.current.encoded()))
+        # Without an await in between: later changes queue behind the snapshot.
+        for message in snapshot(node.mesh):
+            channel.notify(message)
+        for wanted, state in self._certificates.states().items():
+            if isinstance(state, WorkloadCertificate):
+                channel.notify(_certificate(wanted, state))
+        worker.notified = True
+        await self._settled.wait()
+        try:
+            await worker.request(Barrier(), within_s=_SYNC_S)
+            worker.synced = True
+            self._changed.set()
+            for pod in list(self._pods.values()):
+                if not pod.leaving:
+                    await self._give(worker, pod)
+        except ChannelClosed:
+            return
+        except OSError as error:
+            log.error(
+                "worker cannot be given the pods, ending it worker=%d error=%s", worker.index, plain_reason(error)
+            )
+            worker.kill()
+            return
+        worker.serves = True
+        self._report_serving()
+        log.info("worker serves worker=%d pid=%d pods=%d", worker.index, worker.process.pid, len(self._pods))
+        await worker.watch()
+
+    def _carries(self, identity: SpiffeId) -> bool:
+        """Return whether a pod of this node has an identity."""
+        mesh = self._node.mesh
+        if identity in mesh.local_identities:
+            return True
+        names = [pod.name for pod in self._pods.values()]
+        local = (mesh.local_workload(name.name, name.namespace, name.service_account) for name in names)
+        return any(workload is not None and workload.identity == identity for workload in local)
+
+    @staticmethod
+    async def _give(worker: WorkerProcess, pod: WorkerPod) -> None:
+        try:
+            await worker.request(*pod.start())
+        except Refused as refused:
+            # Others have it, else the pod would not have started.
+            log.error("worker lacks a pod worker=%d pod=%s error=%s", worker.index, _named(pod.name), refused)
+
+    def _report_serving(self) -> None:
+        serves = self.serving > 0
+        if serves != self._served:
+            self._served = serves
+            self._on_serving(serves)
+
+    async def _requested(self, worker: IpcChannel, request: RequestBody) -> AsyncIterator[Value]:
+        """Answer a request of a worker."""
+        match request:
+            case GetCertificate(identity):
+                if not self._carries(identity):
+                    # A worker that was taken over must not get certificates of workloads elsewhere.
+                    raise Refused(f"no pod of this node has the identity {identity}")
+                certificate = await self._certificates.fetch(identity)
+                worker.notify(_certificate(identity, certificate))
+            case FetchResource(key):
+                try:
+                    await self._node.ask_about(key)
+                except TimeoutError:
+                    yield False
+                else:
+                    yield True
+            case ResolveName():
+                pod = self._pods.get(request.number)
+                yield None if pod is None else await pod.resolve(request.name, ipv6=request.ipv6)
+            case _:
+                raise Refused(f"{type(request).__name__} is for workers")
+
+    # All workers
+
+    def _notify(self, message: Notification) -> None:
+        outgoing = Outgoing(message)
+        for worker in self._running.values():
+            if worker.notified:
+                worker.channel.send(outgoing)
+
+    def _mesh_changed(self, changed: Changes) -> None:
+        for message in delta(changed, self._node.mesh):
+            self._notify(message)
+
+    def _certificate_changed(self, wanted: SpiffeId, certificate: WorkloadCertificate) -> None:
+        self._notify(_certificate(wanted, certificate))
+
+    def _revocations_changed(self) -> None:
+        assert self._node.revocations is not None
+        self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
+
+    def log_filter_changed(self) -> None:
+        """Pass a changed log filter on to the workers."""
+        self._notify(LogFilterChanged(str(self._node.logs.levels)))
+
+    async def request_of_all(self, request: RequestBody, within_s: float = ANSWER_S) -> None:
+        """Send a request to every synced worker and wait for all answers."""
+        asking = [worker.request(request, within_s=within_s) for worker in self._running.values() if worker.synced]
+        for outcome in await asyncio.gather(*asking, return_exceptions=True):
+            if isinstance(outcome, Refused):
+                log.error("worker refused request=%s error=%s", type(request).__name__, outcome)
+            elif isinstance(outcome, BaseException) and not isinstance(outcome, ChannelClosed):
+                raise outcome
+
+    def carriers(self) -> list[Carry]:
+        """Return what captures in each worker that serves; one that starts later captures nothing."""
+        return [partial(self._tap, worker) for worker in self._running.values() if worker.serves]
+
+    @staticmethod
+    async def _tap(worker: WorkerProcess, request: TapRequest, sink: socket.socket) -> Totals:
+        """Have a worker capture; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
+        from ztunnel.proxy.tap.taps import CannotTap
+
+        with sink:
+            try:
+                # Without a limit of time: the answer comes when the tap has ended.
+                (found,) = await worker.channel.request(TapPod(request), [sink.fileno()])
+            except ChannelClosed:
+                raise CannotTap("a worker has ended") from None
+            except Refused as error:
+                raise CannotTap(str(error)) from None
+        if not isinstance(found, TapTotals):
+            raise CannotTap("a worker answered something else")
+        return found.totals.bounded
+
+    # Pods
+
+    async def start_pod(self, name: PodName, netns: Netns | None) -> WorkerPod:
+        """Start a pod in every synced worker, at least one; return when they accept its connections.
+
+        Raises:
+            TproxyError: a port is taken, or a worker could not.
+        """
+        bound = bind(self._node, netns)
+        try:
+            dns = self._serve_dns(name, netns)
+        except BaseException:
+            for each in bound:
+                each.sock.close()
+            raise
+        pod = WorkerPod(self, next(self._numbers), name, netns, bound, dns)
+        try:
+            for each in bound:
+                each.sock.listen(BACKLOG)
+            self._pods[pod.number] = pod
+            await self._started(pod)
+        except BaseException:
+            await pod.stop()
+            raise
+        return pod
+
+    def _serve_dns(self, name: PodName, netns: Netns | None) -> Dns | None:
+        if not self._node.config.dns_proxy:
+            return None
+        from ztunnel.proxy.istio.dns.pod_dns import PodDns  # 2 MiB, with dnspython, that a node without it saves
+
+        return PodDns(self._node, name, netns)
+
+    async def _started(self, pod: WorkerPod) -> None:
+        while True:
+            asking = [worker.request(*pod.start()) for worker in self._running.values() if worker.synced]
+            if not asking:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, Refused):
+                    raise TproxyError(str(outcome))
+                if isinstance(outcome, BaseException) and not isinstance(outcome, ChannelClosed):
+                    raise outcome
+            if any(outcome is None for outcome in outcomes):
+                return
+
+    def forget(self, pod: WorkerPod) -> None:
+        """Stop giving a pod to new workers; idempotent."""
+        pod.leaving = True
+        self._pods.pop(pod.number, None)
+
+    # Pages
+
+    async def metrics(self) -> Metrics:
+        """Return what this process and the workers have counted, added up for one page."""
+        await asyncio.gather(*(self._count(worker) for worker in self._running.values() if worker.synced))
+        # Without an await up to here, so that a worker that dies now is counted once.
+        page = self._node.metrics.page_with()
+        parts = [part for worker in self._running.values() for part in worker.counts]
+        for part in parts:
+            page.add(part)
+            await asyncio.sleep(0)
+        return page
+
+    async def _count(self, worker: WorkerProcess) -> None:
+        try:
+            async with asyncio.timeout(_PAGE_S):
+                found = await worker.channel.request(GetCounts())
+        except TimeoutError:
+            self._late += 1
+        except (ChannelClosed, Refused):
+            pass
+        else:
+            worker.counts = [part.counts for part in found if isinstance(part, CountsPart)]
+
+    async def connections(self) -> dict[RunningPod, Connections]:
+        """Return live connections by pod, without those of a worker that answers late."""
+        found: dict[int, Connections] = {number: {"inbound": [], "outbound": []} for number in self._pods}
+        pods = dict(self._pods)
+
+        async def of(worker: WorkerProcess) -> None:
+            try:
+                async with asyncio.timeout(_PAGE_S):
+                    parts = await worker.channel.request(GetConnections())
+            except TimeoutError:
+                self._late += 1
+                return
+            except (ChannelClosed, Refused):
+                return
+            for part in parts:
+                if isinstance(part, ConnectionsPart) and part.number in found:
+                    found[part.number][part.direction].extend(part.entries)
+
+        await asyncio.gather(*(of(worker) for worker in self._running.values() if worker.synced))
+        return {pods[number]: connections for number, connections in found.items()}
+
+
+async def _refuse_notification(message: Notification, descriptors: Descriptors) -> None:
+    raise ProtocolViolation(f"{type(message).__name__} from a worker")
+
+
+def _certificate(wanted: SpiffeId, certificate: WorkloadCertificate) -> CertificateIssued:
+    issued = certificate.issued
+    return CertificateIssued(
+        wanted=wanted,
+        identity=issued.identity,
+        chain_pem=issued.chain_pem,
+        roots_pem=issued.roots_pem,
+        key_pem=issued.key_pem,
+    )
+
+
+def _named(name: PodName) -> str:
+    return f"{name.namespace}/{name.name}"

@@ -1,0 +1,76 @@
+"""The main process's mesh, replicated in a worker: changes are sent in parts and applied as one batch. Pure."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from xds.model.mesh import Changes, Mesh
+from ztunnel.proxy.istio.workers.messages import MeshChange, Resource, pickled
+
+#: Resources and names of one part: on average two milliseconds to encode, to decode or to apply.
+BATCH: Final = 250
+
+
+def snapshot(mesh: Mesh) -> Iterator[MeshChange]:
+    """Yield the whole mesh: policies first and at once, then what they apply to, part by part."""
+    yield from _parts(list(mesh.policies()), (), ())
+    for values in (list(mesh.services()), list(mesh.workloads())):
+        for start in range(0, len(values), BATCH):
+            yield MeshChange(pickled=pickled(tuple(values[start : start + BATCH])))
+
+
+def delta(changes: Changes, mesh: Mesh) -> Iterator[MeshChange]:
+    """Yield a batch that has just been applied to ``mesh``."""
+    put: list[Resource] = []
+    removed: list[str] = []
+    removed_policies: list[str] = []
+    look_ups: tuple[tuple[Iterable[str], Callable[[str], Resource | None], list[str]], ...] = (
+        (changes.policies, mesh.policy, removed_policies),
+        (changes.services, mesh.service, removed),
+        (changes.workloads, mesh.workload, removed),
+    )
+    for names, look_up, gone in look_ups:
+        for name in names:
+            value = look_up(name)
+            if value is None:
+                gone.append(name)
+            else:
+                put.append(value)
+    yield from _parts(put, removed, removed_policies)
+
+
+def _parts(
+    put: Sequence[Resource], removed: Sequence[str], removed_policies: Sequence[str]
+) -> Iterator[MeshChange]:
+    parts = max(1, *(-(-len(values) // BATCH) for values in (put, removed, removed_policies)))
+    for part in range(parts):
+        here = slice(part * BATCH, (part + 1) * BATCH)
+        yield MeshChange(
+            pickled=pickled(tuple(put[here])),
+            removed=tuple(removed[here]),
+            removed_policies=tuple(removed_policies[here]),
+            more=part < parts - 1,
+        )
+
+
+class MeshReplica:
+    """Applies batches to a worker's mesh.
+
+    Args:
+        mesh: the worker's.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._parts: list[MeshChange] = []
+
+    def receive(self, part: MeshChange) -> None:
+        """Keep a part; with the last one the batch is applied."""
+        self._parts.append(part)
+        if part.more:
+            return
+        parts, self._parts = self._parts, []
+        self._mesh.apply(
+            [value for part in parts for value in part.put],
+            [name for part in parts for name in part.removed],
+            removed_policies=[key for part in parts for key in part.removed_policies],
+        )

@@ -1,0 +1,330 @@
+"""The messages between the main process and its workers, and their bytes. Pure.
+
+A frame is its length (4 bytes), the number of file descriptors that accompany it (1 byte) and one message in
+MessagePack. Messages are typed and tagged (msgspec): a frame that is no message of the direction it travels in
+is a :class:`ProtocolViolation`. Both ends run the same files, so nothing is negotiated.
+
+**Trust.** A worker parses bytes of strangers and may be taken over; the main process holds the node's token. What
+comes from a worker is therefore limited to the small types below: texts, numbers, identities, counts. The other
+direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. They go
+as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`), which a worker reads and the main process never
+does: a worker obeys its main process in everything anyway.
+
+Descriptors travel beside the bytes and in order: on a Unix stream socket they cannot overtake their frame.
+"""
+
+import pickle
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from xds.model.authorization import AuthorizationPolicy
+from xds.model.identity import SpiffeId
+from xds.model.service import Service
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.accounting.metrics import Counts
+from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
+from ztunnel.proxy.tap.request import TapRequest, Totals
+
+Resource = Workload | Service | AuthorizationPolicy
+
+_HEADER = struct.Struct("!IB")
+#: Longest frame to a worker: far beyond one batch of :data:`ztunnel.proxy.istio.workers.mesh_replica.BATCH`.
+MAX_BYTES: Final = 64 * 1024 * 1024
+#: Longest frame of a worker, which sends its pages in parts.
+MAX_WORKER_BYTES: Final = 4 * 1024 * 1024
+#: Most descriptors of one frame: a network namespace and its listeners.
+MAX_DESCRIPTORS: Final = 8
+
+
+class ProtocolViolation(Exception):
+    """The other process sent no frame, or a message it may not send; nothing after it can be trusted."""
+
+
+# Notifications: to a worker, answered by nothing
+
+
+class Begin(Struct, frozen=True, kw_only=True, tag=True):
+    """The first message to a worker; with it comes the shared memory of :class:`ConnectionCounts`.
+
+    Attributes:
+        pickled_config: see :meth:`config`; without what only the main process needs (tokens and headers).
+        index, workers: which worker, of how many.
+        log_filter: the current one; the configuration has the one of the start.
+    """
+
+    pickled_config: bytes
+    index: int
+    workers: int
+    log_filter: str
+
+    @property
+    def config(self) -> IstioConfig:
+        """The configuration; only a worker reads it."""
+        loaded = pickle.loads(self.pickled_config)
+        assert isinstance(loaded, IstioConfig)
+        return loaded
+
+
+class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
+    """One batch of changes, or a part of it: nothing is applied before the last part has arrived.
+
+    Attributes:
+        pickled: see :meth:`put`.
+        removed: uids of workloads and keys of services.
+        removed_policies: apart, since names of services and policies may coincide.
+        more: further parts follow.
+    """
+
+    pickled: bytes = b""
+    removed: tuple[str, ...] = ()
+    removed_policies: tuple[str, ...] = ()
+    more: bool = False
+
+    @property
+    def put(self) -> tuple[Resource, ...]:
+        """New and changed resources; only a worker reads them."""
+        loaded = pickle.loads(self.pickled) if self.pickled else ()
+        assert isinstance(loaded, tuple)
+        return loaded
+
+
+def pickled(value: IstioConfig | tuple[Resource, ...]) -> bytes:
+    """Return the bytes of a configuration or of resources, for the messages above."""
+    return pickle.dumps(value, protocol=5)
+
+
+class CertificateIssued(Struct, frozen=True, kw_only=True, tag=True):
+    """A new or renewed certificate with its key, in PEM."""
+
+    wanted: SpiffeId
+    identity: SpiffeId
+    chain_pem: bytes
+    roots_pem: bytes
+    key_pem: bytes
+
+    def __repr__(self) -> str:
+        return f"CertificateIssued(wanted={self.wanted})"  # the key belongs in no log
+
+
+class RevocationsChanged(Struct, frozen=True, tag=True):
+    """The current revocation lists, in DER."""
+
+    lists: tuple[bytes, ...]
+
+
+class LogFilterChanged(Struct, frozen=True, tag=True):
+    """The whole current log filter."""
+
+    text: str
+
+
+Notification = Begin | MeshChange | CertificateIssued | RevocationsChanged | LogFilterChanged
+
+
+# Requests to a worker
+
+
+class Barrier(Struct, frozen=True, tag=True):
+    """Answered once all earlier notifications are applied. No value."""
+
+
+class Turn(Struct, frozen=True, tag=True):
+    """Answered in a turn of the worker's poller: it carries connections. No value."""
+
+
+class Listening(Struct, frozen=True, kw_only=True):
+    """A listening socket that travels as a descriptor, and how it was made."""
+
+    port: int
+    host: str
+    transparent: bool
+
+
+class StartPod(Struct, frozen=True, kw_only=True, tag=True):
+    """Carry the connections of a pod. No value.
+
+    Descriptors: the pod's network namespace, if ``has_namespace``, then the sockets of ``listening``.
+    """
+
+    number: int
+    name: PodName
+    has_namespace: bool
+    listening: tuple[Listening, ...]
+
+
+class StopPod(Struct, frozen=True, tag=True):
+    """End a pod's proxy at once. No value."""
+
+    number: int
+
+
+class DrainPod(Struct, frozen=True, tag=True):
+    """Let a pod's connections end within a time. No value; the response comes when they have."""
+
+    number: int
+    timeout_s: float
+
+
+class GetCounts(Struct, frozen=True, tag=True):
+    """Everything counted so far, in parts (:class:`CountsPart`)."""
+
+
+class GetConnections(Struct, frozen=True, tag=True):
+    """Live connections, in parts (:class:`ConnectionsPart`), several per pod."""
+
+
+class TapPod(Struct, frozen=True, tag=True):
+    """Capture a pod's new connections until the socket says EOF: :class:`TapTotals`.
+
+    Descriptors: the socket that packets go to.
+    """
+
+    wanted: TapRequest
+
+
+RequestToWorker = Barrier | Turn | StartPod | StopPod | DrainPod | GetCounts | GetConnections | TapPod
+
+
+# Requests to the main process
+
+
+class GetCertificate(Struct, frozen=True, tag=True):
+    """Request a certificate. No value: the certificate is notified before the response."""
+
+    identity: SpiffeId
+
+
+class FetchResource(Struct, frozen=True, tag=True):
+    """On demand: request a resource from the control plane. Whether it answered in time; changes come before."""
+
+    key: str
+
+
+class ResolveName(Struct, frozen=True, kw_only=True, tag=True):
+    """Look a name up as the pod's DNS proxy would: an address or ``None``."""
+
+    number: int
+    name: str
+    ipv6: bool
+
+
+RequestToMain = GetCertificate | FetchResource | ResolveName
+
+
+# Responses
+
+
+class CountsPart(Struct, frozen=True, tag=True):
+    """A part of a worker's counters."""
+
+    counts: Counts
+
+
+class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
+    """Entries of the dump of one pod."""
+
+    number: int
+    direction: Literal["inbound", "outbound"]
+    entries: tuple[dict[str, str | None], ...]
+
+
+class TapTotals(Struct, frozen=True, tag=True):
+    """What a tap has seen in a worker."""
+
+    totals: Totals
+
+
+Value = CountsPart | ConnectionsPart | TapTotals | bool | str | None
+BodyT = TypeVar("BodyT")
+
+
+class Request(Struct, Generic[BodyT], frozen=True, tag=True):
+    """A request; its number is the sender's."""
+
+    number: int
+    body: BodyT
+
+
+class Response(Struct, frozen=True, kw_only=True, tag=True):
+    """A part of the answer to a request.
+
+    Attributes:
+        refused: why there is no value.
+        more: further parts follow.
+    """
+
+    number: int
+    value: Value = None
+    refused: str | None = None
+    more: bool = False
+
+
+FromMain = (
+    Begin
+    | MeshChange
+    | CertificateIssued
+    | RevocationsChanged
+    | LogFilterChanged
+    | Request[RequestToWorker]
+    | Response
+)
+FromWorker = Request[RequestToMain] | Response
+Message = FromMain | FromWorker
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, descriptors: int = 0) -> bytes:
+    """Return one frame that ``descriptors`` descriptors accompany.
+
+    Raises:
+        ValueError: it is more than a frame may hold.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_BYTES or descriptors > MAX_DESCRIPTORS:
+        raise ValueError(f"{type(message).__name__} is too much for one frame: {len(body)} bytes")
+    return _HEADER.pack(len(body), descriptors) + body
+
+
+class FrameDecoder:
+    """Splits a stream of bytes into messages.
+
+    Args:
+        from_main: the bytes come from the main process; otherwise from a worker, which may say less.
+    """
+
+    def __init__(self, *, from_main: bool) -> None:
+        self._buffer = bytearray()
+        self._limit = MAX_BYTES if from_main else MAX_WORKER_BYTES
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+            FromMain if from_main else FromWorker
+        )
+
+    def receive(self, data: bytes) -> None:
+        """Append what was read."""
+        self._buffer += data
+
+    def __iter__(self) -> Iterator[tuple[Message, int]]:
+        """Remove and yield the complete messages, each with the number of its descriptors.
+
+        Raises:
+            ProtocolViolation: from here on nothing can be read.
+        """
+        while len(self._buffer) >= _HEADER.size:
+            length, descriptors = _HEADER.unpack_from(self._buffer)
+            if length > self._limit or descriptors > MAX_DESCRIPTORS:
+                raise ProtocolViolation(f"a frame of {length} bytes and {descriptors} descriptors")
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            try:
+                with memoryview(self._buffer)[_HEADER.size : end] as body:
+                    message: Message = self._decoder.decode(body)
+            except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+                raise ProtocolViolation(f"a frame that is no message: {error}") from error
+            del self._buffer[:end]
+            yield message, descriptors

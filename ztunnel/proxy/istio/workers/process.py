@@ -1,0 +1,203 @@
+"""One worker process as the main process sees it: started, requested of, read from, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ztunnel.proxy.istio.accounting.logs import LogStream
+from ztunnel.proxy.istio.accounting.metrics import Counts
+from ztunnel.proxy.istio.workers.channel import ChannelClosed, IpcChannel, RequestBody
+from ztunnel.proxy.istio.workers.messages import Turn
+from ztunnel.proxy.otlp.settings import SECRETS as OTLP_SECRETS
+from ztunnel.runtime.log_pressure import LogPressure
+
+log = logging.getLogger(__name__)
+
+#: Longest time a worker may take for anything but draining; starting a pod takes it a millisecond.
+ANSWER_S: Final = 10.0
+#: A worker ends as soon as its last pod has; after this it is killed.
+_END_S: Final = 3.0
+_READ_BYTES: Final = 64 * 1024
+#: How long a worker's output is left unread while our log is behind; the pipe holds 64 KiB meanwhile.
+_PRESSURE_S: Final = 0.05
+#: How often a worker is asked for a turn, and the longest time until it has one. Longer than what connections and
+#: their peers bear when a machine pauses: a worker that is ended takes its connections with it.
+_BEAT_S: Final = 5.0
+_HUNG_S: Final = 30.0
+
+
+class OutputReader:
+    """Copies what one worker prints to our log, in whole lines, however the pipe cuts them.
+
+    Args:
+        descriptor: of the pipe; belongs to this object from now on.
+        logs: our log.
+        pressure: while it is closed nothing is read, so that the worker's own log falls behind; ``None``: always.
+    """
+
+    def __init__(self, descriptor: int, logs: LogStream, pressure: LogPressure | None = None) -> None:
+        self._descriptor = descriptor
+        self._logs = logs
+        self._pressure = pressure
+        self._begun = b""
+        self.ended = asyncio.Event()
+        os.set_blocking(descriptor, False)
+        self._start()
+
+    def _start(self) -> None:
+        if not self.ended.is_set():
+            asyncio.get_running_loop().add_reader(self._descriptor, self._readable)
+
+    def _readable(self) -> None:
+        if self._pressure is not None and not self._pressure.admits():
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._descriptor)
+            loop.call_later(_PRESSURE_S, self._start)
+            return
+        try:
+            data = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        complete, newline, rest = data.rpartition(b"\n")
+        if newline:
+            self._logs.pass_on(self._begun + complete + newline)
+            self._begun = rest
+        else:
+            self._begun += rest
+        if not data:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading; idempotent."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        if self._begun:  # it died in the middle of a line
+            self._logs.pass_on(self._begun + b"\n")
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+
+
+class WorkerProcess:
+    """One worker, from its start to its end.
+
+    Attributes:
+        notified: it gets changes, because it has got the snapshot they are based on.
+        synced: it has applied that snapshot, and gets pods.
+        serves: it has every pod.
+        counts: what it had counted when it was asked last.
+    """
+
+    def __init__(self, index: int, channel: IpcChannel, process: Process, output: OutputReader) -> None:
+        self.index = index
+        self.channel = channel
+        self.process = process
+        self._output = output
+        self.notified = False
+        self.synced = False
+        self.serves = False
+        self.counts: Sequence[Counts] = ()
+
+    async def request(
+        self, body: RequestBody, descriptors: Sequence[int] = (), within_s: float = ANSWER_S
+    ) -> None:
+        """Have something done.
+
+        Raises:
+            Refused: it cannot be.
+            ChannelClosed: the worker has ended, or was killed because it did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self.channel.request(body, descriptors)
+        except TimeoutError:
+            log.error("worker does not answer, ending it worker=%d request=%s", self.index, type(body).__name__)
+            self.kill()
+            raise ChannelClosed from None
+        except ChannelClosed:
+            self.synced = False
+            raise
+
+    async def watch(self, beat_s: float = _BEAT_S, hung_s: float = _HUNG_S) -> None:
+        """Ask for a turn of its poller again and again; return when it has ended, or was killed for hanging."""
+        try:
+            while True:
+                await asyncio.sleep(beat_s)
+                await self.request(Turn(), within_s=hung_s)
+        except ChannelClosed:
+            return
+
+    def kill(self) -> None:
+        """End it now; idempotent."""
+        self.synced = False
+        if self.process.returncode is None:
+            self.process.kill()
+        self.channel.disconnect()
+
+    async def ended(self) -> None:
+        """Wait until it has ended, which it does when the link closes; report how."""
+        process = self.process
+        try:
+            async with asyncio.timeout(_END_S):
+                status = await process.wait()
+        except TimeoutError:
+            process.kill()
+            status = await process.wait()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._output.ended.wait()
+        except TimeoutError:
+            self._output.close()
+        if status:
+            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+            log.error("worker ended worker=%d pid=%d by=%r", self.index, process.pid, how)
+
+
+async def spawn(
+    logs: LogStream, pressure: LogPressure | None = None
+) -> tuple[socket.socket, Process, OutputReader]:
+    """Start a worker process; return our end of the link, the process, and the reader of what it prints.
+
+    Args:
+        logs, pressure: see :class:`OutputReader`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = await create_subprocess_exec(
+            *(sys.executable, "-m", "ztunnel", "worker", str(theirs.fileno())),
+            stdin=DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            pass_fds=(theirs.fileno(),),
+            env=without_credentials(os.environ),
+        )
+    except BaseException:
+        ours.close()
+        os.close(reading)
+        raise
+    finally:
+        theirs.close()
+        os.close(writing)
+    ours.setblocking(False)
+    return ours, process, OutputReader(reading, logs, pressure)
+
+
+def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what may be a credential: workers get their configuration by the link."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name != "AUTH_TOKEN" and not name.startswith(("XDS_HEADER_", "CA_HEADER_")) and name not in OTLP_SECRETS
+    }

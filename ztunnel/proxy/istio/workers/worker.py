@@ -1,0 +1,387 @@
+"""One worker: a process that carries connections of pods, with replicas of the main process's state.
+
+It has its own mesh, pools, certificates and counters, and every pod of the node; it writes nothing to disk. It
+ends with the main process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Literal, assert_never
+
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
+from tproxy.aio.netns import Netns
+from xds.model.address import SocketAddress
+from xds.model.mesh import Changes, Mesh
+from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.resolver import Resolver
+from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.logs import LogStream
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.path.names import Names
+from ztunnel.proxy.istio.path.node import (
+    Node,
+    log_pressure,
+    policies_in_force,
+    taps_permitted,
+)
+from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.path.pod_sockets import Bound, PodSockets
+from ztunnel.proxy.istio.settings.config import ProxyMode
+from ztunnel.proxy.istio.workers.certificate_replica import ReplicatedCertificates, ReplicatedRevocations
+from ztunnel.proxy.istio.workers.channel import (
+    ChannelClosed,
+    Descriptors,
+    IpcChannel,
+    Refused,
+    RequestBody,
+)
+from ztunnel.proxy.istio.workers.connection_counts import ConnectionCounts
+from ztunnel.proxy.istio.workers.mesh_replica import MeshReplica
+from ztunnel.proxy.istio.workers.messages import (
+    Barrier,
+    Begin,
+    CertificateIssued,
+    ConnectionsPart,
+    CountsPart,
+    DrainPod,
+    FetchResource,
+    GetConnections,
+    GetCounts,
+    LogFilterChanged,
+    MeshChange,
+    Notification,
+    ResolveName,
+    RevocationsChanged,
+    StartPod,
+    StopPod,
+    TapPod,
+    TapTotals,
+    Turn,
+    Value,
+)
+from ztunnel.proxy.tap.request import TapRequest, Totals
+from ztunnel.runtime import descriptors, heap
+from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.log_writer import LogWriter
+from ztunnel.runtime.rotation import ignore_rotation
+from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.turns import turned
+from ztunnel.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.istio.accounting.exports import Exports
+    from ztunnel.proxy.otlp.settings import OtlpSettings
+
+log = logging.getLogger(__name__)
+
+#: See :mod:`ztunnel.proxy.istio.app`.
+_SWEEP_S: Final = 60.0
+#: Entries of the dump in one part of an answer.
+_ENTRIES_PER_PART: Final = 500
+
+
+class _MainDns:
+    """A pod's names, asked of the main process, which serves them."""
+
+    def __init__(self, channel: IpcChannel, number: int) -> None:
+        self._channel = channel
+        self._number = number
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """See :class:`ztunnel.proxy.istio.path.pod.Dns`."""
+        try:
+            (address,) = await self._channel.request(ResolveName(number=self._number, name=name, ipv6=ipv6))
+        except (Refused, ChannelClosed):
+            return None
+        return str(address) if address is not None else None
+
+    async def close(self) -> None:
+        """Do nothing: the main process ends what serves the names."""
+
+
+@dataclass(slots=True)
+class _Pod:
+    proxy: PodProxy
+    netns: Netns | None
+
+
+class _Carrier:
+    """A worker's state, from its configuration on."""
+
+    def __init__(self, begin: Begin, connection_counts: ConnectionCounts, channel: IpcChannel) -> None:
+        config = self.config = begin.config
+        self._channel = channel
+        self._writer = LogWriter()
+        # The main process reads this and writes the one log.
+        file = self._writer.file("/dev/stdout")
+        self.logs = LogStream(self._writer, file, config.log_filter, json_lines=config.log_json)
+        self.logs.install()
+        self.change_log_filter(begin.log_filter)
+        self.metrics = Metrics(
+            config.version_tag,
+            config.metric_series,
+            expiry_s=config.metric_expiry_s,
+            removed=config.metric_labels_removed,
+        )
+        self.mesh = Mesh(node=config.node)
+        self.revocations = ReplicatedRevocations() if config.crl_path else None
+        self.certificates = ReplicatedCertificates(channel, config.tls_policy, self.revocations)
+        self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
+        self._memory_trimmer = heap.MemoryTrimmer(self.poller)
+        self._connection_counts = connection_counts
+        self.clock = SystemClock()
+        self.node = Node(
+            config=config,
+            mesh=self.mesh,
+            certificates=self.certificates,
+            poller=self.poller,
+            clock=self.clock,
+            metrics=self.metrics,
+            logs=self.logs,
+            names=Names(Resolver(), self.clock),
+            revocations=self.revocations,
+            policies=policies_in_force(config, self.clock, self.metrics),
+            taps=taps_permitted(config, self.clock),
+            log_pressure=log_pressure(config, self._writer, self.clock),
+            is_ours=partial(connection_counts.is_turn_of, begin.index),
+            tell_open=partial(connection_counts.set, begin.index),
+            ask=self._ask_about if config.xds_on_demand else None,
+        )
+        self.pods: dict[int, _Pod] = {}
+        self.replica = MeshReplica(self.mesh)
+        self._stack = ExitStack()
+        self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
+        self._exports = self._exported(config.otlp) if config.otlp is not None else None
+        self._tasks = Tasks("worker")
+        self._tasks.keep(self._sweep, "metrics sweep")
+        if self.node.policies is not None:
+            self._tasks.keep(self.node.policies.run, "policies")
+        self.mesh.watch(self._mesh_changed)
+        connection_counts.set(begin.index, 0)
+
+    async def _ask_about(self, key: str) -> None:
+        try:
+            (in_time,) = await self._channel.request(FetchResource(key))
+        except (Refused, ChannelClosed) as error:
+            raise TimeoutError from error
+        if not in_time:
+            raise TimeoutError
+
+    def _exported(self, settings: OtlpSettings) -> Exports:
+        from ztunnel.proxy.istio.accounting.exports import Exports  # most proxies have no collector
+
+        async def page() -> Metrics:
+            return self.metrics  # not asked for: the main process exports the metrics of all
+
+        return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.metrics.expire(self.clock.monotonic())
+
+    # Notifications
+
+    def _mesh_changed(self, changes: Changes) -> None:
+        self.node.forget(changes.workloads)
+        self.metrics.changed(changes, [uid for uid in changes.workloads if self.mesh.workload(uid) is not None])
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            self.certificates.forget(changes.local_identities_removed)
+        self._memory_trimmer.changed()
+
+    async def change_revocations(self, encoded: tuple[bytes, ...]) -> None:
+        """Replace the revocation lists; connections of revoked peers end."""
+        if self.revocations is None:
+            return
+        # In a thread: lists of large authorities take seconds to read.
+        lists = await asyncio.to_thread(RevocationLists.decoded, encoded)
+        self.revocations.change(lists)
+        self.node.live.review(Event.REVOCATIONS)
+
+    def change_log_filter(self, text: str) -> None:
+        """Replace the log filter."""
+        self.logs.change(text, reset=True)
+
+    # Requests
+
+    async def start_pod(self, request: StartPod, descriptors: Descriptors) -> None:
+        """Take a pod's connections; idempotent, since a worker that just started may be requested twice."""
+        if request.number in self.pods:
+            return
+        netns = Netns.from_fd(descriptors.take(), f"pod {request.name.name}") if request.has_namespace else None
+        bound: list[Bound] = []
+        try:
+            for each in request.listening:
+                sock = socket.socket(fileno=descriptors.take())
+                sock.setblocking(False)
+                bound.append(Bound(sock, SocketAddress(each.host, each.port), each.transparent))
+            dns = _MainDns(self._channel, request.number) if self.config.dns_proxy else None
+            pod = PodProxy(self.node, request.name, PodSockets(self.node, netns), dns=dns)
+            await pod.start(bound)
+        except BaseException:
+            for each_bound in bound:
+                each_bound.sock.close()
+            if netns is not None:
+                netns.close()
+            raise
+        self.pods[request.number] = _Pod(pod, netns)
+
+    async def stop_pod(self, number: int) -> None:
+        """End a pod's connections, if the pod is known."""
+        pod = self.pods.pop(number, None)
+        if pod is not None:
+            await pod.proxy.stop()
+            if pod.netns is not None:
+                pod.netns.close()
+
+    async def drain_pod(self, number: int, timeout_s: float) -> None:
+        """Let a pod's connections end, if the pod is known."""
+        pod = self.pods.get(number)
+        if pod is not None:
+            await pod.proxy.drain(timeout_s)
+            await self.stop_pod(number)
+
+    async def tap(self, wanted: TapRequest, descriptors: Descriptors) -> Totals:
+        """Capture a pod's new connections; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
+        sink = socket.socket(fileno=descriptors.take())
+        sink.setblocking(False)
+        taps = self.node.taps
+        if taps is None:
+            sink.close()
+            raise Refused("the configuration permits no taps")
+        from ztunnel.proxy.tap.taps import CannotTap
+
+        try:
+            return await taps.carry(wanted, sink)
+        except CannotTap as error:
+            raise Refused(str(error)) from error
+
+    # The end
+
+    async def close(self) -> None:
+        """End everything."""
+        for number in list(self.pods):
+            await self.stop_pod(number)
+        await self._tasks.close()
+        if self._exports is not None:
+            await self._exports.close()
+        self._memory_trimmer.close()
+        self.poller.close()
+        self._connection_counts.close()
+        self._stack.close()
+        self.logs.flush()
+        self._writer.close()
+
+
+class Worker:
+    """Serves the link to the main process until it closes.
+
+    Args:
+        sock: our end of the pair.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._channel = IpcChannel(sock, self._notified, self._requested, to_main=True)
+        self._carrier: _Carrier | None = None
+
+    async def run(self) -> None:
+        """Serve until the main process closes the link."""
+        try:
+            await self._channel.run()
+        finally:
+            await self._channel.close()
+            if self._carrier is not None:
+                await self._carrier.close()
+
+    @property
+    def _begun(self) -> _Carrier:
+        if self._carrier is None:
+            raise Refused("the configuration has not arrived")
+        return self._carrier
+
+    async def _notified(self, message: Notification, descriptors: Descriptors) -> None:
+        match message:
+            case Begin():
+                memory = descriptors.take()
+                try:
+                    connection_counts = ConnectionCounts(memory, message.workers)
+                finally:
+                    os.close(memory)
+                self._carrier = _Carrier(message, connection_counts, self._channel)
+            case MeshChange():
+                self._begun.replica.receive(message)
+            case CertificateIssued():
+                self._begun.certificates.put(message)
+            case RevocationsChanged(lists):
+                await self._begun.change_revocations(lists)
+            case LogFilterChanged(text):
+                self._begun.change_log_filter(text)
+            case _:
+                assert_never(message)
+
+    async def _requested(self, request: RequestBody, descriptors: Descriptors) -> AsyncIterator[Value]:
+        carrier = self._begun
+        match request:
+            case Barrier():
+                heap.settle()
+            case Turn():
+                await turned(carrier.poller)
+            case StartPod():
+                await carrier.start_pod(request, descriptors)
+            case StopPod(number):
+                await carrier.stop_pod(number)
+            case DrainPod(number, timeout_s):
+                await carrier.drain_pod(number, timeout_s)
+            case GetCounts():
+                for part in carrier.metrics.counts():
+                    yield CountsPart(part)
+            case GetConnections():
+                for entries in _connections(dict(carrier.pods)):
+                    yield entries
+            case TapPod(wanted):
+                yield TapTotals(await carrier.tap(wanted, descriptors))
+            case _:
+                raise Refused(f"{type(request).__name__} is for the main process")
+
+
+def _connections(pods: dict[int, _Pod]) -> Iterator[ConnectionsPart]:
+    """Yield the parts of an answer to :class:`GetConnections`."""
+    directions: tuple[Literal["inbound", "outbound"], ...] = ("inbound", "outbound")
+    for number, pod in pods.items():
+        dump = pod.proxy.dump()
+        for direction in directions:
+            entries = iter(dump[direction])
+            while part := tuple(islice(entries, _ENTRIES_PER_PART)):
+                yield ConnectionsPart(number=number, direction=direction, entries=part)
+
+
+def run(descriptor: int) -> int:
+    """Be a worker on an inherited socket; return the process's exit status."""
+    import uvloop
+
+    # Both signals reach every process of a foreground group; the main process decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ignore_rotation()  # a worker's lines go to the main process's files
+    descriptors.raise_limit()
+    heap.expect_growth()
+
+    async def serve() -> None:
+        sock = socket.socket(fileno=descriptor)
+        sock.setblocking(False)
+        sock.set_inheritable(False)
+        await Worker(sock).run()
+
+    uvloop.run(serve())
+    return 0

@@ -1,0 +1,229 @@
+"""Feeds the mesh from the control plane: over xDS, from a local file, or both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Self
+
+from xds.aio.channel import Channel, Keepalive
+from xds.aio.client import AdsClient, Connect, connect_to
+from xds.dialects.istio.local_file import parse_local_file
+from xds.errors import XdsError
+from xds.grpc.tls import client_tls
+from xds.model.mesh import Mesh
+from xds.protocol.client import ISTIO, DoublingBackoff
+from xds.protocol.resource import Receive, Update
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.certificates.credentials import (
+    Credentials,
+    CredentialsError,
+    Endpoint,
+    Roots,
+    Token,
+)
+from ztunnel.proxy.istio.settings.config import IstioConfig
+from ztunnel.proxy.istio.xds import mesh_dump
+from ztunnel.proxy.istio.xds.mesh_feed import LocalFile, MeshFeed
+from ztunnel.proxy.istio.xds.node_id import node_message
+
+log = logging.getLogger(__name__)
+
+ADDRESS = "type.googleapis.com/istio.workload.Address"
+AUTHORIZATION = "type.googleapis.com/istio.security.Authorization"
+
+
+class ControlPlane:
+    """Feeds one mesh while entered.
+
+    Args:
+        config: names the control plane and the local file.
+        mesh: receives the resources.
+        metrics: receives ``istio_xds_*``.
+
+    Attributes:
+        ready: set once every wildcard type has been received, or at once if no control plane is configured.
+    """
+
+    def __init__(self, config: IstioConfig, mesh: Mesh, metrics: Metrics) -> None:
+        self.ready = asyncio.Event()
+        self._config = config
+        self._metrics = metrics
+        self._feed = MeshFeed(mesh)
+        self._stack = AsyncExitStack()
+        self._client = self._ads() if config.xds_address else None
+        self._pending = {AUTHORIZATION} if config.xds_on_demand else {ADDRESS, AUTHORIZATION}
+        self._answers: dict[str, asyncio.Future[None]] = {}
+        self._began_s = asyncio.get_running_loop().time()
+        self._updated_s: float | None = None
+        metrics.xds_terminations = self.terminations
+
+    def _ads(self) -> AdsClient:
+        config = self._config
+        credentials = Credentials(
+            token=Token(config.auth_token), cluster_id=config.cluster_id, headers=config.xds_headers
+        )
+
+        def metadata() -> tuple[tuple[str, str], ...]:
+            try:
+                return credentials.metadata()
+            except CredentialsError as error:
+                raise XdsError(str(error)) from error
+
+        dialect = replace(ISTIO, on_demand=frozenset({ADDRESS}) if config.xds_on_demand else frozenset())
+        endpoint = Endpoint.parse(config.xds_address)
+        return AdsClient(
+            endpoint.target,
+            node_message(config),
+            delta=True,
+            metadata=metadata,
+            backoff=DoublingBackoff(),
+            dialect=dialect,
+            connect=self._connects(endpoint),
+        )
+
+    def _connects(self, endpoint: Endpoint) -> Connect:
+        """Return a function that connects to the control plane, and reads the roots anew each time."""
+        config = self._config
+        limit = ISTIO.response_limit_bytes
+        if not endpoint.tls:
+            return connect_to(endpoint.target, response_limit_bytes=limit)
+        roots, policy = Roots(config.xds_root_ca), config.tls_policy
+        names = [endpoint.host, *filter(None, [config.alt_xds_hostname])]
+        keepalive = Keepalive()
+
+        def connect() -> Channel:
+            try:
+                tls = client_tls(roots.read(), names, tls_1_2=policy.tls_1_2, groups=policy.groups)
+            except CredentialsError as error:
+                raise XdsError(str(error)) from error
+            except ValueError as error:
+                raise XdsError(f"unusable {roots.place}: {error}") from error
+            return Channel(endpoint.target, tls=tls, message_limit_bytes=limit, keepalive=keepalive)
+
+        return connect
+
+    # Life
+
+    async def __aenter__(self) -> Self:
+        """Read the local file and subscribe to the control plane.
+
+        Raises:
+            ConfigError: the local file is unusable.
+        """
+        config = self._config
+        async with AsyncExitStack() as stack:
+            if config.local_xds:
+                self._feed.apply_local(parse_local_file(config.local_xds))
+            elif config.local_xds_path:
+                await stack.enter_async_context(LocalFile(config.local_xds_path, self._feed))
+            if self._client is None:
+                self.ready.set()
+            else:
+                await stack.enter_async_context(self._client)
+                for type_url, receive in (
+                    (ADDRESS, self._feed.receive_addresses),
+                    (AUTHORIZATION, self._feed.receive_authorizations),
+                ):
+                    # No limit on the first answer: readiness waits for it.
+                    self._client.subscribe(
+                        type_url, None, self._counted(type_url, receive), initial_fetch_timeout_s=0
+                    )
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    def _counted(self, type_url: str, receive: Receive) -> Receive:
+        metrics = self._metrics
+
+        async def received(update: Update) -> None:
+            size = sum(len(resource.body.value) for resource in update.resources)
+            metrics.xds_messages[type_url] = metrics.xds_messages.get(type_url, 0) + 1
+            metrics.xds_bytes[type_url] = metrics.xds_bytes.get(type_url, 0) + size
+            self._updated_s = asyncio.get_running_loop().time()
+            try:
+                await receive(update)  # raises UpdateRejected for a NACK, which does not make us ready
+            finally:
+                self._answered(update)
+            self._pending.discard(type_url)
+            if not self._pending:
+                self.ready.set()
+
+        return received
+
+    # On demand
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether the mesh holds only resources that were requested by name."""
+        return self._config.xds_on_demand and self._client is not None
+
+    async def ask(self, key: str) -> None:
+        """Request ``network/ip``, a uid or ``namespace/hostname``, and wait for the answer.
+
+        Concurrent calls for one key share a request.
+
+        Raises:
+            TimeoutError: no answer within ``_ANSWER_S``; a later one is still applied.
+        """
+        assert self._client is not None
+        waiting = self._answers.get(key)
+        if waiting is None:
+            waiting = self._answers[key] = asyncio.get_running_loop().create_future()
+            self._client.ask(ADDRESS, [key])
+        async with asyncio.timeout(_ANSWER_S):
+            await asyncio.shield(waiting)
+
+    def _answered(self, update: Update) -> None:
+        if not self._answers:
+            return
+        names = [name for resource in update.resources for name in (resource.name, *resource.aliases)]
+        for name in (*names, *update.removed):
+            waiting = self._answers.pop(name, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    # State
+
+    @property
+    def staleness_s(self) -> float:
+        """Seconds since the control plane was last connected; 0 while it is, or if none is configured."""
+        client = self._client
+        if client is None:
+            return 0.0
+        if client.stats.connected_state:
+            return 0.0
+        lost_at_s = client.stats.lost_at_s
+        return asyncio.get_running_loop().time() - (self._began_s if lost_at_s is None else lost_at_s)
+
+    @property
+    def updated_ago_s(self) -> float | None:
+        """Seconds since the control plane sent something; None if it has not yet."""
+        return None if self._updated_s is None else asyncio.get_running_loop().time() - self._updated_s
+
+    def refused(self) -> Iterator[tuple[str, str, str]]:
+        """Iterate over the resources that could not be read and have no later version: (type, name, reason)."""
+        for kind, refused in (
+            ("address", self._feed.refused_addresses),
+            ("policy", self._feed.refused_policies),
+        ):
+            yield from ((kind, name, reason) for name, reason in refused.items())
+
+    def terminations(self) -> dict[str, int]:
+        """Return the numbers of ended streams, by reason."""
+        if self._client is None:
+            return {}
+        return {str(end): count for end, count in self._client.stats.ended.items() if count}
+
+    def static_config(self) -> object:
+        """Return the local file's content for the dump."""
+        return mesh_dump.static_config(self._feed.local)
+
+
+#: Rust ztunnel waits without limit; here a connection fails after this time.
+_ANSWER_S = 10.0

@@ -1,0 +1,232 @@
+"""Applies resources of control planes and local files to the :class:`~xds.model.mesh.Mesh`.
+
+An unreadable resource is refused alone: all others of its response are applied first, and the NACK names it. A
+small response is one batch. A big one, such as the whole mesh at the start, is compiled and applied in pieces, and
+the loop runs other work between them. Removals are applied first, and services before workloads. So between the
+pieces the mesh is incomplete, but never mixes removed resources with new ones.
+
+A local file and a control plane may be used together; for each name the last update wins.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Self, TypeVar
+
+from xds.aio.inotify import RenameWatcher
+from xds.dialects.istio.addresses import compile_address
+from xds.dialects.istio.authorization import compile_authorization
+from xds.dialects.istio.local_file import LocalMesh, parse_local_file
+from xds.errors import ConfigError
+from xds.model.mesh import Mesh
+from xds.model.workload import Workload
+from xds.protocol.resource import Resource, Update, UpdateRejected
+from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
+
+log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+#: Resources per piece: a millisecond to compile, half of one to apply, for which connections of all pods wait.
+_PIECE = 50
+#: Faults named in one log line.
+_NAMED = 10
+#: Refused resources that are remembered, of each type.
+_MOST_REFUSED = 200
+
+
+class MeshFeed:
+    """Receives both types of resources and the local file, and applies them to the mesh.
+
+    Attributes:
+        refused_addresses, refused_policies: why the last version of a resource was refused, by its name, until a
+            readable one comes, or it is removed. Of very many the first are kept.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._local = LocalMesh()
+        self.refused_addresses: dict[str, str] = {}
+        self.refused_policies: dict[str, str] = {}
+
+    @property
+    def local(self) -> LocalMesh:
+        """The current local file."""
+        return self._local
+
+    async def receive_addresses(self, update: Update) -> None:
+        """Apply workloads and services (``istio.workload.Address``).
+
+        Raises:
+            UpdateRejected: names the unreadable resources, after all others are applied.
+        """
+        values, faults = await _compiled(update.resources, compile_address)
+        # The sort is stable: within services and workloads the order of the response stays.
+        values.sort(key=lambda value: isinstance(value, Workload))
+        removed: Sequence[str] = update.removed
+        if len(values) + len(removed) <= _PIECE:
+            self._mesh.apply(values, removed)
+        else:
+            for names in _pieces(removed):
+                self._mesh.apply((), names)
+                await asyncio.sleep(0)
+            for piece in _pieces(values):
+                self._mesh.apply(piece)
+                await asyncio.sleep(0)
+        _note(self.refused_addresses, update, faults)
+        _reject(faults)
+
+    async def receive_authorizations(self, update: Update) -> None:
+        """Apply policies (``istio.security.Authorization``).
+
+        All policies of an update are applied at once, whatever their number: between a new allow and the deny that
+        restricts it no connection may be decided.
+
+        Raises:
+            UpdateRejected: as :meth:`receive_addresses`.
+        """
+        policies, faults = await _compiled(update.resources, lambda data, _: compile_authorization(data))
+        for policy in policies:
+            if policy.faults:
+                log.warning(
+                    "policy holds what is not understood, which lets nobody in policy=%s faults=%s",
+                    policy.key,
+                    "; ".join(policy.faults[:_NAMED]),
+                )
+        self._mesh.apply(policies, removed_policies=update.removed)
+        _note(self.refused_policies, update, faults)
+        _reject(faults)
+
+    def apply_local(self, local: LocalMesh) -> None:
+        """Apply a local file in place of the one before: what it no longer has is removed."""
+        before, self._local = self._local, local
+        addresses = {workload.uid for workload in local.workloads} | {service.key for service in local.services}
+        policies = {policy.key for policy in local.policies}
+        self._mesh.apply(
+            [*local.services, *local.workloads, *local.policies],
+            [
+                name
+                for name in (
+                    *(workload.uid for workload in before.workloads),
+                    *(service.key for service in before.services),
+                )
+                if name not in addresses
+            ],
+            removed_policies=[policy.key for policy in before.policies if policy.key not in policies],
+        )
+
+
+async def _compiled(
+    resources: Iterable[Resource], compile_one: Callable[[bytes, str], Value]
+) -> tuple[list[Value], dict[str, str]]:
+    """Return the compiled values, and the reasons by name for resources that could not be compiled."""
+    values: list[Value] = []
+    faults: dict[str, str] = {}
+    for number, resource in enumerate(resources, start=1):
+        if number % _PIECE == 0:
+            await asyncio.sleep(0)
+        try:
+            if not resource.body.type_url and not resource.body.value:
+                raise ConfigError("XDS payload without resource")
+            values.append(compile_one(resource.body.value, resource.name))
+        except ConfigError as error:
+            faults[resource.name] = str(error)
+    return values, faults
+
+
+def _note(refused: dict[str, str], update: Update, faults: Mapping[str, str]) -> None:
+    """Bring the list of refused resources up to date with one update."""
+    if refused:  # hardly ever
+        for name in (*update.removed, *(resource.name for resource in update.resources)):
+            refused.pop(name, None)
+    for name, reason in faults.items():
+        if len(refused) < _MOST_REFUSED:
+            refused[name] = reason
+
+
+def _reject(faults: dict[str, str]) -> None:
+    if faults:
+        raise UpdateRejected("; ".join(f"{name}: {reason}" for name, reason in faults.items()), faults.keys())
+
+
+def _pieces(values: Sequence[Value]) -> Iterable[list[Value]]:
+    left = iter(values)
+    while piece := list(islice(left, _PIECE)):
+        yield piece
+
+
+class LocalFile:
+    """Feeds a local file and its changes while entered.
+
+    The file is read again when anything is renamed into its directory: so editors save, and so Kubernetes replaces
+    the content of a mounted volume. If it is faulty or gone, its last good content stays current.
+
+    Args:
+        path: the file's path.
+        feed: receives the file's content.
+    """
+
+    def __init__(self, path: str, feed: MeshFeed) -> None:
+        self._path = path
+        self._feed = feed
+        self._watcher = RenameWatcher()
+
+    async def __aenter__(self) -> Self:
+        """Read the file.
+
+        Raises:
+            ConfigError: it cannot be read; at the start no earlier content can stay current.
+        """
+        try:
+            local = read_local_file(self._path)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from None
+        self._feed.apply_local(local)
+        await self._watcher.__aenter__()
+        try:
+            self._watcher.watch(os.path.dirname(self._path) or ".", self._moved)
+        except OSError as error:
+            await self._watcher.__aexit__(None, None, None)
+            raise ConfigError(f"cannot watch the directory of {self._path}: {error.strerror}") from error
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._watcher.__aexit__(*exception)
+
+    def _moved(self, name: str | None) -> None:
+        # The name is not compared: the file may be a link through the renamed one, as in a mounted volume.
+        try:
+            local = read_local_file(self._path)
+        except ConfigError as error:
+            log.warning("local file refused, the last good one stays in force path=%s error=%s", self._path, error)
+            return
+        if local != self._feed.local:
+            self._feed.apply_local(local)
+            log.info(
+                "local file in force path=%s workloads=%d services=%d policies=%d",
+                self._path,
+                len(local.workloads),
+                len(local.services),
+                len(local.policies),
+            )
+
+
+def read_local_file(path: str) -> LocalMesh:
+    """Read a local file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mesh; without the path.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        return parse_local_file(text)
+    except ConfigError as error:
+        elsewhere = belongs_elsewhere(text, FileKind.LOCAL_MESH)
+        raise ConfigError(elsewhere) if elsewhere else error from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot be read: not UTF-8 text at byte {error.start}") from None

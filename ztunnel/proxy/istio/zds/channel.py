@@ -1,0 +1,209 @@
+"""Transport of ZDS, both halves: packets and descriptors over a Unix socket of type SEQPACKET.
+
+One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`, and
+with it every descriptor that it did not take over. asyncio's streams have no packets, so this module waits with
+``add_reader`` and calls recvmsg itself; then a cancelled reader loses no packet.
+"""
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tproxy.aio.netns import CLONE_NEWNET, Netns
+from ztunnel.proxy.istio.zds.messages import PACKET_BYTES, Unreadable
+from ztunnel.runtime.sockets import ready
+
+_SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+_NS_GET_NSTYPE = 0xB703
+# More than one descriptor is an error, which the answer reports with their number: there must be room to count.
+_MOST_DESCRIPTORS = 16
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+_BACKLOG = 16
+
+
+class Packet:
+    """One packet; leaving its ``with`` closes the descriptors that were not taken over."""
+
+    def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        self.data = data
+        self._descriptors = list(descriptors)
+
+    @property
+    def descriptors(self) -> int:
+        """The number of descriptors that were not taken over."""
+        return len(self._descriptors)
+
+    def pop_namespace(self, name: str) -> Netns:
+        """Return the first descriptor as a network namespace, which the caller closes from now on.
+
+        Raises:
+            Unreadable: the packet has none, or it is something else.
+        """
+        # The type is checked before use: setns(2) with a descriptor of another kind of namespace would fail much
+        # later, and with a file or socket the message would not name the fault.
+        if not self._descriptors:
+            raise Unreadable("No control message")
+        if not _is_network_namespace(self._descriptors[0]):
+            raise Unreadable("the descriptor is not a network namespace")
+        return Netns.from_fd(self._descriptors.pop(0), name)
+
+    def close(self) -> None:
+        """Close the descriptors that were not taken over; idempotent."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_network_namespace(descriptor: int) -> bool:
+    try:
+        return fcntl.ioctl(descriptor, _NS_GET_NSTYPE) == CLONE_NEWNET
+    except OSError:
+        return False  # ENOTTY: a file, a socket
+
+
+class Channel:
+    """One ZDS connection; owns and closes its socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    async def receive(self) -> Packet | None:
+        """Return the next packet, or None at the end of the connection.
+
+        Raises:
+            Unreadable: the packet or its list of descriptors was truncated; the descriptors are closed.
+            OSError: the connection broke.
+        """
+        while True:
+            try:
+                return _receive(self._socket)
+            except BlockingIOError:
+                await ready(self._socket, writing=False)
+
+    async def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send one packet, once the peer's receive queue has room for it; the descriptors are duplicated.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        while True:
+            try:
+                if descriptors:
+                    socket.send_fds(self._socket, [data], list(descriptors), socket.MSG_NOSIGNAL)
+                else:
+                    self._socket.send(data, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                await ready(self._socket, writing=True)
+
+    def shut_down(self) -> None:
+        """End the connection for both sides; a pending :meth:`receive` returns None. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket; idempotent. :meth:`receive` and :meth:`send` must not be waiting."""
+        self._socket.close()
+
+
+def _receive(sock: socket.socket) -> Packet | None:
+    room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR_BYTES)
+    data, ancillary, flags, _ = sock.recvmsg(PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % _DESCRIPTOR_BYTES])
+    packet = Packet(data, descriptors)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        packet.close()
+        what = "message" if flags & socket.MSG_TRUNC else "control message"
+        raise Unreadable(f"{what} truncated")
+    if not data:
+        # The end, or an empty packet. recvmsg does not tell them apart, and ZDS has no empty message.
+        packet.close()
+        return None
+    return packet
+
+
+def connect(path: Path) -> Channel:
+    """Connect to an agent. A Unix socket connects or fails at once, so this does not wait.
+
+    Raises:
+        OSError: nothing listens there, or the listener's backlog is full (EAGAIN).
+    """
+    sock = socket.socket(socket.AF_UNIX, _SEQPACKET)
+    try:
+        sock.connect(str(path))
+    except BaseException:
+        sock.close()
+        raise
+    return Channel(sock)
+
+
+class Listener:
+    """The agent's listening socket under a path.
+
+    A client gets the pods' network namespaces, so only the socket's owner may connect (mode 0600).
+
+    Raises:
+        OSError: the path cannot be bound or replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, _SEQPACKET)
+        # The socket is renamed over the old path once it listens with its final mode. So no client connects to
+        # one that does not listen yet, or that others may open.
+        making = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            making.unlink(missing_ok=True)
+            self._socket.bind(str(making))
+            making.chmod(0o600)
+            self._socket.listen(_BACKLOG)
+            self._inode = making.stat().st_ino
+            making.rename(path)
+        except OSError as error:
+            self._socket.close()
+            with contextlib.suppress(OSError):
+                making.unlink()
+            raise OSError(error.errno or errno.EINVAL, error.strerror or str(error), str(path)) from error
+
+    async def accept(self) -> Channel:
+        """Return the next connection; the caller closes it.
+
+        Raises:
+            OSError: out of descriptors, mostly; the caller pauses and calls again.
+        """
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except BlockingIOError:
+                await ready(self._socket, writing=False)
+            else:
+                sock.setblocking(False)
+                return Channel(sock)
+
+    def close(self) -> None:
+        """Stop listening, and remove the path unless a successor has replaced it; idempotent."""
+        # Compared before closing: while the socket is open no other file can have its inode number.
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()
+        self._socket.close()

@@ -1,0 +1,299 @@
+"""Decides which pods have a proxy: requests of the agent and results of starts go in, actions come out.
+
+A pod is named by its uid. Each new proxy of a pod gets a new *generation*. Results of starts carry the generation,
+so that a late result of an old proxy is never taken for the new one's::
+
+    Add ─> STARTING ──started──> UP
+              │  ^
+        failed│  │every RETRY_S, or the agent's next Add
+              v  │
+            PENDING                     any ──Del, not in the snapshot, another namespace──> End
+
+Each connection of the agent begins with a snapshot: it names every pod of the node, and SnapshotSent completes it.
+Pods that it did not name are gone. The agent gets the same answers at the same times as from Rust ztunnel. Four
+things differ inside the proxy:
+
+* A fault in the protocol ends the connection only. Rust ztunnel stops every pod's proxy and exits; so one odd
+  message of one agent is an outage of every pod of the node, and again after the restart. Here the caller answers
+  with the error and connects again with back-off, and the agent sends a new snapshot.
+* Failed starts are retried while the agent is disconnected. The rules of such a pod are in place, so it has no
+  network until its proxy listens, with or without an agent.
+* An ``Add`` that takes longer than the agent waits is answered in time as failed. The start continues.
+* A pod that cannot be started delays this proxy's readiness by :data:`SETTLE_S` only. The fault of one pod, such
+  as a port that it uses itself, must not stop the roll-out of the proxy on all nodes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, NewType, TypeAlias, assert_never
+
+from ztunnel.proxy.istio.zds.messages import (
+    AddPod,
+    DeletePod,
+    KeepPod,
+    Request,
+    SnapshotSent,
+    Unexpected,
+)
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
+
+#: Between two attempts to start a pod, as in Rust ztunnel.
+RETRY_S = 5.0
+#: The agent waits 5 s for an answer; the difference covers the transport and a busy event loop.
+ANSWER_S = 4.0
+#: The time after the snapshot during which failing pods delay readiness: six attempts; a guess.
+SETTLE_S = 30.0
+
+#: One proxy of one pod, never used again.
+Generation = NewType("Generation", int)
+
+
+class NetnsId(NamedTuple):
+    """Device and inode of a network namespace, equal only for the same one."""
+
+    device: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a proxy in the namespace that came with the current request."""
+
+    generation: Generation
+    uid: PodUid
+    info: PodInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Start a proxy again whose start failed, in the namespace that it has."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End a proxy in any state, running, starting or waiting for a retry; then close its namespace."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer the current request; an empty error is success."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWithout:
+    """Readiness no longer waits for these pods, which have not started within :data:`SETTLE_S`."""
+
+    pods: tuple[PodUid, ...]
+
+
+Action: TypeAlias = Start | Retry | End | Answer | ReadyWithout
+
+
+@dataclass(slots=True)
+class _Pod:
+    generation: Generation
+    info: PodInfo
+    netns: NetnsId
+    up: bool = False
+    retry_at: float | None = None  # None: starting, or up
+    error: str = ""
+
+
+class Reconciler:
+    """The state machine; its methods take the time and return the actions to carry out, in order.
+
+    Callers pass one request at a time, the next one after the :class:`Answer` to the last.
+    """
+
+    def __init__(self) -> None:
+        self._pods: dict[PodUid, _Pod] = {}
+        self._uids: dict[Generation, PodUid] = {}
+        self._generations = count(1)
+        self._not_up: set[PodUid] = set()
+        self._connected = False
+        self._in_snapshot: set[PodUid] | None = set()  # None: the snapshot is complete
+        self._awaited: Generation | None = None
+        self._answer_by = 0.0
+        self._settle_by = 0.0
+        self._settled = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the agent is connected, its snapshot complete and its pods up (see :data:`SETTLE_S`)."""
+        return self._connected and self._settled
+
+    @property
+    def active(self) -> int:
+        """The number of pods whose proxy is up."""
+        return len(self._pods) - len(self._not_up)
+
+    @property
+    def pending(self) -> int:
+        """The number of pods whose proxy starts, or failed to start."""
+        return len(self._not_up)
+
+    @property
+    def next_due(self) -> float | None:
+        """The time at which :meth:`advance` must be called next; None if nothing is due."""
+        due = [pod.retry_at for uid in self._not_up if (pod := self._pods[uid]).retry_at is not None]
+        if self._awaited is not None:
+            due.append(self._answer_by)
+        if self._in_snapshot is None and not self._settled:
+            due.append(self._settle_by)
+        return min(due, default=None)
+
+    def pods(self) -> Iterator[tuple[PodUid, Generation, PodInfo, PodState]]:
+        """Iterate over every pod."""
+        for uid, pod in self._pods.items():
+            yield uid, pod.generation, pod.info, PodState.UP if pod.up else PodState.PENDING
+
+    def errors(self) -> dict[PodUid, str]:
+        """Return the error of the last attempt for each pod whose start failed."""
+        return {uid: pod.error for uid in self._not_up if (pod := self._pods[uid]).error}
+
+    def connected(self) -> None:
+        """Begin a connection to the agent, and with it a new snapshot."""
+        self.disconnected()
+        self._connected = True
+
+    def disconnected(self) -> None:
+        """End the connection to the agent; proxies keep running. Idempotent."""
+        self._connected = False
+        self._in_snapshot = set()
+        self._awaited = None
+        self._settled = False
+
+    def handle(self, request: Request, netns: NetnsId | None, now: float) -> list[Action]:
+        """Handle one request.
+
+        Args:
+            request: the request.
+            netns: the namespace that came with an Add.
+            now: the time.
+
+        Raises:
+            Unexpected: it is not allowed now. Nothing has changed; the caller answers with the error and ends the
+                connection.
+        """
+        match request:
+            case AddPod(uid, info):
+                if netns is None:
+                    raise Unexpected(f"no namespace for {uid!r}")
+                actions = self._add(uid, info, netns, now)
+            case KeepPod(uid):
+                if self._in_snapshot is None:
+                    raise Unexpected("pods are kept in a snapshot only, and it is complete")
+                self._in_snapshot.add(uid)
+                actions = [Answer()]
+            case DeletePod(uid):
+                actions = self._delete(uid)
+            case SnapshotSent():
+                if self._in_snapshot is None:
+                    raise Unexpected("the snapshot is complete already")
+                gone = [uid for uid in self._pods if uid not in self._in_snapshot]
+                actions = [self._forget(uid) for uid in gone]
+                actions.append(Answer())
+                self._in_snapshot = None
+                self._settle_by = now + SETTLE_S
+            case _:
+                assert_never(request)
+        return [*actions, *self._settle(now)]
+
+    def _add(self, uid: PodUid, info: PodInfo, netns: NetnsId, now: float) -> list[Action]:
+        if self._in_snapshot is not None:
+            self._in_snapshot.add(uid)
+        pod = self._pods.get(uid)
+        actions: list[Action] = []
+        # The identity of a pod never changes. Should an agent announce another one nevertheless, answering success
+        # would leave the old proxy running with the old identity and its certificate.
+        if pod is not None and (pod.netns, pod.info) != (netns, info):
+            actions.append(self._forget(uid))
+            pod = None
+        if pod is None:
+            pod = _Pod(Generation(next(self._generations)), info, netns)
+            self._pods[uid] = pod
+            self._uids[pod.generation] = uid
+            self._not_up.add(uid)
+            actions.append(Start(pod.generation, uid, info))
+        elif pod.up:
+            return [Answer()]
+        elif pod.retry_at is not None:
+            pod.retry_at = None
+            actions.append(Retry(pod.generation))
+        self._awaited = pod.generation
+        self._answer_by = now + ANSWER_S
+        return actions
+
+    def _delete(self, uid: PodUid) -> list[Action]:
+        pod = self._pods.get(uid)
+        if self._in_snapshot is not None:
+            self._in_snapshot.discard(uid)
+            # As in Rust ztunnel: a running proxy is ended when the snapshot is complete, not here.
+            if pod is not None and pod.up:
+                pod = None
+        return [Answer()] if pod is None else [self._forget(uid), Answer()]
+
+    def _forget(self, uid: PodUid) -> Action:
+        pod = self._pods.pop(uid)
+        del self._uids[pod.generation]
+        self._not_up.discard(uid)
+        return End(pod.generation)
+
+    def started(self, generation: Generation, now: float) -> list[Action]:
+        """Record that a proxy listens; ignored if that generation has ended meanwhile."""
+        pod = self._find(generation)
+        if pod is None:
+            return []
+        pod.up, pod.error = True, ""
+        self._not_up.discard(self._uids[generation])
+        return [*self._answered(generation, ""), *self._settle(now)]
+
+    def failed(self, generation: Generation, error: str, now: float) -> list[Action]:
+        """Record that a start failed, and schedule its retry; ignored if that generation has ended meanwhile."""
+        pod = self._find(generation)
+        if pod is None:
+            return []
+        pod.retry_at, pod.error = now + RETRY_S, error
+        return self._answered(generation, f"failure to start proxy : {error}")
+
+    def advance(self, now: float) -> list[Action]:
+        """Answer and retry whatever is due at ``now``."""
+        actions: list[Action] = []
+        if self._awaited is not None and self._answer_by <= now:
+            late = f"failure to start proxy : not done after {ANSWER_S:g} s, goes on"
+            actions += self._answered(self._awaited, late)
+        for uid in sorted(self._not_up):
+            pod = self._pods[uid]
+            if pod.retry_at is not None and pod.retry_at <= now:
+                pod.retry_at = None
+                actions.append(Retry(pod.generation))
+        return [*actions, *self._settle(now)]
+
+    def _find(self, generation: Generation) -> _Pod | None:
+        uid = self._uids.get(generation)
+        return None if uid is None else self._pods[uid]
+
+    def _answered(self, generation: Generation, error: str) -> list[Action]:
+        if self._awaited != generation:
+            return []
+        self._awaited = None
+        return [Answer(error)]
+
+    def _settle(self, now: float) -> list[Action]:
+        """Become ready once the snapshot's pods are up, or have had :data:`SETTLE_S`.
+
+        Readiness then lasts until the agent disconnects: a pod that fails later does not concern the others.
+        """
+        if self._settled or self._in_snapshot is not None:
+            return []
+        if self._not_up and now < self._settle_by:
+            return []
+        self._settled = True
+        return [ReadyWithout(tuple(sorted(self._not_up)))] if self._not_up else []

@@ -1,0 +1,239 @@
+"""Exports metrics at an interval, access lines and spans as they come, to the collector that the settings name."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from ztunnel.proxy.otlp.line import Field, Line, SharedFields
+from ztunnel.proxy.otlp.outbox import Outbox
+from ztunnel.proxy.otlp.settings import OtlpSettings
+from ztunnel.proxy.otlp.spans import Span, span_of
+from ztunnel.proxy.otlp.trace import parse_traceparent
+from ztunnel.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.otlp.client import LogClient, MetricClient, SpanClient
+    from ztunnel.proxy.otlp.samples import Slice
+    from ztunnel.runtime.http.exposition import Family
+
+#: Points of one request at most: below a MiB, where collectors take 4 and more.
+_POINTS: Final = 2000
+#: Requests of metrics that wait; of more, the oldest are dropped.
+REQUESTS: Final = 200
+#: For what waits at the end of the process; a collector that is away must not hold up an upgrade.
+_CLOSE_S: Final = 2.0
+
+Families = Callable[[], Awaitable[Iterable["Family"]]]
+
+
+class LogExport:
+    """Exports access lines. Its owner closes it.
+
+    Args:
+        settings: with a destination of logs.
+        attributes: what the resource says of this proxy; the settings' replace them.
+    """
+
+    def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._attributes = {**attributes, **dict(settings.attributes)}
+        self._client: LogClient | None = None  # of the thread
+        assert settings.logs is not None
+        self._outbox: Outbox[Line] = Outbox(
+            f"access lines for {settings.logs.url}",
+            self._send,
+            most=settings.lines.queue,
+            batch=settings.lines.batch,
+            delay_s=settings.lines.delay_s,
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Lines that no collector got, ever."""
+        return self._outbox.dropped
+
+    def write(self, line: Line) -> None:
+        """Queue a line; for the event loop, which never waits."""
+        self._outbox.put(line)
+
+    async def close(self) -> None:
+        """Send what waits, for a moment, and end; idempotent."""
+        await asyncio.to_thread(self._outbox.close, _CLOSE_S)
+        if self._client is not None:
+            self._client.close()
+
+    def _send(self, lines: Sequence[Line]) -> None:
+        if self._client is None:
+            from ztunnel.proxy.otlp.client import LogClient  # see there
+
+            assert self._settings.logs is not None
+            self._client = LogClient(self._settings.logs, self._attributes)
+        self._client.send(lines)
+
+
+class SpanExport:
+    """Exports a span for each connection whose trace is sampled. Its owner closes it.
+
+    Args:
+        settings: with a destination of traces.
+        attributes: what the resource says of this proxy; the settings' replace them.
+    """
+
+    def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._attributes = {**attributes, **dict(settings.attributes)}
+        self._client: SpanClient | None = None  # of the thread
+        assert settings.traces is not None
+        self._outbox: Outbox[Span] = Outbox(
+            f"spans for {settings.traces.url}",
+            self._send,
+            most=settings.spans.queue,
+            batch=settings.spans.batch,
+            delay_s=settings.spans.delay_s,
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Spans that no collector got, ever."""
+        return self._outbox.dropped
+
+    def write(self, span: Span) -> None:
+        """Queue a span; for the event loop, which never waits."""
+        self._outbox.put(span)
+
+    async def close(self) -> None:
+        """Send what waits, for a moment, and end; idempotent."""
+        await asyncio.to_thread(self._outbox.close, _CLOSE_S)
+        if self._client is not None:
+            self._client.close()
+
+    def _send(self, spans: Sequence[Span]) -> None:
+        if self._client is None:
+            from ztunnel.proxy.otlp.client import SpanClient  # see there
+
+            assert self._settings.traces is not None
+            self._client = SpanClient(self._settings.traces, self._attributes)
+        self._client.send(spans)
+
+
+class AccessExport:
+    """Exports what access lines tell: the lines, the spans, or both. Its owner closes it.
+
+    Args:
+        settings: with a destination of logs, of traces, or both.
+        attributes: of the resource; see :class:`LogExport`.
+        rng: for the identifiers of spans.
+    """
+
+    def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str], rng: random.Random) -> None:
+        self._lines = LogExport(settings, attributes) if settings.logs else None
+        self._spans = SpanExport(settings, attributes) if settings.traces else None
+        self._rng = rng
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """What no collector got, ever, by signal."""
+        found = {"logs": self._lines, "traces": self._spans}
+        return {signal: export.dropped for signal, export in found.items() if export is not None}
+
+    def write(
+        self, time_s: float, level: str, message: str, fields: Iterable[Field | SharedFields], traceparent: bytes
+    ) -> None:
+        """Queue an access line and its span; for the event loop, which never waits.
+
+        Args:
+            time_s: wall clock.
+            level: ``trace`` to ``error``.
+            message: without fields.
+            fields: not changed any more.
+            traceparent: that came or went with the connection's tunnel; empty: none.
+        """
+        line = Line(time_s, level, message, fields, parse_traceparent(traceparent) if traceparent else None)
+        if self._spans is not None and line.trace is not None and line.trace.sampled:
+            span = span_of(line, line.trace, self._rng)
+            if span is not None:
+                self._spans.write(span)
+                line = span.line
+        if self._lines is not None:
+            self._lines.write(line)
+
+    async def close(self) -> None:
+        """Send what waits, for a moment, and end; idempotent."""
+        async with asyncio.TaskGroup() as closing:
+            for name, export in (("lines", self._lines), ("spans", self._spans)):
+                if export is not None:
+                    closing.create_task(export.close(), name=f"otlp {name} close")
+
+
+class MetricExport:
+    """Exports what the metrics page shows. Its owner runs :meth:`run` as a task, and closes it.
+
+    Args:
+        settings: with a destination of metrics.
+        attributes: what the resource says of this proxy; the settings' replace them.
+        families: makes the families of one page.
+        clock: for the times of points.
+    """
+
+    def __init__(
+        self, settings: OtlpSettings, attributes: Mapping[str, str], families: Families, clock: Clock
+    ) -> None:
+        self._settings = settings
+        self._attributes = {**attributes, **dict(settings.attributes)}
+        self._families = families
+        self._clock = clock
+        self._start_ns = self._now_ns()
+        self._client: MetricClient | None = None  # of the thread
+        assert settings.metrics is not None
+        self._outbox: Outbox[tuple[int, list[Slice]]] = Outbox(
+            f"metrics for {settings.metrics.url}", self._send, most=REQUESTS, batch=1, delay_s=0.0
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Requests that no collector got, ever; later ones have newer values of the same counters."""
+        return self._outbox.dropped
+
+    async def run(self) -> None:
+        """Export at each interval, for ever."""
+        while True:
+            await asyncio.sleep(self._settings.interval_s)
+            await self.export()
+
+    async def export(self) -> None:
+        """Queue the values of now, slice by slice: a page of many thousand samples holds nobody up."""
+        from ztunnel.proxy.otlp.samples import slices  # with the first export, as the page with its first scrape
+
+        now_ns = self._now_ns()
+        request: list[Slice] = []
+        points = 0
+        for family in await self._families():
+            for each in slices(family):
+                request.append(each)
+                points += len(each.samples)
+                if points >= _POINTS:
+                    self._outbox.put((now_ns, request))
+                    request, points = [], 0
+                await asyncio.sleep(0)
+        if request:
+            self._outbox.put((now_ns, request))
+
+    async def close(self) -> None:
+        """Send the last values, for a moment, and end; idempotent."""
+        await self.export()
+        await asyncio.to_thread(self._outbox.close, _CLOSE_S)
+        if self._client is not None:
+            self._client.close()
+
+    def _now_ns(self) -> int:
+        return round(self._clock.wall() * 1e9)
+
+    def _send(self, requests: Sequence[tuple[int, Sequence["Slice"]]]) -> None:
+        if self._client is None:
+            from ztunnel.proxy.otlp.client import MetricClient  # see there
+
+            assert self._settings.metrics is not None
+            self._client = MetricClient(self._settings.metrics, self._attributes, self._start_ns)
+        for now_ns, slices in requests:
+            self._client.send(now_ns, slices)

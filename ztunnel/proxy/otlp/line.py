@@ -1,0 +1,44 @@
+"""An access line on its way to the collector. No library is needed for one, so that a front end can make it."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from ztunnel.proxy.otlp.trace import Trace
+
+Field = tuple[str, str | int]
+
+
+class SharedFields(Protocol):
+    """Fields that many lines have in common, such as :class:`ztunnel.proxy.istio.accounting.logs.Recurring`."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Names and values."""
+
+
+class Line(NamedTuple):
+    """Attributes:
+    time_s: wall clock.
+    level: ``trace`` to ``error``.
+    message: without fields.
+    parts: fields; read once, by another thread, and not changed any more.
+    trace: what the ``traceparent`` of the connection's tunnel names; None: there is none.
+    span_id: of the connection's own span; 0: it has none, or the peer made it.
+    """
+
+    time_s: float
+    level: str
+    message: str
+    parts: Iterable[Field | SharedFields]
+    trace: Trace | None
+    span_id: int = 0
+
+    def fields(self) -> Mapping[str, str | int]:
+        """Return all fields."""
+        found: dict[str, str | int] = {}
+        for part in self.parts:
+            if isinstance(part, tuple):
+                found[part[0]] = part[1]
+            else:
+                found.update(part.fields)
+        return found

@@ -1,0 +1,53 @@
+"""Decides which access lines tell the end of a connection that has a span, and what that span is.
+
+A span is made where the ``traceparent`` of a tunnel is sampled, and nowhere else: this proxy begins no
+sampled trace.
+"""
+
+import random
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from ztunnel.proxy.otlp.line import Line
+from ztunnel.proxy.otlp.trace import Trace
+
+#: Messages of the access lines that end a connection, each of which has one such line.
+_ENDS: Final = frozenset({"connection complete", "connection failed"})
+
+
+class Kind(Enum):
+    """Which side of a request the connection is on, OpenTelemetry's words."""
+
+    CLIENT = auto()
+    SERVER = auto()
+
+
+class Span(NamedTuple):
+    """Attributes:
+    line: the access line of the end, with the span's identifier.
+    trace: the span's trace; its ``span_id`` is the parent of a server's span.
+    kind: the side.
+    duration_s: of the connection, in whole milliseconds as the line has it; 0 where it never opened.
+    """
+
+    line: Line
+    trace: Trace
+    kind: Kind
+    duration_s: float
+
+
+def span_of(line: Line, trace: Trace, rng: random.Random) -> Span | None:
+    """Return the span of the connection that an access line ends; None if it does not end one.
+
+    Args:
+        line: of a connection whose tunnel has a sampled trace.
+        trace: that trace.
+        rng: for the identifier of a server's span. A client's is the one that its ``traceparent`` names.
+    """
+    if line.message not in _ENDS:
+        return None
+    fields = line.fields()
+    kind = Kind.SERVER if fields.get("direction") == "inbound" else Kind.CLIENT
+    span_id = trace.span_id if kind is Kind.CLIENT else rng.randrange(1, 2**64)
+    duration = str(fields.get("duration", "0ms"))
+    return Span(line._replace(span_id=span_id), trace, kind, int(duration.removesuffix("ms")) / 1000)

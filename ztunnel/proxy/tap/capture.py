@@ -1,0 +1,242 @@
+"""Turns what passes on a pod's connections into packets of a capture, within bounded memory. Pure.
+
+A :class:`Capture` belongs to the process that carries the connections. Each connection that the tap concerns has a
+:class:`CapturedStream`, which a relay shows its bytes to (:class:`hbone.aio.observed.StreamObserver`). What they
+make are packet blocks of pcapng, whole ones, in a queue that the owner empties. Bytes that do not fit into the
+queue are dropped at once, before anything is made of them, and counted; the next packet of their connection says
+how many they were. Nothing ever waits for the reader of a capture.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+from xds.model.address import SocketAddress
+from ztunnel.proxy.tap import pcapng
+from ztunnel.proxy.tap.request import Direction, StreamFacts, TapRequest
+from ztunnel.proxy.tap.stream import Segment, Side, SyntheticTcp
+
+log = logging.getLogger(__name__)
+
+#: What may wait for the reader; a queue beyond it drops.
+MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
+#: Blocks without data (handshakes, ends) may fill this much more: streams still begin and end in the capture.
+_SPARE_BYTES: Final = 256 * 1024
+#: What the block of a segment and that of its acknowledgment add to the payload, and a comment.
+_OVERHEAD_BYTES: Final = 512
+#: How many ports are tried to tell connections apart: more than one tunnel connection has streams.
+_MOST_PORTS: Final = 4096
+#: The connection itself has lost nothing; no more of it is captured.
+_FAILED: Final = "a tap failed; its connection goes on without it"
+
+
+def interface_of(direction: Direction) -> int:
+    """Return the id of the interface that shows a direction."""
+    return 0 if direction is Direction.OUTBOUND else 1
+
+
+class Capture:
+    """The packets of one tap, from one process.
+
+    Args:
+        request: which connections are concerned.
+        now_us: the time in microseconds since 1970.
+        on_data: called when the queue gets its first block.
+        most_waiting_bytes: a queue beyond it drops.
+
+    Attributes:
+        packets: how many there were, those that were dropped included.
+        dropped: how many of them are not in the capture.
+        dropped_bytes: their payload.
+        streams: how many connections were captured.
+        waiting_bytes: the length of the queue.
+    """
+
+    def __init__(
+        self,
+        request: TapRequest,
+        now_us: Callable[[], int],
+        on_data: Callable[[], object],
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+    ) -> None:
+        self.request = request
+        self.packets = dict.fromkeys(Direction, 0)
+        self.dropped = dict.fromkeys(Direction, 0)
+        self.dropped_bytes = 0
+        self.streams = 0
+        self.waiting_bytes = 0
+        self._most_bytes = most_waiting_bytes
+        self._now_us = now_us
+        self._on_data = on_data
+        self._queue: deque[bytes] = deque()
+        self._ended = False
+        self._open: set[tuple[SocketAddress, SocketAddress]] = set()
+
+    def stream(self, facts: StreamFacts) -> CapturedStream | None:
+        """Return what is shown a new connection's bytes; ``None``: it is none of the tap's."""
+        if self._ended or not self.request.matches(facts):
+            return None
+        facts = self._told_apart(facts)
+        self.streams += 1
+        self._open.add((facts.client, facts.server))
+        return CapturedStream(self, facts, self.streams)
+
+    def _told_apart(self, facts: StreamFacts) -> StreamFacts:
+        """Return a connection with addresses that no other one has now.
+
+        The streams of one tunnel connection may all have its address as their client's, and a reader would take
+        them for one connection.
+        """
+        client, server = facts.client, facts.server
+        for step in range(_MOST_PORTS):
+            port = (client.port - 1 + step) % 65535 + 1
+            if (SocketAddress(client.host, port), server) not in self._open:
+                if not step:
+                    return facts
+                note = f"port {port} stands for {client.port}, which another connection here has: the tunnel's"
+                return replace(facts, client=SocketAddress(client.host, port), notes=(*facts.notes, note))
+        return facts
+
+    def left(self, facts: StreamFacts) -> None:
+        """Forget a connection that is over."""
+        self._open.discard((facts.client, facts.server))
+
+    def take(self) -> bytes:
+        """Remove and return the first blocks of the queue, about 64 KiB; empty when there are none.
+
+        They count as waiting until :meth:`taken`.
+        """
+        found, size = [], 0
+        while self._queue and size < 64 * 1024:
+            block = self._queue.popleft()
+            found.append(block)
+            size += len(block)
+        return b"".join(found)
+
+    def taken(self, size: int) -> None:
+        """Note that the reader has got ``size`` bytes of what was taken."""
+        self.waiting_bytes -= size
+
+    def end(self) -> None:
+        """Capture nothing from now on; idempotent. What is in the queue stays there."""
+        self._ended = True
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is captured any more."""
+        return self._ended
+
+    # Called by streams
+
+    def has_room(self, size: int) -> bool:
+        """Return whether blocks of ``size`` bytes of payload fit into the queue."""
+        return self.waiting_bytes + size + size // 8 + _OVERHEAD_BYTES <= self._most_bytes
+
+    def put(self, direction: Direction, segment: Segment, inbound: bool, comment: str) -> bool:
+        """Queue a packet; return whether there was room for it."""
+        self.packets[direction] += 1
+        if self.waiting_bytes > self._most_bytes + _SPARE_BYTES:
+            self.dropped[direction] += 1
+            return False
+        block = pcapng.packet(
+            interface_of(direction), self._now_us(), segment.packet, inbound=inbound, comment=comment
+        )
+        self.waiting_bytes += len(block)
+        self._queue.append(block)
+        if len(self._queue) == 1:
+            self._on_data()
+        return True
+
+    def dropped_payload(self, direction: Direction, size: int, packets: int) -> None:
+        """Count bytes that no packet was made of."""
+        self.packets[direction] += packets
+        self.dropped[direction] += packets
+        self.dropped_bytes += size
+
+
+class CapturedStream:
+    """One connection; see :class:`hbone.aio.observed.StreamObserver`, whose calls never raise here."""
+
+    __slots__ = ("_app", "_capture", "_comment", "_direction", "_facts", "_lost", "_open", "_tcp")
+
+    def __init__(self, capture: Capture, facts: StreamFacts, number: int) -> None:
+        self._capture = capture
+        self._facts = facts
+        self._direction = facts.direction
+        self._app = Side.CLIENT if facts.direction is Direction.OUTBOUND else Side.SERVER
+        self._open = set(Side)
+        self._lost = dict.fromkeys(Side, 0)
+        self._comment = "\n".join(facts.notes)
+        self._tcp: SyntheticTcp | None = None
+        try:
+            self._tcp = SyntheticTcp(facts.client, facts.server, number)
+            self._put(self._tcp.opening())
+        except Exception:
+            log.exception(_FAILED)
+            self._tcp = None
+
+    def received(self, chunk: memoryview) -> None:
+        """Take bytes that the application sent."""
+        self._data(self._app, chunk)
+
+    def sent(self, chunk: memoryview) -> None:
+        """Take bytes that the application gets."""
+        self._data(self._app.other, chunk)
+
+    def receive_ended(self, *, reset: bool) -> None:
+        """Take the end of what the application sends."""
+        self._end(self._app, reset=reset)
+
+    def send_ended(self, *, reset: bool) -> None:
+        """Take the end of what the application gets."""
+        self._end(self._app.other, reset=reset)
+
+    def left(self) -> None:
+        """Take the end of the connection; a side that has not ended was closed by the proxy."""
+        if self._app.other in self._open:
+            self._comment = "closed by the proxy; its access log has the reason"
+            self._end(self._app.other, reset=False)
+        self._tcp = None
+        self._capture.left(self._facts)
+
+    def _data(self, sender: Side, chunk: memoryview) -> None:
+        tcp, capture = self._tcp, self._capture
+        if tcp is None or capture.ended:
+            return
+        try:
+            size = len(chunk)
+            if capture.has_room(size):
+                self._put(tcp.data(sender, bytes(chunk)))
+            else:
+                tcp.lost(sender, size)
+                self._lost[sender] += size
+                capture.dropped_payload(self._direction, size, -(-size // tcp.mss))
+        except Exception:
+            log.exception(_FAILED)
+            self._tcp = None
+
+    def _end(self, sender: Side, *, reset: bool) -> None:
+        self._open.discard(sender)
+        tcp = self._tcp
+        if tcp is None or self._capture.ended:
+            return
+        try:
+            self._put(tcp.reset(sender) if reset else tcp.end(sender))
+        except Exception:
+            log.exception(_FAILED)
+            self._tcp = None
+        if reset:
+            self._open.clear()
+
+    def _put(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            comment, lost = self._comment, self._lost[segment.sender]
+            if lost:
+                gap = f"{lost} bytes before this packet are not in the capture: its reader was too slow"
+                comment = f"{comment}\n{gap}" if comment else gap
+            if self._capture.put(self._direction, segment, segment.sender is not self._app, comment):
+                self._comment, self._lost[segment.sender] = "", 0

@@ -1,0 +1,133 @@
+"""The taps of one process that carries connections: what its data path asks for each new connection.
+
+A process has a :class:`Taps` only where the configuration permits taps. The data path looks a pod up in it once
+per connection; what is shown the bytes is decided then, so a connection that is older than a tap is no part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable
+from typing import Final, Protocol
+
+from ztunnel.proxy.tap.capture import Capture
+from ztunnel.proxy.tap.request import (
+    MOST_TAPS,
+    Direction,
+    TapRequest,
+    Totals,
+)
+from ztunnel.runtime.clock import Clock
+
+#: How long what is in the queue at the end may take to be read.
+FLUSH_S: Final = 5.0
+
+
+class CannotTap(Exception):
+    """A tap cannot begin or go on; the text says why."""
+
+
+class TapSource(Protocol):
+    """A proxy whose pods can be tapped."""
+
+    async def open_connections(self, pod: str) -> int:
+        """Return how many connections a pod has now.
+
+        Raises:
+            CannotTap: there is no such pod here.
+        """
+
+    def carriers(self) -> list[Carry]:
+        """Return what captures in each process that carries connections."""
+
+
+class Carry(Protocol):
+    """Captures in one process; see :meth:`Taps.carry`."""
+
+    def __call__(self, request: TapRequest, sink: socket.socket) -> Awaitable[Totals]:
+        """Write packets to ``sink``, which it closes, until the other end of it says EOF."""
+
+
+class Taps:
+    """The taps of this process, by pod."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._captures: dict[str, Capture] = {}
+
+    def of(self, pod: str) -> Capture | None:
+        """Return the tap of a pod, if there is one now; the data path calls it for each new connection."""
+        return self._captures.get(pod)
+
+    async def carry(self, request: TapRequest, sink: socket.socket) -> Totals:
+        """Capture a pod's new connections until the other end of ``sink`` says EOF.
+
+        Args:
+            request: what to capture.
+            sink: gets packet blocks of pcapng; a non-blocking stream socket, closed here.
+
+        Raises:
+            CannotTap: the pod has a tap, or there are too many.
+        """
+        with sink:
+            if request.pod in self._captures:
+                raise CannotTap(f"{request.pod} has a tap already")
+            if len(self._captures) >= MOST_TAPS:
+                raise CannotTap(f"there are {MOST_TAPS} taps already")
+            wake = asyncio.Event()
+            capture = self._captures[request.pod] = Capture(request, self._now_us, wake.set)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    watching = group.create_task(_watch(capture, sink, wake), name="tap: end")
+                    await _write(capture, sink, wake)
+                    watching.cancel()
+            finally:
+                del self._captures[request.pod]
+                capture.end()
+            return _totals(capture)
+
+    def _now_us(self) -> int:
+        return int(self._clock.wall() * 1e6)
+
+
+async def _watch(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> None:
+    """End a capture when its reader says EOF; what waits then has a limited time to be read."""
+    with contextlib.suppress(OSError):
+        while await asyncio.get_running_loop().sock_recv(sink, 64):
+            pass
+    capture.end()
+    wake.set()
+    await asyncio.sleep(FLUSH_S)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_RDWR)  # the writer fails, and so ends
+
+
+async def _write(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> None:
+    """Write until the capture has ended and its queue is empty, or its reader is gone.
+
+    Never cancelled but by the end of the process: a block that is cut would make the rest unreadable.
+    """
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):
+        while True:
+            await wake.wait()
+            wake.clear()
+            while data := capture.take():
+                await loop.sock_sendall(sink, data)
+                capture.taken(len(data))
+            if capture.ended:
+                return
+
+
+def _totals(capture: Capture) -> Totals:
+    packets, dropped = capture.packets, capture.dropped
+    return Totals(
+        streams=capture.streams,
+        outbound=packets[Direction.OUTBOUND],
+        inbound=packets[Direction.INBOUND],
+        outbound_dropped=dropped[Direction.OUTBOUND],
+        inbound_dropped=dropped[Direction.INBOUND],
+        dropped_bytes=capture.dropped_bytes,
+    )

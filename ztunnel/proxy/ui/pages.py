@@ -1,0 +1,210 @@
+"""Answers ``/ui`` and what is below it: the page, its script and style, one event as JSON, and all as a stream.
+
+Nothing here changes the proxy; every path takes GET and HEAD only.
+The page is one document of our own files, and its
+content security policy forbids it anything else. Three things keep other sites of the user's browser out:
+
+- ``Host`` must be an address or ``localhost``. A site can have its name point to 127.0.0.1 (DNS rebinding), and
+  its scripts would then read these pages as their own; the browser still sends the site's name.
+- ``Sec-Fetch-Site`` must not say that another site asks for data, so that none can take the few places of those
+  who follow the events.
+- No page may be framed.
+
+Events are made only while somebody follows them, once for all who do, and the page closes its stream while it is
+hidden. Import this module with the first request: most proxies never show the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Final
+
+from ztunnel.proxy.ui.seen import Seen
+from ztunnel.proxy.ui.view import Rates, event
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.http.page import (
+    JSON,
+    PLAIN,
+    Page,
+    PageRequest,
+    Repeated,
+    not_found,
+    text,
+)
+
+PATH: Final = "/ui"
+#: Streams at the same time; one per person and tab that is looked at.
+MOST_FOLLOWERS: Final = 8
+#: Between two events; fast enough to watch.
+INTERVAL_S: Final = 2.0
+#: An event that takes long makes the interval this many times as long: never more than 2 % of a CPU.
+_SHARE: Final = 50
+_SECURITY: Final = (
+    (
+        "content-security-policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("x-frame-options", "DENY"),
+    ("referrer-policy", "no-referrer"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cross-origin-opener-policy", "same-origin"),
+)
+_FILES: Final = {
+    PATH: ("index.html", "text/html; charset=UTF-8"),
+    f"{PATH}/app.js": ("app.js", "text/javascript; charset=UTF-8"),
+    f"{PATH}/graph.js": ("graph.js", "text/javascript; charset=UTF-8"),
+    f"{PATH}/style.css": ("style.css", "text/css; charset=UTF-8"),
+    f"{PATH}/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_DATA: Final = f"{PATH}/data"
+_EVENTS: Final = f"{PATH}/events"
+_STREAM: Final = "text/event-stream"
+#: What a browser says of requests that no other site made; other clients say nothing.
+_OWN_SITE: Final = ("", "same-origin", "none")
+
+See = Callable[[], Awaitable[Seen]]
+
+
+def is_below(path: str) -> bool:
+    """Return whether a path is the live page's."""
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def off(setting: str) -> Page:
+    """Return the answer where the page is off: 404, and how to turn it on."""
+    return text(
+        f"the live page is off; it is served on loopback, and beyond it where {setting} asks for it\n", 404, PLAIN
+    )
+
+
+class LivePages:
+    """Answers the paths of the live page for one admin server.
+
+    Args:
+        see: returns what there is to show; called in the event loop, never twice at a time.
+        clock: for rates and times.
+        began: called when the first follower comes, and ``ended`` when the last one left.
+    """
+
+    def __init__(
+        self,
+        see: See,
+        clock: Clock,
+        *,
+        began: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._see = see
+        self._clock = clock
+        self._began = began
+        self._ended = ended
+        self._interval_s = interval_s
+        self._wait_s = interval_s
+        self._followers = 0
+        self._rates = Rates()
+        self._last = ""
+        self._last_s = float("-inf")
+        self._number = 0
+
+    @property
+    def followers(self) -> int:
+        """The number of streams."""
+        return self._followers
+
+    def answer(self, request: PageRequest) -> Page | Awaitable[Page]:
+        """Answer a request below :data:`PATH`."""
+        if not _is_own(request.host):
+            return _secured(
+                text("ask by an address or localhost: a name in Host may be another site's\n", 403, PLAIN)
+            )
+        if request.method not in ("GET", "HEAD"):
+            return _secured(text("GET only: this page changes nothing\n", 405, PLAIN), ("allow", "GET, HEAD"))
+        path = request.path.rstrip("/")
+        found = _FILES.get(path)
+        if found is not None:
+            name, content_type = found
+            return _secured(Page(content_type=content_type, body=(_asset(name),)))
+        if path in (_DATA, _EVENTS) and request.fetch_site not in _OWN_SITE:
+            return _secured(text("not for other sites\n", 403, PLAIN))
+        if path == _DATA:
+            return self._data()
+        if path == _EVENTS:
+            # HEAD follows nothing, and must not take one of the streams.
+            return self._events() if request.method == "GET" else _secured(Page(content_type=_STREAM, body=()))
+        return _secured(not_found((*_FILES, _DATA, _EVENTS)))
+
+    async def _data(self) -> Page:
+        """Return one event, without rates: they are those of the followers."""
+        shown = event(await self._see(), Rates(), self._clock.monotonic(), self._clock.wall())
+        return _secured(text(json.dumps(shown) + "\n", content_type=JSON))
+
+    def _events(self) -> Page:
+        if self._followers >= MOST_FOLLOWERS:
+            return _secured(text(f"{MOST_FOLLOWERS} pages are open; close one\n", 503, PLAIN))
+        self._followers += 1
+        if self._followers == 1:
+            self._began()
+        page = Page(
+            content_type=_STREAM,
+            # Browsers connect again after this time, also to a proxy that started anew.
+            body=("retry: 2000\n\n",),
+            repeated=Repeated(make=self._next, every_s=lambda: self._wait_s, ended=self._left),
+        )
+        return _secured(page)
+
+    def _left(self) -> None:
+        self._followers -= 1
+        if self._followers == 0:
+            self._rates = Rates()
+            self._last_s = float("-inf")
+            self._ended()
+
+    async def _next(self) -> str:
+        """Return the next event of a stream; those who ask within half an interval get the same one."""
+        now_s = self._clock.monotonic()
+        if now_s - self._last_s >= self._wait_s / 2:
+            self._last_s = now_s  # others who ask while this one is made get the one before, not a second one
+            seen = await self._see()
+            self._number += 1
+            # In a thread: of a mesh of 20,000 pairs it takes 100 ms, and works on values that do not change.
+            self._last = await asyncio.to_thread(self._written, seen, self._rates)
+            taken_s = self._clock.monotonic() - now_s
+            self._wait_s = max(self._interval_s, taken_s * _SHARE)
+        return self._last or ": soon\n\n"
+
+    def _written(self, seen: Seen, rates: Rates) -> str:
+        shown = event(seen, rates, self._clock.monotonic(), self._clock.wall())
+        # JSON escapes line breaks, so that an event is one line, whatever names hold.
+        return f"id: {self._number}\ndata: {json.dumps(shown)}\n\n"
+
+
+def _is_own(host: str) -> bool:
+    """Return whether ``Host`` is no name that another site could have (RFC 9110, 7.2): an address or localhost."""
+    name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost" or name.lower().endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _secured(page: Page, *more: tuple[str, str]) -> Page:
+    return Page(
+        status=page.status,
+        content_type=page.content_type,
+        body=page.body,
+        headers=(*page.headers, *_SECURITY, *more),
+        repeated=page.repeated,
+    )
+
+
+def _asset(name: str) -> bytes:
+    return (files("ztunnel.proxy.ui") / "assets" / name).read_bytes()

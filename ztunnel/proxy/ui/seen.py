@@ -1,0 +1,215 @@
+"""What the live page shows, as values that a front end makes afresh for each event. Pure.
+
+Texts come from control planes, certificates and peers: none is trusted, all are clipped and shown as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Security(StrEnum):
+    """How the bytes of a connection travel; the values are shown."""
+
+    MUTUAL_TLS = "mTLS"
+    PLAIN = "plain"
+    NONE = "none"
+    """The connection ended before it was known: nothing was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A node of the graph.
+
+    Attributes:
+        key: by which flows refer to it.
+        identity: its SPIFFE id; empty if none is known.
+        address: one of its addresses, if it has just one or the dialect knows it by that.
+        here: whether it runs on this proxy's node.
+        state: what keeps it from being served; empty for nothing.
+    """
+
+    key: str
+    name: str
+    namespace: str = ""
+    identity: str = ""
+    address: str = ""
+    here: bool = False
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """An edge of the graph: the connections between two workloads, counted since the proxy began to count.
+
+    Attributes:
+        source, destination: keys of workloads.
+        service: that the client addressed; empty for none.
+        reporter: ``source`` if the proxy has the client's side of them, ``destination`` for the server's.
+        open: now.
+        opened, failed, denied: since then; of those that failed, policies denied some.
+        bytes_sent: from client to server, ``bytes_received`` back.
+    """
+
+    source: str
+    destination: str
+    service: str
+    reporter: str
+    security: Security
+    open: int
+    opened: int
+    failed: int
+    denied: int
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from other flows."""
+        return (self.source, self.destination, self.service, self.reporter, self.security)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """A live connection; what is not known is None or empty.
+
+    Attributes:
+        id: unique among the live ones.
+        direction: ``outbound`` or ``inbound``, or the name of its listener.
+        source, destination: addresses; the destination is what was dialled.
+        next_hop: where the proxy took it.
+        identity: of the other side, as its certificate proved it.
+    """
+
+    id: str
+    direction: str
+    source: str
+    source_name: str = ""
+    destination: str
+    destination_name: str = ""
+    next_hop: str = ""
+    protocol: str = ""
+    security: Security
+    identity: str = ""
+    age_s: float | None = None
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy with its decisions, which are None where it is not counted.
+
+    Attributes:
+        mode: ``enforced``, ``dry run``, or Envoy's ``shadow`` or ``both``.
+        faults: parts that could not be read.
+    """
+
+    name: str
+    action: str
+    scope: str = ""
+    mode: str = "enforced"
+    allowed: int | None = None
+    denied: int | None = None
+    ended: int | None = None
+    last_s: float | None = None
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied:
+    """The connections of a pair that policies denied; times are seconds of the wall clock."""
+
+    place: str
+    source: str
+    identity: str
+    destination: str
+    reason: str
+    count: int
+    last_s: float
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """A certificate that the proxy shows to peers, or waits for; times are seconds of the wall clock."""
+
+    identity: str
+    state: str
+    used_by: str = ""
+    serial: str = ""
+    valid_from_s: float | None = None
+    expires_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where configuration comes from.
+
+    Attributes:
+        connected: None for a file, which has no connection.
+        away_s: seconds since it was last connected; 0 while it is.
+        updates: how often it sent something, ``updated_s`` when last (wall clock); None if not known.
+    """
+
+    name: str
+    address: str
+    connected: bool | None
+    away_s: float = 0.0
+    updates: int | None = None
+    updated_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A resource that the proxy refused; what it had before serves on."""
+
+    kind: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The proxy itself.
+
+    Attributes:
+        dialect: ``istio`` or ``envoy``.
+        state: one line: ready, or what is missing.
+        totals: numbers of things by name, such as ``workloads``.
+        counted_since_s: the wall clock when flows began to be counted; 0 for the proxy's start.
+        question: an example of what the form of explain takes, by its parameters.
+    """
+
+    dialect: str
+    version: str
+    node: str
+    ready: bool
+    state: str
+    uptime_s: float
+    totals: Mapping[str, int] = field(default_factory=dict)
+    counted_since_s: float = 0.0
+    question: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Everything that one event shows, before it is cut to its bounds (:mod:`ztunnel.proxy.ui.view`).
+
+    Attributes:
+        connections: some, those that moved most bytes first; ``connections_open`` counts all.
+        denials: the newest first.
+    """
+
+    facts: Facts
+    workloads: Sequence[Workload]
+    flows: Sequence[Flow]
+    connections: Sequence[Connection]
+    connections_open: int
+    policies: Sequence[Policy]
+    denials: Sequence[Denied]
+    certificates: Sequence[Certificate]
+    sources: Sequence[Source]
+    refusals: Sequence[Refusal]

@@ -1,0 +1,1 @@
+"""What commands share: arguments, sub-commands, and output for terminals."""

@@ -1,0 +1,96 @@
+"""The flags of ``ztunnel proxy`` with their variables and help, and which dialect they mean.
+
+Apart from their readers (``ztunnel/proxy/envoy/config/settings.py``), so that a proxy of an Istio mesh imports
+nothing of Envoy's dialect.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+#: Setting -> (environment variable, help). Flags are the settings with dashes.
+FLAGS: Final[Mapping[str, tuple[str, str]]] = {
+    "bootstrap": ("ZTUNNEL_BOOTSTRAP", "an Envoy bootstrap, YAML or JSON"),
+    "control_plane": (
+        "ZTUNNEL_CONTROL_PLANE",
+        "ADS server, host:port or unix:/path, instead of a bootstrap",
+    ),
+    "delta": ("ZTUNNEL_XDS_DELTA", "true: incremental xDS (with --control-plane)"),
+    "node": ("NODE_NAME", "name of this node (with --control-plane)"),
+    "admin": (
+        "ZTUNNEL_ADMIN_ADDRESS",
+        "admin address, ip:port, a port of loopback, or off (default 127.0.0.1:15000)",
+    ),
+    "readiness": ("ZTUNNEL_READINESS_ADDRESS", "readiness address (default 0.0.0.0:15021)"),
+    "metrics": ("ZTUNNEL_METRICS_ADDRESS", "Prometheus address (default 0.0.0.0:15020)"),
+    "drain_s": (
+        "ZTUNNEL_DRAIN_TIME",
+        "how long connections of a removed listener or chain may live (default 45s)",
+    ),
+    "shutdown_s": (
+        "CONNECTION_TERMINATION_DEADLINE",
+        "how long connections may live after SIGTERM (default 5s)",
+    ),
+    "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", "how long an access log line may wait (default 10s)"),
+    "log_level": (
+        "ZTUNNEL_LOG_LEVEL",
+        "trace, debug, info, warning, error, critical or off (default info)",
+    ),
+    "spin_us": (
+        "ZTUNNEL_SPIN_US",
+        "poll this many microseconds after activity, where that pays (default 200; 0: off)",
+    ),
+    "restart_epoch": (
+        "ZTUNNEL_RESTART_EPOCH",
+        "not 0: start beside the proxy that runs here, to take its place (default 0)",
+    ),
+    "tap_socket": (
+        "ZTUNNEL_TAP_SOCKET",
+        "path of the local socket at which root may ask for captures (ztunnel tap); without it none may",
+    ),
+    "ui": (
+        "ZTUNNEL_UI",
+        "the live page, /ui of the admin server: true, false, or auto: if bound to loopback (default auto)",
+    ),
+    "policy": (
+        "CALICO_POLICY_DIR",
+        "folder of Calico's and Kubernetes' policies in YAML, obeyed beside the others",
+    ),
+    "policy_sync": ("POLICY_SYNC", "PolicySync server of the node, instead"),
+    "unknown_pods": (
+        "CALICO_UNKNOWN_PODS",
+        "allow: pods that these policies do not know are left to the others (default deny)",
+    ),
+}
+#: The flags that also go with a proxy of an Istio mesh, which reads their variables.
+POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
+
+#: As above, for the deliberate differences from Envoy.
+SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
+    "route_timeouts": (
+        "ZTUNNEL_ROUTE_TIMEOUTS",
+        "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
+    ),
+    "node_local_shortcut": (
+        "ZTUNNEL_NODE_LOCAL_SHORTCUT",
+        "false: tunnels between pods of this node go over the wire too",
+    ),
+    "early_data": (
+        "ZTUNNEL_EARLY_DATA",
+        "false: no byte of a connection leaves before its tunnel has been accepted",
+    ),
+    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", "false: a tunnel may name any pod (as Envoy)"),
+    "judge_ports": (
+        "ZTUNNEL_JUDGE_PORTS",
+        "false: ports in policies are compared with the tunnel's port, 15008 (as Envoy)",
+    ),
+    "strict_tls": ("ZTUNNEL_STRICT_TLS", "false: obey configurations that do not verify servers"),
+    "tunnel_source": (
+        "ZTUNNEL_TUNNEL_SOURCE",
+        "client-pod, or envoy: tunnels of services leave from the proxy's address",
+    ),
+}
+
+
+def names_a_source(flags: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
+    """Return whether a bootstrap or a control plane of Envoy's dialect is named; else this is an Istio proxy."""
+    return any(flags.get(name) or env.get(FLAGS[name][0]) for name in ("bootstrap", "control_plane"))

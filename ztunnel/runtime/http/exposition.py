@@ -1,0 +1,174 @@
+"""Makes Prometheus pages in the format that the scraper requests, compressed if it accepts that.
+
+The Prometheus client library negotiates and encodes. It is called per family and per slice of samples, so that a
+page of many thousand series never blocks the event loop for long. Import this module with the first scrape, not
+with the proxy: the library takes 3.5 MiB and 45 ms.
+"""
+
+import os
+import resource
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from ztunnel.runtime.http.page import Page, PageRequest
+
+#: Samples per piece of a page: about a millisecond.
+_SLICE: Final = 100
+_EOF: Final = b"# EOF\n"
+
+Encoder = Callable[["_Registry"], bytes]
+
+
+class UnsuffixedCounter(Metric):
+    """A counter whose name does not end in ``_total``, as many of Envoy's.
+
+    The text format permits such counters. OpenMetrics does not: there the type is ``unknown`` and the samples keep
+    their name, because a name must not depend on the format.
+    """
+
+    def __init__(self, name: str, documentation: str) -> None:
+        super().__init__(name, documentation, "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of a page.
+
+    Attributes:
+        description: name, help, type and unit; its own samples are not used.
+        samples: read once, slice by slice, while the page is sent; a generator spreads the work of a long family.
+    """
+
+    description: Metric
+    samples: Iterable[Sample]
+
+
+#: The values of a family's labels, and the sample.
+LabelledValue = tuple[tuple[str, ...], float]
+
+
+def family(
+    name: str, kind: str, text: str, samples: Iterable[LabelledValue], labels: tuple[str, ...], unit: str = ""
+) -> Family:
+    """Return a family of values by labels; names of counters are given without ``_total``."""
+    sample_name = f"{name}_total" if kind == "counter" else name
+    return Family(
+        Metric(name, text + ".", kind, unit),
+        (Sample(sample_name, dict(zip(labels, values, strict=False)), value) for values, value in samples),
+    )
+
+
+def page(families: Iterable[Family], request: PageRequest) -> Page:
+    """Return the page for one scrape: format by ``Accept``, coding by ``Accept-Encoding``."""
+    encode, content_type = choose_encoder(request.accept)
+    openmetrics = content_type.startswith("application/openmetrics-text")
+    pieces = encoded(families, encode, openmetrics=openmetrics)
+    headers = [("vary", "accept, accept-encoding")]
+    for coding, window_bits in (("gzip", 31), ("deflate", 15)):
+        if accepts(request.accept_encoding, coding):
+            headers.append(("content-encoding", coding))
+            pieces = _compressed(pieces, window_bits)
+            break
+    return Page(content_type=content_type, headers=tuple(headers), body=pieces)
+
+
+def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -> Iterator[bytes]:
+    """Yield the page in pieces; a family without samples is left out.
+
+    The library encodes whole registries, so each slice goes through it as a registry of one family. The lines that
+    describe the family (HELP, TYPE, UNIT) are what a family without samples encodes to: they precede the first
+    slice and are cut from the others.
+    """
+    for family in families:
+        described, samples = family.description, iter(family.samples)
+        described.samples = []
+        description = encode(_Registry(described)).removesuffix(_EOF)
+        shown = description
+        if isinstance(described, UnsuffixedCounter) and not openmetrics:
+            shown = description.replace(b" untyped\n", b" counter\n")
+        while some := list(islice(samples, _SLICE)):
+            described.samples = some
+            yield shown + encode(_Registry(described)).removeprefix(description).removesuffix(_EOF)
+            shown = b""
+    if openmetrics:
+        yield _EOF
+
+
+class _Registry:
+    """A registry of one family, as far as an encoder reads it."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family."""
+        yield self._family
+
+
+def accepts(accept_encoding: str, coding: str) -> bool:
+    """Return whether a content coding is acceptable (RFC 9110, 12.5.3); only codings that are named count."""
+    for item in accept_encoding.split(","):
+        name, _, weight = item.replace(" ", "").partition(";q=")
+        if name.lower() == coding:
+            return not weight or weight.strip("0.") != ""
+    return False
+
+
+def _compressed(pieces: Iterable[bytes], window_bits: int) -> Iterator[bytes]:
+    compressor = zlib.compressobj(1, zlib.DEFLATED, window_bits)
+    for piece in pieces:
+        yield compressor.compress(piece)
+    yield compressor.flush()
+
+
+def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
+    """Yield ``process_*`` of this process, under the names that all client libraries use.
+
+    The client library's own collector knows one process only.
+
+    Args:
+        others: ids of its child processes, whose use is added.
+    """
+    cpu_s, resident, virtual, files = _used("self")
+    files -= 1  # the one that reads the list
+    for other in others:
+        try:
+            used = _used(str(other))
+        except OSError:
+            continue  # ended a moment ago, or not ours to read
+        cpu_s, resident, virtual, files = cpu_s + used[0], resident + used[1], virtual + used[2], files + used[3]
+    numbers = (
+        ("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds", cpu_s),
+        ("process_resident_memory_bytes", "gauge", "Resident memory size in bytes", resident),
+        ("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes", virtual),
+        ("process_open_fds", "gauge", "Number of open file descriptors", files),
+        (
+            "process_max_fds",
+            "gauge",
+            "Maximum number of open file descriptors",
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        ),
+    )
+    for name, kind, text, value in numbers:
+        sample = Sample(f"{name}_total" if kind == "counter" else name, {}, value)
+        yield Family(Metric(name, text + ".", kind), (sample,))
+
+
+def _used(process: str) -> tuple[float, int, int, int]:
+    """Return CPU seconds, resident and virtual bytes, and the number of open files of a process.
+
+    Raises:
+        OSError: it has ended, or may not be read.
+    """
+    with open(f"/proc/{process}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    files = len(os.listdir(f"/proc/{process}/fd"))
+    return seconds, int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), int(fields[20]), files

@@ -1,0 +1,36 @@
+"""Answers ``/healthz/live``: whether the event loop and the data path in it still turn.
+
+A kubelet restarts a container that fails this probe, and with it every connection of the node ends. So the page
+knows of nothing that a restart does not mend: no control plane, no node agent, no pod. That it is answered at all
+proves the event loop; a step in a turn of the poller proves the loop of the data path, which is another epoll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from hbone.aio.poller import Poller
+from ztunnel.runtime.http.page import (
+    PLAIN,
+    Page,
+    PageRequest,
+    text,
+)
+from ztunnel.runtime.turns import turned
+
+PATH: Final = "/healthz/live"
+#: Below the ``timeoutSeconds`` of our charts, so that the kubelet's event shows our words.
+_TURN_S: Final = 3.0
+
+
+async def page(poller: Poller, request: PageRequest) -> Page:
+    """Return 200 once ``poller`` has run a step, 500 if it did not within 3 s; for GET and HEAD."""
+    if request.method not in ("GET", "HEAD"):
+        return text("", 405, PLAIN)
+    try:
+        async with asyncio.timeout(_TURN_S):
+            await turned(poller)
+    except TimeoutError:
+        return text(f"the data path did not turn within {_TURN_S:g} s\n", 500, PLAIN)
+    return text("live\n", content_type=PLAIN)

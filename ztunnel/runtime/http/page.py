@@ -1,0 +1,122 @@
+"""Requests and pages as values, made without I/O; :mod:`ztunnel.runtime.http.server` sends them.
+
+A body is a sequence of pieces, so that a long page never blocks the event loop for long: other work runs between
+the pieces. A piece that takes long by itself may be a :class:`Deferred`, which the server runs in a thread. It
+must not read state that the event loop changes.
+"""
+
+import unicodedata
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl
+
+TEXT = "text/plain; charset=UTF-8"
+#: Envoy's ``/config_dump`` answers errors without a character set.
+PLAIN = "text/plain"
+JSON = "application/json"
+HTML = "text/html; charset=UTF-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A piece that the server makes outside the event loop's thread."""
+
+    make: Callable[[], str]
+
+
+Piece = str | bytes | Deferred
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The parameters of a request; of a repeated one the first counts, as in Envoy."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Query":
+        """Parse ``a=1&b``; a parameter without a value has an empty one."""
+        return cls(tuple(parse_qsl(text, keep_blank_values=True, encoding="utf-8", errors="replace")))
+
+    def get(self, name: str) -> str | None:
+        """Return the value of a parameter, or None if it is absent."""
+        return next((value for key, value in self.pairs if key == name), None)
+
+    def __contains__(self, name: object) -> bool:
+        return any(key == name for key, _ in self.pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRequest:
+    """A request whose body has been read.
+
+    Attributes:
+        path: decoded, without its query.
+        target: both, as sent.
+        local: it came from this host to a loopback address.
+        host: the ``Host`` header, as sent.
+        fetch_site: ``Sec-Fetch-Site``: how a browser relates the page that asks to this one; empty if it does not.
+    """
+
+    method: str
+    path: str
+    target: str = ""
+    query: Query = Query()
+    accept: str = ""
+    accept_encoding: str = ""
+    local: bool = False
+    host: str = ""
+    fetch_site: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """The endless rest of a body: a piece now and then, until the client leaves or the server closes.
+
+    Attributes:
+        make: returns the next piece; called in the event loop, after ``body`` was sent and then once per interval.
+        every_s: returns the interval, from the end of one piece to the making of the next.
+        ended: called once, whatever ended the answer, also if no piece was made.
+    """
+
+    make: Callable[[], Awaitable[str]]
+    every_s: Callable[[], float]
+    ended: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """An answer; with ``repeated`` it ends with the connection."""
+
+    status: int = 200
+    content_type: str = TEXT
+    body: Iterable[Piece] = field(default=())
+    headers: tuple[tuple[str, str], ...] = ()
+    repeated: Repeated | None = None
+
+
+def text(body: str, status: int = 200, content_type: str = TEXT) -> Page:
+    """Return a short page."""
+    return Page(status=status, content_type=content_type, body=(body,))
+
+
+def not_found(paths: Iterable[str]) -> Page:
+    """Return the answer to a path that a port does not have: which paths it has."""
+    return text(f"no such page; this port has {', '.join(paths)}\n", 404, PLAIN)
+
+
+def printable(name: str) -> str:
+    """Return ``name`` with line breaks and control characters escaped, for a page of lines.
+
+    Names come from control planes and certificates. They must not forge a line or send codes to a terminal.
+    """
+    if name.isprintable():
+        return name
+    return "".join(
+        char if char.isprintable() or unicodedata.category(char) == "Zs" else _escaped(char) for char in name
+    )
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,419 @@
+"""A small HTTP/1.1 server for pages: h11 parses and formats, asyncio's streams transport.
+
+It runs beside the data path and must not disturb it. The number of connections and the size and time of requests
+are bounded, long pages are sent piece by piece, and a client that does not read is disconnected.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from email.utils import formatdate
+from enum import IntEnum
+from typing import Any
+
+import h11
+
+from tproxy.aio import sockets
+from tproxy.errors import PortTaken
+from xds.model.address import SocketAddress, canonical, is_loopback
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.http.page import (
+    TEXT,
+    Deferred,
+    Page,
+    PageRequest,
+    Piece,
+    Query,
+    Repeated,
+    text,
+)
+from ztunnel.runtime.line_limit import LineLimit
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+Pages = Callable[[PageRequest], Page | Awaitable[Page]]
+
+CONNECTIONS = 64
+_MAX_HEAD = 16 * 1024
+MAX_BODY = 64 * 1024
+#: A head that has begun must be complete within this time (as Rust ztunnel's servers).
+_HEAD_TIMEOUT_S = 2.0
+#: Longer than usual scrape intervals, so that scrapers keep their connection.
+_IDLE_TIMEOUT_S = 75.0
+_WRITE_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 1.0
+_READ_BYTES = 8 * 1024
+#: Pieces are joined up to this size before they are written.
+_WRITE_BYTES = 32 * 1024
+#: The time for making pieces without yielding; about that of a busy turn of the data path.
+_SLICE_S = 0.002
+
+
+class PageServer:
+    """Serves pages on one address while entered.
+
+    Args:
+        name: name in logs: ``admin``, ``readiness``, ``metrics``.
+        address: address to bind; port 0 lets the kernel choose.
+        pages: called in the event loop with each request; returns the page, or an awaitable of it. It must not
+            block; pieces of the body are made later.
+        clock: the clock for the ``date`` header.
+        max_connections: the largest number of connections. Beyond it a connection of the address that has most is
+            closed, so that probes and scrapers are answered beside any number of slow clients: one that is idle,
+            else one that follows an endless page, else one that sends its request slowly, else one that reads its
+            answer slowly; the oldest of these.
+        product: value of the ``server`` header.
+        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
+        alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
+
+    Attributes:
+        address: the bound address, with the real port once entered.
+
+    Raises:
+        PortTaken: on entering, another socket is bound to the port.
+        tproxy.errors.TproxyError: on entering, any other refusal of the kernel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: SocketAddress,
+        pages: Pages,
+        clock: Clock,
+        *,
+        max_connections: int = CONNECTIONS,
+        product: str = "envoy",
+        reuse_port: bool = False,
+        alone: bool = False,
+    ) -> None:
+        self.name = name
+        self.product = product
+        self._reuse_port = reuse_port
+        self._alone = alone
+        self.address = address
+        self._pages = pages
+        self._clock = clock
+        self._max_connections = max_connections
+        self._tasks = Tasks(name)
+        self._connections: dict[_Connection, None] = {}  # in order of their last activity
+        self._server: asyncio.Server | None = None
+        self.connections_total = 0
+        self._lines = LineLimit(
+            clock, lambda count: log.warning("%s: lines about full pages left_out=%d", name, count)
+        )
+
+    async def __aenter__(self) -> "PageServer":
+        if self._alone:
+            # A probe without SO_REUSEPORT fails even if the socket that is bound there has the option.
+            sockets.listen(self.address.host, self.address.port, backlog=0).close()
+        sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
+        self.address = SocketAddress(self.address.host, sock.getsockname()[1])
+        try:
+            self._server = await asyncio.start_server(self._accepted, sock=sock, limit=_MAX_HEAD)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortTaken(self.address.host, self.address.port) from None
+            raise
+        if self._reuse_port:
+            sockets.leave_to_newer(sock)
+        log.info("%s on %s", self.name, self.address)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for connection in list(self._connections):
+            connection.finish()
+        # The answer to /quitquitquit may still be under way.
+        answering = [connection.task for connection in self._connections if connection.task is not None]
+        if answering:
+            await asyncio.wait(answering, timeout=_CLOSE_TIMEOUT_S)
+        await self._tasks.close()
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        return len(self._connections)
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections_total += 1
+        if len(self._connections) >= self._max_connections:
+            self._make_room()
+        connection = _Connection(self, reader, writer)
+        self._connections[connection] = None
+        connection.task = self._tasks.start(self._serve(connection), "connection")
+
+    def _make_room(self) -> None:
+        sources = Counter(connection.source for connection in self._connections)
+        greedy, number = sources.most_common(1)[0]
+        # In the order of their last activity; min() returns the first of the least busy ones.
+        oldest = min((c for c in self._connections if c.source == greedy), key=lambda c: c.stage)
+        if oldest.stage is not Stage.IDLE and self._lines.admits():
+            log.warning("%s: %d connections of %s are open, closing one of them", self.name, number, greedy)
+        oldest.abort()
+        self._connections.pop(oldest, None)
+
+    async def _serve(self, connection: "_Connection") -> None:
+        try:
+            await connection.serve(self._pages)
+        finally:
+            self._connections.pop(connection, None)
+
+    def active(self, connection: "_Connection") -> None:
+        """Record a connection's activity, for the choice of the one that was idle for longest."""
+        if connection in self._connections:
+            del self._connections[connection]
+            self._connections[connection] = None
+
+    def date(self) -> str:
+        """Return the value of the ``date`` header."""
+        return formatdate(self._clock.wall(), usegmt=True)
+
+
+class Stage(IntEnum):
+    """What a connection is about; the higher, the more would be lost with it."""
+
+    IDLE = 0
+    FOLLOWING = 1
+    RECEIVING = 2
+    ANSWERING = 3
+
+
+class _Connection:
+    """The connection of one client."""
+
+    def __init__(self, server: PageServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._server = server
+        self._reader = reader
+        self._writer = writer
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
+        self._unsent: list[bytes] = []
+        self._finishing = False
+        self.stage = Stage.IDLE
+        peer = writer.get_extra_info("peername")
+        self.source = str(peer[0]) if peer else ""
+        self.task: asyncio.Task[Any] | None = None
+
+    def finish(self) -> None:
+        """Close after the answer under way, or at once if there is none, or an endless one; idempotent."""
+        self._finishing = True
+        if self.stage in (Stage.IDLE, Stage.FOLLOWING) and self.task is not None:
+            self.task.cancel()
+
+    def abort(self) -> None:
+        """Close at once; idempotent."""
+        self._finishing = True
+        if self.stage is not Stage.IDLE:
+            self._writer.transport.abort()  # a close would wait for what the client does not read
+        if self.task is not None:
+            self.task.cancel()
+
+    async def serve(self, pages: Pages) -> None:
+        """Answer requests until either side closes the connection."""
+        try:
+            while not self._finishing:
+                request = await self._request()
+                if request is None:
+                    return
+                self._server.active(self)
+                self.stage = Stage.ANSWERING
+                page = await self._page(pages, request)
+                try:
+                    await self._answer(request, page)
+                finally:
+                    if page.repeated is not None:
+                        page.repeated.ended()
+                if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                    return
+                self._http.start_next_cycle()
+        except h11.RemoteProtocolError as error:
+            await self._refuse(error)
+        except TimeoutError:
+            self._writer.transport.abort()  # the client does not read; a close would wait for it
+        except OSError as error:
+            log.debug("%s: %s", self._server.name, error)
+        finally:
+            self._writer.close()
+
+    async def _page(self, pages: Pages, request: PageRequest) -> Page:
+        try:
+            page = pages(request)
+            return page if isinstance(page, Page) else await page
+        except Exception:
+            # A bug in one page must not end the proxy, or the connection.
+            log.exception("%s: %s %r failed", self._server.name, request.method, request.path)
+            return text("internal error\n", 500)
+
+    # Reading
+
+    async def _event(self) -> Any:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(_READ_BYTES))
+        return event
+
+    async def _request(self) -> PageRequest | None:
+        """Return the next request, or None if the client has closed the connection.
+
+        Raises:
+            TimeoutError: the client was idle for too long, or sent its request too slowly.
+            h11.RemoteProtocolError: it sent no HTTP, or too much of it.
+        """
+        self.stage = Stage.RECEIVING if self._http.trailing_data[0] else Stage.IDLE
+        if self.stage is Stage.IDLE:
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
+                data = await self._reader.read(_READ_BYTES)
+            self.stage = Stage.RECEIVING
+            self._http.receive_data(data)
+        async with asyncio.timeout(_HEAD_TIMEOUT_S):
+            head = await self._event()
+            if not isinstance(head, h11.Request):
+                return None
+            if self._http.they_are_waiting_for_100_continue:
+                self._send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+                await self._drain()
+            body = b""
+            while isinstance(event := await self._event(), h11.Data):
+                body += event.data
+                if len(body) > MAX_BODY:
+                    raise h11.RemoteProtocolError("body too long", error_status_hint=413)
+        return _page_request(head, body, local=self._is_local())
+
+    def _is_local(self) -> bool:
+        # Both ends: a proxy beside an application hands on strangers' connections from a loopback source.
+        names = [self._writer.get_extra_info(end) for end in ("peername", "sockname")]
+        return all(name and is_loopback(canonical(str(name[0]))) for name in names)
+
+    # Writing
+
+    async def _answer(self, request: PageRequest, page: Page) -> None:
+        headers = [
+            ("content-type", page.content_type),
+            ("cache-control", "no-cache, max-age=0"),
+            ("x-content-type-options", "nosniff"),
+            *page.headers,
+            ("date", self._server.date()),
+            ("server", self._server.product),
+        ]
+        if self._finishing:
+            headers.append(("connection", "close"))
+        self._send(h11.Response(status_code=page.status, headers=headers, reason=_REASONS.get(page.status, b"")))
+        if request.method != "HEAD":
+            await self._send_body(page.body)
+            if page.repeated is not None:
+                await self._follow(page.repeated)
+                return
+        self._send(h11.EndOfMessage())
+        await self._drain()
+
+    async def _send_body(self, pieces: Iterable[Piece]) -> None:
+        loop = asyncio.get_running_loop()
+        slice_ends = loop.time() + _SLICE_S
+        waiting: list[bytes] = []
+        size = 0
+        for piece in pieces:
+            made = await asyncio.to_thread(piece.make) if isinstance(piece, Deferred) else piece
+            # Encoding a lone surrogate must not fail.
+            data = made.encode(errors="backslashreplace") if isinstance(made, str) else made
+            waiting.append(data)
+            size += len(data)
+            if size >= _WRITE_BYTES or loop.time() >= slice_ends:
+                self._send_data(waiting)
+                await self._drain()
+                await asyncio.sleep(0)
+                slice_ends = loop.time() + _SLICE_S
+                waiting, size = [], 0
+        self._send_data(waiting)
+
+    async def _follow(self, repeated: Repeated) -> None:
+        """Send pieces until the client leaves; the server's end cancels this.
+
+        A client that sends anything meanwhile is no browser, and is left as if it had closed.
+        """
+        self.stage = Stage.FOLLOWING
+        await self._drain()  # the head, before a piece that may take long
+        while not self._finishing:
+            try:
+                piece = await repeated.make()
+            except Exception:
+                # A bug in one page must not end the proxy; the browser connects again after a while.
+                log.exception("%s: an endless page failed", self._server.name)
+                return
+            self._send_data([piece.encode(errors="backslashreplace")])
+            await self._drain()
+            try:
+                async with asyncio.timeout(repeated.every_s()):
+                    await self._reader.read(1)
+                return
+            except TimeoutError:
+                self._server.active(self)
+
+    def _send_data(self, waiting: list[bytes]) -> None:
+        data = b"".join(waiting)
+        if data:
+            self._send(h11.Data(data=data))
+
+    def _send(self, event: Any) -> None:
+        data = self._http.send(event)
+        if data:
+            self._unsent.append(data)
+
+    async def _drain(self) -> None:
+        # A short page, head and body, is one write and one segment.
+        self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await self._writer.drain()
+
+    async def _refuse(self, error: h11.RemoteProtocolError) -> None:
+        """Answer a request that is not HTTP with an error, if no answer has begun."""
+        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]
+        status = error.error_status_hint
+        with contextlib.suppress(h11.LocalProtocolError, OSError, TimeoutError):
+            self._send(h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b"")))
+            self._send(h11.Data(data=f"{error}\n".encode(errors="backslashreplace")))
+            self._send(h11.EndOfMessage())
+            await self._drain()
+
+
+_REASONS = {
+    200: b"OK",
+    400: b"Bad Request",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    413: b"Payload Too Large",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    503: b"Service Unavailable",
+}
+
+
+def _page_request(head: h11.Request, body: bytes, *, local: bool) -> PageRequest:
+    target = head.target.decode("latin-1")
+    if "://" in target.partition("?")[0]:  # absolute form (RFC 9112, 3.2.2)
+        target = "/" + target.partition("://")[2].partition("/")[2]
+    target = target.partition("#")[0]
+    path, _, query = target.partition("?")
+    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+    parameters = Query.parse(query)
+    if head.method == b"POST" and fields.get("content-type", "").startswith("application/x-www-form-urlencoded"):
+        # As Envoy: the forms of the home page send parameters in the body.
+        parameters = Query(parameters.pairs + Query.parse(body.decode(errors="replace")).pairs)
+    return PageRequest(
+        method=head.method.decode("latin-1"),
+        path=path,
+        target=target,
+        query=parameters,
+        accept=fields.get("accept", ""),
+        accept_encoding=fields.get("accept-encoding", ""),
+        local=local,
+        host=fields.get("host", ""),
+        fetch_site=fields.get("sec-fetch-site", ""),
+    )

@@ -1,0 +1,1 @@
+"""What proxies inside pods need: the injector and the init container."""

@@ -1,0 +1,83 @@
+"""Lists that say what of a pod's traffic is captured: those of ``ztunnel init`` and of annotations. Pure.
+
+Each reader returns the values or raises ValueError with a reason that fits behind the name of a flag or
+annotation.
+"""
+
+from collections.abc import Iterator
+from ipaddress import IPv4Network, IPv6Network
+from typing import Final
+
+from ztunnel.runtime.formats.go_values import parse_cidr_or_address
+
+ALL: Final = "*"
+#: IFNAMSIZ without its zero byte (linux/if.h).
+_LONGEST_INTERFACE: Final = 15
+
+
+def ports(text: str) -> tuple[int, ...]:
+    """Return ports, each once, in the order given; an empty list is none.
+
+    Raises:
+        ValueError: anything that is no port from 1 to 65535.
+    """
+    found = []
+    for part in _parts(text):
+        if not (part.isascii() and part.isdigit() and 0 < int(part) < 65536):
+            raise ValueError(f"{part!r} is no port from 1 to 65535")
+        found.append(int(part))
+    return tuple(dict.fromkeys(found))
+
+
+def all_or_ports(text: str) -> tuple[int, ...] | None:
+    """Return ports, or ``None`` for ``*``.
+
+    Raises:
+        ValueError: as :func:`ports`.
+    """
+    return None if _is_all(text, "ports") else ports(text)
+
+
+def networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    """Return networks, with the bits behind their prefix cleared; an address alone is a network of one.
+
+    Raises:
+        ValueError: anything else.
+    """
+    return tuple(dict.fromkeys(map(parse_cidr_or_address, _parts(text))))
+
+
+def all_or_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...] | None:
+    """Return networks, or ``None`` for ``*``.
+
+    Raises:
+        ValueError: as :func:`networks`.
+    """
+    return None if _is_all(text, "ranges") else networks(text)
+
+
+def interfaces(text: str) -> tuple[str, ...]:
+    """Return names of devices.
+
+    Raises:
+        ValueError: one that Linux would not give a device.
+    """
+    found = tuple(dict.fromkeys(_parts(text)))
+    for name in found:
+        fits = len(name.encode()) <= _LONGEST_INTERFACE and name.isascii() and name.isprintable()
+        if not fits or "/" in name or " " in name or '"' in name or name in (".", ".."):
+            raise ValueError(f"{name!r} is no name of a network interface")
+    return found
+
+
+def _is_all(text: str, what: str) -> bool:
+    parts = tuple(_parts(text))
+    if ALL in parts and len(parts) > 1:
+        raise ValueError(f"{text!r} mixes * with {what}; * stands alone")
+    return parts == (ALL,)
+
+
+def _parts(text: str) -> Iterator[str]:
+    for part in text.split(","):
+        if stripped := part.strip():
+            yield stripped

@@ -1,0 +1,301 @@
+"""What ``ztunnel init`` captures, read from its command line and environment. Pure.
+
+Flags have the letters, names and meanings of ``istio-iptables`` and are read as Go's flags, so that an injected
+pod's arguments can be kept.
+Two defaults are safer: without ``-i`` and ``-b`` everything is captured, where upstream captures nothing. Flags
+that choose between upstream's ways of writing rules are taken and change nothing; each is named in a note.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Network, ip_address
+from typing import Any, Final, TypeVar
+
+from tproxy.resources import IpAddress, Version
+from tproxy.sidecar import USER, Sidecar
+from ztunnel.runtime.formats.go_flags import read_as_go
+from ztunnel.runtime.formats.go_values import parse_bool, parse_cidr, parse_duration_s
+from ztunnel.sidecar.capture_lists import (
+    all_or_networks,
+    all_or_ports,
+    interfaces,
+    networks,
+    ports,
+)
+
+T = TypeVar("T")
+ONLY_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS"
+EXCEPT_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE"
+LOOPBACK: Final = "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR"
+#: Taken and of no effect here: rules are always compared with what is there, always nftables, for both IP
+#: versions.
+_WITHOUT_EFFECT: Final = (
+    "reconcile",
+    "force_apply",
+    "native_nftables",
+    "dual_stack",
+    "cni_mode",
+    "host_nsenter_exec",
+    "iptables_trace_logging",
+)
+#: Of upstream's log, which this command does not have; it prints what it did, and faults.
+_OF_LOGS: Final = (
+    *("log_output_level", "log_stacktrace_level", "log_caller", "log_target", "log_rotate", "log_rotate_max_age"),
+    *("log_rotate_max_size", "log_rotate_max_backups", "vklog", "stderrthreshold"),
+)
+_SWITCHES_OF_LOGS: Final = ("log_as_json", "alsologtostderr", "logtostderr")
+#: Variables that are the default of a switch.
+_DEFAULTS: Final = {"redirect_dns": "ISTIO_META_DNS_CAPTURE", "drop_invalid": "INVALID_DROP"}
+
+
+class BadFlags(Exception):
+    """Flags or variables that cannot be used, all of them; each text names the flag."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to do.
+
+    Attributes:
+        sidecar: the rules.
+        apply, validate, remove: of these steps; ``validate`` comes last.
+        show: print the rules instead, as ``nft`` or as ``iptables`` text.
+        namespace: of the network, a path or a name; empty: this one.
+        probe_port, probe_timeout_s: of the connection that validation makes.
+        notes: for the log.
+    """
+
+    sidecar: Sidecar
+    apply: bool
+    validate: bool
+    remove: bool
+    show: str
+    namespace: str
+    probe_port: int
+    probe_timeout_s: float
+    notes: tuple[str, ...]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag; the texts of values are judged by :func:`wanted`, so that all faults are told together."""
+
+    def value(*names: str, default: str = "", about: str) -> None:
+        parser.add_argument(*names, default=default, metavar="X", help=f"{about} (default {default or 'none'})")
+
+    value(
+        "-p", "--envoy-port", "--proxy-port", default="15001", about="where the proxy takes outgoing connections"
+    )
+    value("-z", "--inbound-capture-port", default="15006", about="where it takes incoming ones")
+    value("-e", "--inbound-tunnel-port", default="15008", about="where tunnels arrive; never redirected")
+    value("-u", "--proxy-uid", default=str(USER), about="users of the proxy, numbers")
+    parser.add_argument("-g", "--proxy-gid", metavar="X", help="groups of the proxy (default: as -u)")
+    value("-m", "--istio-inbound-interception-mode", default="REDIRECT", about="REDIRECT")
+    value("-i", "--istio-service-cidr", default="*", about="IP ranges whose connections are captured")
+    value("-x", "--istio-service-exclude-cidr", about="IP ranges that are not")
+    value("-b", "--istio-inbound-ports", default="*", about="ports of the pod that are captured")
+    value("-d", "--istio-local-exclude-ports", about="ports of the pod that are not")
+    value("-q", "--istio-outbound-ports", about="ports elsewhere that are captured whatever -i says")
+    value("-o", "--istio-local-outbound-ports-exclude", about="ports elsewhere that are not")
+    value("-k", "--kube-virt-interfaces", about="devices behind which virtual machines send")
+    value("-c", "--istio-exclude-interfaces", about="devices whose traffic is not captured")
+    value("-t", "--istio-inbound-tproxy-mark", default="1337", about="of TPROXY alone")
+    value("-r", "--istio-inbound-tproxy-route-table", default="133", about="of TPROXY alone")
+    value("--network-namespace", about="a name, path or process id; none is this one")
+    value("--iptables-probe-port", default="15002", about="port of the connection that --run-validation makes")
+    value("--probe-timeout", default="5s", about="how long it may take")
+    value("--force-iptables-binary", about="refused: rules are nftables")
+
+    def switch(*names: str, about: str) -> None:
+        parser.add_argument(*names, nargs="?", const="true", metavar="BOOL", help=about)
+
+    switch("-n", "--dry-run", about="print the rules in nft's language and change nothing")
+    switch("--print", about="print them as iptables-restore text, for review")
+    switch("--redirect-dns", about="capture DNS queries to the servers of /etc/resolv.conf")
+    switch("--capture-all-dns", about="capture DNS queries to any server")
+    switch("--drop-invalid", about="drop packets that are no connection's")
+    switch("--skip-rule-apply", about="change nothing; for --run-validation alone")
+    switch("--run-validation", "--validate", about="check that a connection is captured; status 126 if not")
+    switch("--cleanup-only", about="remove the rules")
+    switch("-f", "--restore-format", about="taken, and of no effect")
+    for name in _WITHOUT_EFFECT:
+        switch(f"--{name.replace('_', '-')}", about="taken, and of no effect")
+    value("-v", "--v", about="of upstream's log: taken, and of no effect")
+    for name in _OF_LOGS:
+        value(f"--{name}", about="of upstream's log: taken, and of no effect")
+    for name in _SWITCHES_OF_LOGS:
+        switch(f"--{name}", about="of upstream's log: taken, and of no effect")
+    read_as_go(parser)
+
+
+def wanted(
+    args: argparse.Namespace,
+    env: Mapping[str, str],
+    *,
+    versions: tuple[Version, ...] = (4, 6),
+    resolvers: tuple[IpAddress, ...] = (),
+) -> Wanted:
+    """Return what a command line asks for.
+
+    Args:
+        args: from a parser with :func:`add_flags`.
+        env: the environment, for what upstream has no flag for.
+        versions: that the namespace has.
+        resolvers: of ``/etc/resolv.conf``.
+
+    Raises:
+        BadFlags: with every fault.
+    """
+    reader = _Reader(args, env)
+    if args.istio_inbound_interception_mode not in ("REDIRECT", ""):
+        said = args.istio_inbound_interception_mode
+        why = "needs a proxy with CAP_NET_ADMIN: enrol such a pod by the node agent" if said == "TPROXY" else ""
+        reader.faults.append(f"-m {said}: {why or 'must be REDIRECT'}")
+    if args.force_iptables_binary:
+        reader.faults.append("--force-iptables-binary: rules are nftables here; no such program is used")
+    for name in ("restore_format", *_SWITCHES_OF_LOGS):
+        reader.flag(name)
+    users = reader.value("proxy_uid", _users)
+    every_server = reader.flag("capture_all_dns")
+    dns = reader.flag("redirect_dns") or every_server
+    only = env.get(ONLY_GROUPS, "")
+    sidecar = Sidecar(
+        versions=versions,
+        outbound_port=reader.value("envoy_port", _port),
+        inbound_port=reader.value("inbound_capture_port", _port),
+        tunnel_port=reader.value("inbound_tunnel_port", _port),
+        users=users,
+        groups=users if not args.proxy_gid else reader.value("proxy_gid", _numbers),
+        include_networks=reader.value("istio_service_cidr", all_or_networks),
+        exclude_networks=reader.value("istio_service_exclude_cidr", networks),
+        include_inbound=reader.value("istio_inbound_ports", all_or_ports),
+        exclude_inbound=reader.value("istio_local_exclude_ports", ports),
+        include_outbound=reader.value("istio_outbound_ports", ports),
+        exclude_outbound=reader.value("istio_local_outbound_ports_exclude", ports),
+        virtual_interfaces=reader.value("kube_virt_interfaces", interfaces),
+        exclude_interfaces=reader.value("istio_exclude_interfaces", interfaces),
+        only_groups=() if only.strip() in ("", "*") else reader.text(ONLY_GROUPS, only, _numbers),
+        except_groups=reader.text(EXCEPT_GROUPS, env.get(EXCEPT_GROUPS, ""), _listed_numbers),
+        loopback4=reader.text(LOOPBACK, env.get(LOOPBACK, "127.0.0.1/32"), _loopback),
+        dns=dns,
+        dns_servers=None if every_server or not dns else resolvers,
+        drop_invalid=reader.flag("drop_invalid"),
+    )
+    show = "iptables" if reader.flag("print") else "nft" if reader.flag("dry_run") else ""
+    remove, skip = reader.flag("cleanup_only"), reader.flag("skip_rule_apply")
+    validate = reader.flag("run_validation")
+    probe_port, probe_timeout_s = (
+        reader.value("iptables_probe_port", _port),
+        reader.value("probe_timeout", _timeout_s),
+    )
+    if dns and not every_server and not resolvers:
+        reader.faults.append("--redirect-dns: /etc/resolv.conf has no server; --capture-all-dns needs none")
+    if reader.faults:
+        raise BadFlags(reader.faults)
+    return Wanted(
+        sidecar=sidecar,
+        apply=not (show or remove or skip),
+        validate=validate and not (show or remove),
+        remove=remove and not show,
+        show=show,
+        namespace=args.network_namespace,
+        probe_port=probe_port,
+        probe_timeout_s=probe_timeout_s,
+        notes=tuple(
+            f"--{name.replace('_', '-')} has no effect here" for name in _WITHOUT_EFFECT if reader.flag(name)
+        ),
+    )
+
+
+def resolvers_of(resolv_conf: str) -> tuple[IpAddress, ...]:
+    """Return the servers of a ``resolv.conf`` (resolv.conf(5)); lines that name none are passed over."""
+    found: list[IpAddress] = []
+    for line in resolv_conf.splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == "nameserver":
+            try:
+                found.append(ip_address(words[1].partition("%")[0]))
+            except ValueError:
+                continue
+    return tuple(dict.fromkeys(found))
+
+
+class _Reader:
+    """Reads values, and collects faults with the name of the flag."""
+
+    def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
+        self._args = vars(args)
+        self._env = env
+        self.faults: list[str] = []
+
+    def value(self, name: str, read: Callable[[str], T]) -> T:
+        return self.text(f"--{name.replace('_', '-')}", self._args[name], read)
+
+    def text(self, shown: str, text: str, read: Callable[[str], T]) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            self.faults.append(f"{shown}: {error}")
+            fallback: Any = None
+            return fallback  # type: ignore[no-any-return]  # nothing is made of it: there is a fault
+
+    def flag(self, name: str) -> bool:
+        text, shown = self._args[name], f"--{name.replace('_', '-')}"
+        if text is None:
+            shown = _DEFAULTS.get(name, "")
+            text = self._env.get(shown) or "false"
+        try:
+            return parse_bool(text)
+        except ValueError as error:
+            if (fault := f"{shown}: {error}") not in self.faults:
+                self.faults.append(fault)
+            return False
+
+
+def _port(text: str) -> int:
+    found = ports(text)
+    if len(found) != 1:
+        raise ValueError(f"{text!r} is not one port")
+    return found[0]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = _listed_numbers(text)
+    if not found:
+        raise ValueError("must be numbers of users or groups, separated by commas, not empty")
+    return found
+
+
+def _users(text: str) -> tuple[int, ...]:
+    return _numbers(text or str(USER))
+
+
+def _loopback(text: str) -> IPv4Network:
+    found = parse_cidr(text)
+    if not isinstance(found, IPv4Network):
+        raise ValueError(f"{text!r} is no range of IPv4")
+    return found
+
+
+def _listed_numbers(text: str) -> tuple[int, ...]:
+    found = []
+    for part in text.split(","):
+        number = part.strip()
+        if not number:
+            continue
+        if not (number.isascii() and number.isdigit() and int(number) < 2**32 - 1):
+            # Names would need the pod's user database, perhaps over the network.
+            raise ValueError(f"{number!r} is no number of a user or group")
+        found.append(int(number))
+    return tuple(dict.fromkeys(found))
+
+
+def _timeout_s(text: str) -> float:
+    found = parse_duration_s(text)
+    if found <= 0:
+        raise ValueError(f"{text!r} must be more than nothing")
+    return found

@@ -1,0 +1,5 @@
+"""Injection: what the mesh adds to pods when they are created, by a webhook of the API server or into files."""
+
+from ztunnel.sidecar.inject.command import add_arguments
+
+__all__ = ["add_arguments"]

@@ -1,0 +1,243 @@
+"""The injector's own CA: in a Secret that all replicas share, with serving certificates made from it.
+
+The first replica that finds no Secret makes the CA; one that comes second gets 409 and reads the first one's. Each
+has a serving certificate of its own, in files that :class:`ztunnel.sidecar.inject.server.InjectServer` follows.
+Replacing the CA is replacing the Secret: with both certificates in ``ca.crt``, the new one first, and the new key
+in ``ca.key``, every API server call goes on; a minute later the old one can be taken out.
+"""
+
+import asyncio
+import base64
+import binascii
+import datetime
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ztunnel.kube.client import Client
+from ztunnel.kube.errors import ApiRefused, KubeError
+from ztunnel.kube.kinds import SECRET
+
+log = logging.getLogger(__name__)
+
+_CA_LIFE: Final = datetime.timedelta(days=3650)
+_LEAF_LIFE: Final = datetime.timedelta(days=90)
+#: Clocks of API servers may be behind ours.
+_BACKDATED: Final = datetime.timedelta(hours=1)
+_LOOK_S: Final = 15.0
+_RETRY_S: Final = 2.0
+
+
+class BadAuthority(Exception):
+    """A Secret that holds no CA; the text names it and the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A CA.
+
+    Attributes:
+        certificates: PEM: the CA, then others that are still trusted.
+        key: PEM.
+    """
+
+    certificates: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A serving certificate, PEM, and when to replace it: at half of its life."""
+
+    certificate: bytes
+    key: bytes
+    renew: datetime.datetime
+
+
+def make_authority(now: datetime.datetime) -> Authority:
+    """Return a new CA, valid for ten years."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ztunnel-py injector")])
+    made = (
+        _builder(name, name, key, now, _CA_LIFE)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(ca=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return Authority(made.public_bytes(serialization.Encoding.PEM), _pem(key))
+
+
+def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) -> Leaf:
+    """Return a serving certificate for DNS names.
+
+    Raises:
+        BadAuthority: the CA cannot be read, or its key is another's.
+    """
+    try:
+        ca = x509.load_pem_x509_certificates(authority.certificates)[0]
+        ca_key = serialization.load_pem_private_key(authority.key, None)
+    except (ValueError, TypeError) as error:
+        raise BadAuthority(f"ca.crt or ca.key is not PEM that can be read ({error})") from error
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
+        raise BadAuthority("ca.key is no elliptic key of the first certificate in ca.crt")
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    made = (
+        _builder(subject, ca.subject, key, now, _LEAF_LIFE)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(ca=False), critical=True)
+        # RFC 5280, 4.2.1.1: it tells a verifier with two CAs, during a rotation, which one to take.
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    return Leaf(made.public_bytes(serialization.Encoding.PEM), _pem(key), now + _LEAF_LIFE / 2)
+
+
+def service_names(service: str, namespace: str) -> tuple[str, ...]:
+    """Return the names of a service that an API server may check; it checks the third."""
+    short = f"{service}.{namespace}"
+    return f"{short}.svc", service, short, f"{short}.svc.cluster.local"
+
+
+class OwnCertificates:
+    """Writes ``tls.crt``, ``tls.key`` and ``ca.crt`` into a folder, and keeps them current.
+
+    Args:
+        client: its role needs ``get`` of this Secret, and ``create`` of Secrets in its namespace.
+        namespace: of the Secret.
+        secret: its name.
+        names: DNS names of the serving certificate.
+        folder: readable by this process only.
+    """
+
+    def __init__(self, client: Client, namespace: str, secret: str, names: Sequence[str], folder: Path) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._secret = secret
+        self._names = names
+        self._folder = folder
+        self._authority: Authority | None = None
+        self._renew = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+
+    async def refresh(self) -> None:
+        """Write what has changed: a new CA, or a new serving certificate at half of the old one's life.
+
+        Raises:
+            BadAuthority, KubeError: the files stay as they are.
+        """
+        authority = await self._found()
+        now = datetime.datetime.now(datetime.UTC)
+        if authority == self._authority and now < self._renew:
+            return
+        leaf = issue(authority, self._names, now)
+        # The CA first: with the new certificate an API server must not find only the old CA for longer than
+        # needed.
+        self._write("ca.crt", authority.certificates)
+        self._write("tls.key", leaf.key)
+        self._write("tls.crt", leaf.certificate)
+        self._authority, self._renew = authority, leaf.renew
+
+    async def keep(self) -> None:
+        """Refresh until cancelled; what fails is said once, and the last certificate serves on."""
+        said = ""
+        while True:
+            await asyncio.sleep(_LOOK_S if not said else _RETRY_S)
+            try:
+                await self.refresh()
+                said = ""
+            except (BadAuthority, KubeError) as error:
+                if str(error) != said:
+                    log.error("inject: the own CA: %s; the last certificate serves on", error)
+                said = str(error)
+
+    async def _found(self) -> Authority:
+        try:
+            return self._read(await self._client.get(SECRET, self._namespace, self._secret))
+        except ApiRefused as error:
+            if error.status != 404:
+                raise
+        made = make_authority(datetime.datetime.now(datetime.UTC))
+        body = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": self._secret, "namespace": self._namespace},
+            "type": "Opaque",
+            "data": {
+                "ca.crt": base64.b64encode(made.certificates).decode(),
+                "ca.key": base64.b64encode(made.key).decode(),
+            },
+        }
+        try:
+            await self._client.create(SECRET, self._namespace, body)
+        except ApiRefused as error:
+            if error.status != 409:
+                raise
+            return self._read(await self._client.get(SECRET, self._namespace, self._secret))
+        log.info("inject: made a CA, in Secret %s/%s", self._namespace, self._secret)
+        return made
+
+    def _read(self, secret: object) -> Authority:
+        data = secret.get("data") if isinstance(secret, dict) else None
+        found = []
+        for name in ("ca.crt", "ca.key"):
+            try:
+                found.append(base64.b64decode(data[name], validate=True))  # type: ignore[index]
+            except (KeyError, TypeError, binascii.Error, ValueError) as error:
+                place = f"Secret {self._namespace}/{self._secret}"
+                raise BadAuthority(f"{place} has no {name} that can be read") from error
+        return Authority(*found)
+
+    def _write(self, name: str, data: bytes) -> None:
+        fresh = self._folder / f"{name}.new"
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        fresh.replace(self._folder / name)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime.datetime,
+    life: datetime.timedelta,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + life)
+    )
+
+
+def _usage(*, ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,0 +1,60 @@
+"""The operations that give a webhook configuration the CA of the webhook's certificate. Pure."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from ztunnel.kube.objects import Object
+from ztunnel.sidecar.inject.patch import Operation, pointer
+
+
+class BadBundle(ValueError):
+    """A CA file that holds no certificates: the API server would take it, and fail at every call."""
+
+
+def certificates(bundle: bytes) -> frozenset[bytes]:
+    """Return the certificates in PEM as DER; order and text around them do not count.
+
+    Raises:
+        BadBundle: there is none, or one cannot be read.
+    """
+    try:
+        return frozenset(each.public_bytes(Encoding.DER) for each in x509.load_pem_x509_certificates(bundle))
+    except ValueError as error:
+        raise BadBundle(f"holds no certificates in PEM ({error})") from error
+
+
+def operations(configuration: Object, bundle: bytes) -> list[Operation]:
+    """Return the patch of a MutatingWebhookConfiguration, empty if every entry has these certificates already.
+
+    Each change is preceded by a test of the entry's name: the patch fails as a whole if somebody has put an entry
+    in front meanwhile, instead of changing the wrong one.
+
+    Raises:
+        BadBundle: as :func:`certificates`.
+    """
+    wanted = certificates(bundle)
+    encoded = base64.b64encode(bundle).decode()
+    patch: list[Operation] = []
+    entries = configuration.get("webhooks")
+    for number, entry in enumerate(entries if isinstance(entries, list) else ()):
+        client = entry.get("clientConfig") if isinstance(entry, Mapping) else None
+        if not isinstance(client, Mapping) or _found(client) == wanted:
+            continue
+        patch.append({"op": "test", "path": pointer("webhooks", number, "name"), "value": entry.get("name")})
+        # Replaces as well where there is one (RFC 6902, 4.1).
+        patch.append(
+            {"op": "add", "path": pointer("webhooks", number, "clientConfig", "caBundle"), "value": encoded}
+        )
+    return patch
+
+
+def _found(client: Mapping[str, Any]) -> frozenset[bytes] | None:
+    try:
+        return certificates(base64.b64decode(str(client.get("caBundle") or ""), validate=True))
+    except (BadBundle, binascii.Error, ValueError):
+        return None

@@ -1,0 +1,302 @@
+"""``ztunnel inject -f FILE``, ``ztunnel inject serve``, and what injected pods run: ``gate`` and ``drain``."""
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from ztunnel.runtime.console.arguments import port, port_or_any, seconds
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``inject``, ``gate`` and ``drain`` to ``argparse``'s sub-commands."""
+    text = "add to the pods of a file what puts them into the mesh, and print the file"
+    parser: argparse.ArgumentParser = subparsers.add_parser("inject", help=text, description=text)
+    parser.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="YAML or JSON of pods, workloads, lists and anything else; - is standard input",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the injector's configuration; default: ambient"
+    )
+    parser.add_argument(
+        "-n", "--namespace", default="default", metavar="NAME", help="of objects that name none (default default)"
+    )
+    parser.add_argument(
+        "--template", metavar="NAME", help="of pods that name none, instead of the configuration's"
+    )
+    parser.add_argument(
+        "--image", metavar="NAME", help="of the containers that are added, instead of the configuration's"
+    )
+    parser.set_defaults(run=run)
+    actions = parser.add_subparsers(dest="action", metavar="serve")
+    text = "answer the API server, which asks about each pod that is created"
+    serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
+    serve.add_argument("--address", default="", metavar="IP", help="default: every address of both families")
+    serve.add_argument(
+        "--port", type=port_or_any, default=8443, metavar="PORT", help="HTTPS (default 8443; 0: any)"
+    )
+    serve.add_argument("--certificate", type=Path, metavar="FILE", help="PEM; changes are taken up")
+    serve.add_argument("--key", type=Path, metavar="FILE", help="PEM")
+    serve.add_argument(
+        "--own-ca", metavar="SECRET", help="instead of files: a CA in this Secret, made if there is none"
+    )
+    serve.add_argument("--service", metavar="NAME.NAMESPACE", help="whose certificate --own-ca makes, and where")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="YAML; changes are taken up; default: ambient")
+    serve.add_argument(
+        "--webhook-config",
+        action="append",
+        metavar="NAME",
+        help="a MutatingWebhookConfiguration whose caBundle is kept equal to --ca, repeatable",
+    )
+    serve.add_argument("--ca", type=Path, metavar="FILE", help="PEM, one or more, with --webhook-config")
+    serve.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
+    serve.set_defaults(run=run_serve)
+    text = "print the configurations by which the API server calls the injector"
+    webhooks: argparse.ArgumentParser = actions.add_parser("webhooks", help=text, description=text)
+    webhooks.add_argument(
+        "--service", default="ztunnel-injector.istio-system", metavar="NAME.NAMESPACE", help="of the injector"
+    )
+    webhooks.add_argument(
+        "--ambient", action="store_true", help="for pods of an ambient mesh, instead of sidecars"
+    )
+    webhooks.add_argument(
+        "--revision", default="default", metavar="NAME", help="that pods ask for (default default)"
+    )
+    webhooks.add_argument(
+        "--tag", action="append", default=[], metavar="NAME", help="another name for the revision, repeatable"
+    )
+    webhooks.add_argument(
+        "--template", default="sidecar", metavar="NAME", help="of pods that name none (default sidecar)"
+    )
+    webhooks.add_argument(
+        "--every-namespace", action="store_true", help="also those that say nothing, but system namespaces"
+    )
+    webhooks.set_defaults(run=run_webhooks)
+    text = "wait until the mesh's listeners are in this pod; the first init container of an injected pod"
+    gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
+    gate.add_argument(
+        "--timeout",
+        type=seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="then fail, and be started anew (default 60)",
+    )
+    gate.add_argument("--fail-open", action="store_true", help="after that time let the application start anyway")
+    gate.set_defaults(run=run_gate)
+    text = "have the proxy of this pod send its peers away; the preStop hook of a sidecar"
+    drain: argparse.ArgumentParser = subparsers.add_parser("drain", help=text, description=text)
+    drain.add_argument(
+        "--port", type=port, default=15020, metavar="PORT", help="metrics of the proxy (default 15020)"
+    )
+    drain.add_argument(
+        "--wait",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="stay until no connection is left, at most so long (default 0)",
+    )
+    drain.add_argument(
+        "--least",
+        type=seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="with --wait, stay at least so long (default 5)",
+    )
+    drain.set_defaults(run=run_drain)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    from ztunnel.kube.errors import KubeError
+    from ztunnel.runtime.settings import plain_reason
+    from ztunnel.sidecar.inject.authority import BadAuthority
+    from ztunnel.sidecar.inject.config import ConfigFaults
+    from ztunnel.sidecar.inject.server import BadCertificate
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    if (fault := _faulty(args)) is not None:
+        print(f"ztunnel inject serve: {fault}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(_serve(args))
+    except ConfigFaults as error:
+        for fault in error.faults:
+            print(f"ztunnel inject serve: {args.config}: {fault}", file=sys.stderr)
+        return 1
+    except (BadAuthority, BadCertificate, KubeError) as error:
+        print(f"ztunnel inject serve: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"ztunnel inject serve: {plain_reason(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+_NO_SERVICE: Final = "must be NAME.NAMESPACE, small letters, digits and hyphens each"
+
+
+def _is_service(text: str) -> bool:
+    """Return whether a text is the name of a Service and that of its namespace, with a dot between."""
+    from ztunnel.sidecar.inject.config import is_dns_label
+
+    service, dot, namespace = text.partition(".")
+    return bool(dot) and is_dns_label(service) and is_dns_label(namespace)
+
+
+def _faulty(args: argparse.Namespace) -> str | None:
+    """Return what is wrong with the options together."""
+    if args.own_ca is not None:
+        if any(each is not None for each in (args.certificate, args.key, args.ca)):
+            return "--own-ca stands instead of --certificate, --key and --ca"
+        if args.service is None:
+            return "--own-ca needs --service NAME.NAMESPACE"
+        if not _is_service(args.service):
+            return f"--own-ca needs --service NAME.NAMESPACE, not {args.service}"
+        return None
+    if args.certificate is None or args.key is None:
+        return "needs --certificate and --key, or --own-ca"
+    if (args.webhook_config is None) != (args.ca is None):
+        return "--webhook-config and --ca need each other"
+    return None
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from ztunnel.kube.client import connect
+    from ztunnel.runtime.tasks import Tasks
+    from ztunnel.sidecar.inject.authority import OwnCertificates, service_names
+    from ztunnel.sidecar.inject.keeper import keep_bundle
+    from ztunnel.sidecar.inject.server import InjectServer
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tasks = Tasks("inject")
+    async with contextlib.AsyncExitStack() as stack:
+        certificate, key, ca = args.certificate, args.key, args.ca
+        stack.push_async_callback(tasks.close)
+        if args.own_ca is not None or args.webhook_config is not None:
+            client = await stack.enter_async_context(connect(args.kubeconfig))
+        if args.own_ca is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ztunnel-inject-")))
+            service, _, namespace = args.service.partition(".")
+            names = service_names(service, namespace)
+            own = OwnCertificates(client, namespace, args.own_ca, names, folder)
+            await own.refresh()
+            certificate, key, ca = folder / "tls.crt", folder / "tls.key", folder / "ca.crt"
+            tasks.keep(own.keep, "own CA")
+        listener = _listener(args.address, args.port)
+        stack.callback(listener.close)
+        server = await stack.enter_async_context(InjectServer(listener, certificate, key, args.config))
+        for name in args.webhook_config or ():
+            tasks.keep(functools.partial(keep_bundle, client, name, ca), f"caBundle of {name}")
+        log.info("inject: answers on port %s", server.port)
+        await stop.wait()
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=128)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=128)
+
+
+def run_webhooks(args: argparse.Namespace) -> int:
+    """Print the configurations; the exit status."""
+    from ztunnel.runtime.formats.go_yaml import dump_all
+    from ztunnel.sidecar.inject.config import TEMPLATES, is_dns_label
+    from ztunnel.sidecar.inject.webhooks import ambient, sidecars, tag
+
+    service, _, namespace = args.service.partition(".")
+    faults = [] if _is_service(args.service) else [f"--service {args.service}: {_NO_SERVICE}"]
+    names = [("--revision", args.revision), *(("--tag", name) for name in args.tag)]
+    faults += [
+        f"{flag} {name}: must be small letters, digits and hyphens"
+        for flag, name in names
+        if not is_dns_label(name)
+    ]
+    if args.template not in TEMPLATES:
+        faults.append(f"--template {args.template}: known are {', '.join(TEMPLATES)}")
+    if faults:
+        for fault in faults:
+            print(f"ztunnel inject webhooks: {fault}", file=sys.stderr)
+        return 2
+    if args.ambient:
+        made = [ambient(service, namespace)]
+    else:
+        every = args.every_namespace
+        made = [sidecars(args.revision, service, namespace, template=args.template, every_namespace=every)]
+        made += [tag(name, args.revision, service, namespace, template=args.template) for name in args.tag]
+    sys.stdout.write(dump_all(made))
+    return 0
+
+
+def run_gate(args: argparse.Namespace) -> int:
+    """Wait; the exit status."""
+    from ztunnel.sidecar.inject.gate import wait
+
+    return wait(args.timeout, fail_open=args.fail_open)
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    """Drain; the exit status."""
+    from ztunnel.sidecar.inject.drain import drain
+
+    return drain(args.wait, args.least, port=args.port)
+
+
+def _standard_input() -> str:
+    """Return what is written to us, with the line ends that it has."""
+    binary = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if binary is None else binary.read().decode()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the injected documents; the exit status. Nothing is printed if any of them cannot be injected."""
+    from ztunnel.runtime.settings import plain_reason
+    from ztunnel.runtime.text_file import read_text
+    from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config
+    from ztunnel.sidecar.inject.manual import BadDocument, inject_text
+
+    if args.file is None:
+        print("ztunnel inject: needs -f FILE", file=sys.stderr)
+        return 2
+    notes: list[str] = []
+    try:
+        config = InjectConfig() if args.config is None else parse_config(read_text(args.config))
+        if args.template is not None:
+            config = replace(config, templates=(args.template,))
+        if args.image is not None:
+            config = replace(config, image=args.image)
+        source = _standard_input() if args.file == "-" else read_text(Path(args.file), newline="")
+        made = inject_text(source, args.namespace, config, notes)
+    except ConfigFaults as error:
+        for fault in error.faults:
+            print(f"ztunnel inject: {args.config}: {fault}", file=sys.stderr)
+        return 1
+    except (BadDocument, OSError, UnicodeDecodeError) as error:  # of standard input
+        reason = plain_reason(error) if isinstance(error, OSError) else f"{args.file}: {error}"
+        print(f"ztunnel inject: {reason}", file=sys.stderr)
+        return 1
+    sys.stdout.write(made)
+    for note in notes:
+        print(note, file=sys.stderr)
+    if made != source and config.image == InjectConfig().image:
+        print(f"image {config.image}: of no registry; --image or --config names one to pull", file=sys.stderr)
+    return 0

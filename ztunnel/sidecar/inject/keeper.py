@@ -1,0 +1,76 @@
+"""Keeps the CA in the webhook's configuration equal to a file, as it is and whoever changes it.
+
+Tools that apply manifests again put an empty bundle in, and a certificate's issuer changes the file. Several
+replicas keep the same object: a patch that changes nothing is not even sent. Where somebody else writes something
+different again and again, the waits between two writes double up to a minute: two writers that fight have filled
+etcds.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+from ztunnel.kube.client import Client
+from ztunnel.kube.errors import ApiRefused, KubeError
+from ztunnel.kube.informer import Informer
+from ztunnel.kube.kinds import MUTATING_WEBHOOK, Selection
+from ztunnel.kube.objects import Object
+from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.sidecar.inject.bundle import BadBundle, operations
+
+log = logging.getLogger(__name__)
+
+_POLL_S: Final = 1.0
+_FIRST_WAIT_S: Final = 1.0
+_LONGEST_WAIT_S: Final = 60.0
+
+
+async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
+    """Keep the bundle of the configuration ``name`` until cancelled.
+
+    Args:
+        client: its role needs ``list``, ``watch`` and ``patch`` of this configuration.
+        name: of a MutatingWebhookConfiguration, all of whose entries are ours.
+        ca_file: PEM; read every second. While it cannot be read, nothing is written.
+    """
+    loop = asyncio.get_running_loop()
+    configuration: Object | None = None
+    backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S)
+    # The first write is at once, later ones keep their distance.
+    not_before_s = loop.time()
+    said = ""
+    async with Informer(client, (Selection(MUTATING_WEBHOOK, fields=f"metadata.name={name}"),)) as informer:
+        while True:
+            try:
+                async with asyncio.timeout(_POLL_S):
+                    changes = await informer.next()
+                for value in changes.objects.values():
+                    configuration = value
+            except TimeoutError:
+                pass
+            fault = ""
+            try:
+                patch = [] if configuration is None else operations(configuration, _read(ca_file))
+                if patch and loop.time() >= not_before_s:
+                    not_before_s = loop.time() + backoff.next()
+                    configuration = await client.json_patch(MUTATING_WEBHOOK, "", name, patch)
+                    log.info("inject: the CA of %s entries of %s is current again", len(patch) // 2, name)
+                elif not patch and loop.time() >= not_before_s + _LONGEST_WAIT_S:
+                    backoff.reset()
+            except ApiRefused as error:
+                # 404: it was deleted, which is its owner's right. 422: an entry has moved, and its event is on its
+                # way.
+                if error.status not in (404, 422):
+                    fault = str(error)
+            except (KubeError, BadBundle, OSError) as error:
+                fault = f"{ca_file} {error}" if isinstance(error, BadBundle) else plain_reason(error)
+            if fault and fault != said:
+                log.error("inject: the CA of %s is not kept: %s", name, fault)
+            said = fault
+
+
+def _read(ca_file: Path) -> bytes:
+    """Read a small file of a mounted secret, in memory; not worth a thread."""
+    return ca_file.read_bytes()

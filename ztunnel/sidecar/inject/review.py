@@ -1,0 +1,123 @@
+"""Answers an AdmissionReview of the API server. Pure: bytes in, status and bytes out.
+
+What cannot be read as a review gets an HTTP error, as from Istio's injector. A review that can be read is answered
+with 200 always; a pod that must not be created so is refused inside the answer, with a text for its author.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import unquote
+
+from ztunnel.sidecar.inject.config import InjectConfig
+from ztunnel.sidecar.inject.decision import mapping
+from ztunnel.sidecar.inject.inject import Denied, inject
+from ztunnel.sidecar.inject.patch import diff
+
+#: etcd's limit for a request, twice, as Istio's: an object and its old state.
+MAX_BODY: Final = 3 * 1024 * 1024
+_URL_NAMES: Final = {"cluster": ("CLUSTER_ID", "ISTIO_META_CLUSTER_ID"), "net": ("NETWORK",)}
+_VERSIONS: Final = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP answer.
+
+    Attributes:
+        result: for logs and metrics: ``injected``, ``skipped``, ``denied`` or ``bad-request``.
+        about: which pod, and why.
+    """
+
+    status: int
+    content_type: str
+    body: bytes
+    result: str
+    about: str
+
+
+def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "") -> Answer:
+    """Return the answer to a request's body; ``path`` is what follows ``/inject`` in the URL."""
+    if content_type != "application/json":
+        return _bad(415, f"Content-Type must be application/json, not {content_type!r}")
+    if not body:
+        return _bad(400, "the body is empty; it must be an AdmissionReview")
+    if len(body) > MAX_BODY:
+        return _bad(400, f"the body is larger than {MAX_BODY} bytes")
+    try:
+        review = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        # Allowed to nobody: the API server shows the text, and no pod is created beside the mesh by an accident.
+        return _review(_VERSIONS[0], {"uid": "", **_denial(f"the AdmissionReview cannot be read: {error}")}, "?")
+    version = review.get("apiVersion") if isinstance(review, dict) else None
+    request = review.get("request") if isinstance(review, dict) else None
+    if version not in _VERSIONS or not isinstance(request, Mapping):
+        said = f"not an AdmissionReview of {' or '.join(_VERSIONS)} with a request, but apiVersion {version!r}"
+        return _review(_VERSIONS[0], {"uid": "", **_denial(said)}, "?")
+    uid = str(request.get("uid", ""))
+    pod = request.get("object")
+    if not isinstance(pod, dict) or mapping(request, "kind").get("kind", "Pod") != "Pod":
+        return _review(version, {"uid": uid, **_denial("the request's object is no pod")}, "?")
+    namespace = str(request.get("namespace") or mapping(pod, "metadata").get("namespace") or "")
+    name = f"{namespace}/{pod_name(pod)}"
+    try:
+        variables, templates = url_parts(path)
+        config = replace(config, templates=templates) if templates else config
+        outcome = inject(pod, namespace, config, variables)
+    except Denied as error:
+        return _review(version, {"uid": uid, **_denial(str(error))}, name)
+    response: dict[str, Any] = {"uid": uid, "allowed": True}
+    if outcome.warnings:
+        response["warnings"] = list(outcome.warnings)
+    patch = diff(pod, outcome.pod)
+    if patch:
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(json.dumps(patch, separators=(",", ":")).encode()).decode()
+    return _review(version, response, f"{name}: {outcome.decision.reason}")
+
+
+def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return what a webhook's URL says: environment of sidecars, and templates for pods that name none.
+
+    As in Istio: pairs of names and values such as ``/cluster/east/net/west``, where ``--slash--`` in a value is
+    ``/``; a name without a value is passed over. ``cluster`` and ``net`` have variables of their own, others are
+    these in capitals. ``/templates/a,b`` is ours alone: two configurations may call one injector.
+    """
+    parts = [unquote(part) for part in path.split("/") if part]
+    found: dict[str, str] = {}
+    templates: tuple[str, ...] = ()
+    for name, value in zip(parts[::2], parts[1::2], strict=False):
+        if name == "templates":
+            templates = tuple(each.strip() for each in value.split(",") if each.strip())
+            continue
+        text = value.replace("--slash--", "/")
+        for variable in _URL_NAMES.get(name, (name.upper(),)):
+            found[variable] = text
+    return found, templates
+
+
+def pod_name(pod: Mapping[str, Any]) -> str:
+    """Return a pod's name for logs; those of controllers have none before they are stored."""
+    metadata = mapping(pod, "metadata")
+    name = metadata.get("name")
+    return str(name) if name else f"{metadata.get('generateName', '')}***** (name not known)"
+
+
+def _denial(message: str) -> dict[str, Any]:
+    return {"allowed": False, "status": {"message": message}}
+
+
+def _review(version: str, response: Mapping[str, Any], about: str) -> Answer:
+    if not response["allowed"]:
+        result, about = "denied", f"{about}: {response['status']['message']}"
+    else:
+        result = "injected" if "patch" in response else "skipped"
+    # The same version as the request's: the API server refuses an answer in another one.
+    body = json.dumps({"apiVersion": version, "kind": "AdmissionReview", "response": response}).encode()
+    return Answer(200, "application/json", body, result, about)
+
+
+def _bad(status: int, message: str) -> Answer:
+    return Answer(status, "text/plain; charset=utf-8", f"{message}\n".encode(), "bad-request", message)

@@ -1,5 +1,0 @@
-"""``ztunnel simulate``: what a change of authorization policies would have done to connections that were seen."""
-
-from ztunnel.simulate.command import add_arguments
-
-__all__ = ["add_arguments"]

@@ -1,1 +1,0 @@
-"""The live page of the admin port: shows values that either front end gathers (:mod:`ztunnel.ui.seen`)."""
