@@ -3,8 +3,8 @@
 :class:`Channel` owns one connection at a time and those it replaced, until their calls have ended. The protocol's
 decisions are in :mod:`xds.grpc.connection`; here are sockets, time and waiting tasks.
 
-No proxy is used, whatever ``http_proxy``, ``grpc_proxy`` or ``no_proxy`` say: the control plane of a node proxy
-must not be reached through what that proxy may be serving. ``GRPC_*`` variables have no effect either.
+No HTTP proxy is used, whatever ``http_proxy``, ``grpc_proxy`` or ``no_proxy`` contain: a node proxy must not reach
+its control plane through a proxy that it might be serving itself. ``GRPC_*`` variables have no effect either.
 """
 
 import asyncio
@@ -45,11 +45,12 @@ _UNSENT_BYTES: Final = 4 * 1024 * 1024
 _CLOSE_S: Final = 1.0
 
 
-#: Below 5 minutes, gRPC's servers count a PING as abuse unless they are told otherwise, and end the connection
-#: at the third (proposal A8); a tenth more, since the way may delay one and not the next.
+#: gRPC's servers count a PING after less than 5 minutes as abuse unless configured otherwise, and end the
+#: connection at the third (proposal A8). The extra tenth allows for varying delays on the network.
 _DEFAULT_PING_S: Final = 330.0
-#: TCP's own probes find a host that is gone, and no server counts them: seconds until the first, between them, and
-#: their number. They rest while sent bytes are not acknowledged, which may take so many milliseconds.
+#: TCP's own probes detect a lost host, and servers do not count them. The values are seconds until the first
+#: probe, seconds between probes, and their number. Probes pause while sent bytes are unacknowledged, for which the
+#: last value is the limit in milliseconds.
 _TCP_PROBES: Final = (
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
@@ -62,9 +63,9 @@ _TCP_PROBES: Final = (
 class Keepalive:
     """PINGs to one server, over all its connections.
 
-    While a call is open, a PING goes to a server that was quiet for ``interval_s``; it has ``timeout_s`` to send
-    anything. A server that complains (``too_many_pings``) gets them half as often from then on, as gRPC's proposal
-    A8 has it. Whoever connects to a server again and again keeps one of these for it.
+    While a call is open, a server that was quiet for ``interval_s`` is sent a PING, and must send anything within
+    ``timeout_s``. After a complaint (``too_many_pings``) the interval is doubled, as in gRPC's proposal A8. A
+    client that reconnects to a server keeps this object for the new connection.
     """
 
     interval_s: float = _DEFAULT_PING_S
@@ -81,7 +82,7 @@ class Call:
     Reading gives what came before a failure first. One task may read while another writes.
 
     Attributes:
-        failure: why the call failed; None while it is under way, and after a good end.
+        failure: why the call failed. None while it is open and after an orderly end.
         over: no more messages come.
     """
 
@@ -95,7 +96,7 @@ class Call:
         self._room = asyncio.Event()
 
     async def read(self) -> bytes | None:
-        """Return the next message; None when the call has ended well.
+        """Return the next message, or None after the orderly end of the call.
 
         Raises:
             RpcFailed: the call has failed, and all messages before that are read.
@@ -112,7 +113,7 @@ class Call:
         return message
 
     async def write(self, message: bytes, *, ended: bool = False) -> None:
-        """Send a message; return when the connection has taken all of it.
+        """Send a message. Return when the connection has accepted all of it.
 
         Args:
             message: any length up to 4 GiB.
@@ -131,12 +132,12 @@ class Call:
             self.end()
 
     def end(self) -> None:
-        """Send the end of our messages; nothing if the call is over."""
+        """Send the end of our messages. Does nothing if the call is over."""
         if not self.over:
             self._connection.end(self._id)
 
     def cancel(self) -> None:
-        """Give the call up with CANCEL. Idempotent; nothing if it is over."""
+        """Cancel the call with CANCEL. Idempotent; does nothing if the call is over."""
         if not self.over:
             self._connection.cancel(self._id)
             self.ended(RpcFailed(Status.CANCELLED, "given up by us"))
@@ -168,7 +169,7 @@ class Call:
         self._room.set()
 
     def ended(self, failure: RpcFailed | None) -> None:
-        """Wake reader and writer: nothing more comes."""
+        """Wake up reader and writer, because no more messages will arrive."""
         self.over = True
         self.failure = failure
         self._arrived.set()
@@ -176,14 +177,14 @@ class Call:
 
 
 class _Connection:
-    """The shell around one :class:`~xds.grpc.connection.ClientConnection`; an :class:`xds.aio.tls.Inner`."""
+    """The shell of one :class:`~xds.grpc.connection.ClientConnection`. It is an :class:`xds.aio.tls.Inner`."""
 
     def __init__(self, keepalive: Keepalive | None) -> None:
         loop = asyncio.get_running_loop()
         self.opening: asyncio.Future[None] = loop.create_future()
         """Done when calls are possible or never will be."""
         self.closed: asyncio.Future[None] = loop.create_future()
-        """Done when the transport is gone; calls may have failed before."""
+        """Done when the transport is closed. Calls can have failed before."""
         self._core = ClientConnection()
         self._keepalive = keepalive
         self._calls: dict[int, Call] = {}
@@ -198,7 +199,7 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """Whether calls may be opened, now or when others have ended."""
+        """Return whether calls can be opened, now or after others have ended."""
         return self._core.state is State.OPEN
 
     @property
@@ -207,7 +208,7 @@ class _Connection:
         return self._core.reason
 
     async def open(self, fields: Headers, message_limit_bytes: int | None, limit_s: float) -> Call | None:
-        """Open a call as soon as the server allows one more; None if the connection takes no more calls.
+        """Open a call as soon as the server allows one more. Return None if the connection takes no more calls.
 
         Raises:
             RpcFailed: UNAVAILABLE, the server allowed none for ``limit_s``.
@@ -228,7 +229,7 @@ class _Connection:
         self._flush()
         return call
 
-    # What calls do
+    # Calls
 
     def send(self, call_id: int, data: memoryview) -> int:
         """Take what windows and the network allow; after less than all, :meth:`Call.room` will be called."""
@@ -287,7 +288,7 @@ class _Connection:
             self._transport.abort()
             await self.closed
 
-    # What the transport does
+    # Transport
 
     def opened(self, transport: Transport) -> None:
         """See :class:`xds.aio.tls.Inner`."""
@@ -363,7 +364,7 @@ class _Connection:
         if not self._calls:
             self._idle.set()
             if self._retired:
-                # Not at once: the caller that dropped the last call may have a last frame to send.
+                # Deferred, because the caller that dropped the last call can still have a frame to send.
                 asyncio.get_running_loop().call_soon(self.retire)
         return call
 
@@ -415,13 +416,14 @@ class Channel:
 
     Args:
         target: ``host:port``, IPv6 hosts in brackets, or ``unix:/path``.
-        tls: from :func:`xds.grpc.tls.client_tls`, which knows the server's names; None is plain text.
-        message_limit_bytes: of one received message; None allows any length, up to the protocol's 4 GiB.
+        tls: a context of :func:`xds.grpc.tls.client_tls`, which includes the server's names. None means plain
+            text.
+        message_limit_bytes: the longest received message. None allows the protocol's maximum of 4 GiB.
         keepalive: of the server, for a caller that makes several channels to it; by default one of this channel.
             None sends no PING.
         connect_timeout_s: to connect, TLS and the server's SETTINGS included, and then for a server that allows no
             more calls at once.
-        source: an address of this host to connect from; None is the kernel's choice.
+        source: the local address to connect from. None leaves the choice to the kernel.
 
     Raises:
         ValueError: the target is neither.
@@ -513,7 +515,7 @@ class Channel:
         """Send one message and return the one answer, within ``timeout_s`` including the connection.
 
         Raises:
-            RpcFailed: as the server says, or DEADLINE_EXCEEDED.
+            RpcFailed: the server's status, or DEADLINE_EXCEEDED.
         """
         call: Call | None = None
         try:
@@ -533,7 +535,9 @@ class Channel:
                 call.cancel()
 
     async def _connected(self) -> tuple[_Connection, bool]:
-        """Return a connection, and whether it was dialled for this caller; a new one may be unusable already."""
+        """Return a connection and whether it was dialled for this caller. A new connection can be unusable
+        already.
+        """
         async with self._dialling:
             if self._closed:
                 raise RpcFailed(Status.CANCELLED, "channel closed")

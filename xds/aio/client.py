@@ -1,19 +1,20 @@
 """Configuration from a control plane over gRPC: one aggregated stream, or one stream per subscription.
 
-:class:`AdsClient` carries all types on one stream; :class:`PerTypeClient` opens the type's own service once
-per subscription, as Envoy does for SDS from a local agent. Both are sources as :mod:`xds.protocol.resource`
-describes them, with the protocol's rules in :mod:`xds.protocol.sotw` and :mod:`xds.protocol.delta`.
+:class:`AdsClient` carries all types on one stream. :class:`PerTypeClient` opens the type's own service once per
+subscription, like Envoy does for SDS from a local agent. Both are sources as described in
+:mod:`xds.protocol.resource`. The rules of the protocol are in :mod:`xds.protocol.sotw` and
+:mod:`xds.protocol.delta`.
 
-``async with`` owns the tasks. One task keeps the stream (connect, read, write, wait, again); one task per type
-hands updates to receivers, so a receiver that warms holds back its own type's ACK only. What arrives for a busy
-type is merged and stays as small as the configuration itself.
+``async with`` owns the tasks. One task keeps the stream open (connect, read, write, wait, repeat). One task per
+type delivers updates to receivers, so a warming receiver delays the ACK of its own type only. Responses for a busy
+type are merged, and need no more memory than the configuration itself.
 
-No exception leaves these tasks but cancellation. A control plane that cannot be reached or breaks its protocol is
-tried again after a back-off, and so is what turns out to be our own bug, logged with its traceback: the proxy
-serves on with the configuration that it has.
+These tasks raise no exception except for cancellation. A control plane that is unreachable or breaks its protocol
+is tried again after a back-off. So is a bug of our own, which is logged with its traceback. Meanwhile the proxy
+serves with its current configuration.
 
-While the control plane is away the last configuration stays current. One log line says that it is away and what to
-check, one that it is back.
+While the control plane is unreachable, the last configuration stays current. One log line reports the loss and
+what to check, another one the recovery.
 """
 
 import asyncio
@@ -64,8 +65,8 @@ class StreamBroken(XdsError):
     """The stream to the control plane ended.
 
     Attributes:
-        reason: gRPC's status and the words that came with it, or ours.
-        answered: whether it had brought anything.
+        reason: gRPC's status and its text, or our own text.
+        answered: whether the stream had received a message.
         end: the same for metrics and back-off.
     """
 
@@ -81,10 +82,12 @@ class StreamBroken(XdsError):
 
 @dataclass(slots=True)
 class ControlPlaneStats:
-    """What Envoy publishes as ``control_plane.*``; nothing here is rate limited, so that counter stays 0.
+    """The statistics that Envoy publishes as ``control_plane.*``. There is no rate limit here, so that counter
+    stays 0.
 
     Attributes:
-        lost_at_s: loop's time at which the last working stream ended; None while there is one, or was none yet.
+        lost_at_s: the loop's time when the last working stream ended. None while a stream works and before the
+            first one.
         ended: how often streams ended, by reason.
     """
 
@@ -194,8 +197,9 @@ class _Stream:
             try:
                 await feed.deliver_forever()
             except Exception:
-                # Our bug. The response under way was neither accepted nor refused, and the server may wait for
-                # that before it sends more: a new stream, after its back-off, begins with what is current.
+                # A bug of ours. The current response was neither accepted nor refused, and the server can be
+                # waiting for that before it sends more. A new stream, after its back-off, starts with the current
+                # state.
                 logger.exception("delivery of configuration failed target=%s", self._name)
                 if self._call is not None:
                     self._call.cancel()
@@ -206,8 +210,8 @@ class _Stream:
             try:
                 await self._stream_until_it_ends()
             except Exception:
-                # Our bug, in what follows a stream. A failure of this task would end its group, and that the
-                # process, which serves on with the configuration that it has.
+                # A bug of ours in the handling of a stream's end. A failure of this task would end its group and
+                # with it the process, which must continue with its current configuration.
                 logger.exception("the end of a stream was not handled target=%s", self._name)
             self._wake.set()
             await asyncio.sleep(self._backoff.next(random.random()))
@@ -218,7 +222,7 @@ class _Stream:
         except Exception as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                # A read that is cancelled raises the failure of its call if that came in the same turn.
+                # A cancelled read raises the failure of its call if both happen in the same iteration.
                 raise asyncio.CancelledError from error
             broken = self._why(error)
             self.stats.ended[broken.end] += 1
@@ -235,7 +239,7 @@ class _Stream:
             return error
         if isinstance(error, XdsError):
             return _unreachable(error)
-        # Our bug, or a library's: nothing of a control plane's client ends the process.
+        # A bug of ours or of a library. A control plane client must never end the process.
         logger.error("stream to the control plane failed target=%s", self._name, exc_info=error)
         return StreamBroken(f"internal error: {type(error).__name__}", answered=self._answered)
 
@@ -308,7 +312,7 @@ class _Stream:
         self._happened(self.state.receive(response, asyncio.get_running_loop().time()))
 
     async def _receive_big(self, data: bytes, state: DeltaClient) -> None:
-        """As :meth:`_receive`, in steps between which the loop runs other work."""
+        """Receive a large response in steps, between which the loop runs other work."""
         event: Received | Refused | None = None
         for event in state.receive_in_steps(data, asyncio.get_running_loop().time()):  # noqa: B007 - the last
             await asyncio.sleep(0)
@@ -340,7 +344,7 @@ class _Stream:
                 subscription.stats.update_failure += 1
                 subscription.stats.update_attempt += 1
         if broken.answered:
-            # Servers end streams now and then to spread their load; say more if the next one fails too.
+            # Servers sometimes end streams to spread their load. A second failure is logged with more detail.
             logger.info("control plane ended the stream target=%s reason=%s", self._name, broken)
         elif self._away_since_s is None:
             self._away_since_s = asyncio.get_running_loop().time()
@@ -352,7 +356,7 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            # An operator who has put one thing right wants to see what is next.
+            # An operator who has fixed one fault wants to see the next one.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 
@@ -369,7 +373,9 @@ def _unreachable(error: Exception) -> StreamBroken:
 
 
 class _Shown:
-    """A request or response for the debug log: formatted only if somebody reads it, never with bodies."""
+    """A request or response in the debug log. It is formatted only if the line is written, and never includes
+    bodies.
+    """
 
     def __init__(self, message: Any) -> None:
         self._message = message
@@ -396,16 +402,17 @@ def _state(
 
 
 class AdsClient:
-    """All types on one aggregated stream; a :class:`xds.protocol.resource.ResourceSource`.
+    """All types on one aggregated stream. Implements :class:`xds.protocol.resource.ResourceSource`.
 
-    Subscriptions may be made before or inside ``async with``, always inside the running loop. Leaving it
-    cancels the stream and calls no receiver again.
+    Subscribe before or inside ``async with``, always inside the running loop. Leaving it cancels the stream; no
+    receiver is called afterwards.
 
     Args:
         target: ``host:port`` or ``unix:/path``.
         node: goes into the first request of each stream, or into all with ``node_on_first_only=False``.
         delta: the incremental variant.
-        metadata: called for each new stream; an error of it (``OSError``, ``XdsError``) is one of the connection.
+        metadata: called for each new stream. Its errors (``OSError``, ``XdsError``) count as errors of the
+            connection.
         dialect: of the control plane; :data:`xds.protocol.client.ISTIO` goes with ``delta``.
         connect: how to reach it, if not in plain text; called for each attempt, its ``XdsError`` is one of the
             connection.
@@ -466,15 +473,14 @@ class AdsClient:
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
-        """Ask for names of a type that comes on demand; the wildcard's receiver gets those that exist."""
+        """Request names of an on-demand type. The wildcard's receiver gets those that exist."""
         self._stream.ask(type_url, names)
 
 
 class PerTypeClient:
     """One stream of the type's own service per subscription, such as SDS from an agent's Unix socket.
 
-    Arguments and rules are those of :class:`AdsClient`, except that ``subscribe`` belongs inside
-    ``async with``.
+    Arguments and rules are those of :class:`AdsClient`, but ``subscribe`` must be called inside ``async with``.
     """
 
     def __init__(

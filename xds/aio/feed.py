@@ -1,10 +1,10 @@
-"""One type on one stream: its subscriptions, what waits for them, and the task that hands it over.
+"""One type on one stream: its subscriptions, the updates that wait for them, and the task that delivers these.
 
-Receivers are called one after the other, so calls of one subscription never overlap; the stream gets its ACK or
-NACK when all of them have returned. If resources of the response still warm then, the ACK waits for them, so
-that a server that sends clusters before their listeners can do so in order. The wait ends when the next response
-of the type is there, which is applied at once, and after :data:`_HELD_S`: many servers send nothing more before
-an ACK.
+Receivers are called one after the other, so calls of one subscription never overlap. The stream sends its ACK or
+NACK after all of them have returned. If resources of the response are still warming then, the ACK waits for them,
+so that a server that sends clusters before their listeners can rely on the order. The wait ends when the next
+response of the type arrives, which is applied at once, and after :data:`_HELD_S`, because many servers send
+nothing more before an ACK.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from xds.protocol.resource import Receive, Settling, SubscriptionStats, Update, 
 logger = logging.getLogger(__name__)
 
 
-#: Receivers called in one turn of the loop: a mesh brings tens of thousands of updates in one response.
+#: Receivers called in one loop iteration: a mesh sends tens of thousands of updates in one response.
 _AT_ONCE = 20
 
 #: Resources of an update released in one turn: all 200,000 of a mesh at once would take a tenth of a second.
 _FREED = 5000
 
-#: The longest wait of an ACK for resources that warm, a guess: endpoints usually come within milliseconds. Envoy
-#: waits for ever, so that one cluster without endpoints stops all updates from a server that waits for the ACK.
+#: The longest delay of an ACK for warming resources. A guess: endpoints usually arrive within milliseconds. Envoy
+#: has no limit, so one cluster without endpoints stops all updates from a server that waits for the ACK.
 _HELD_S = 1.0
 
 
@@ -58,7 +58,7 @@ class GrpcSubscription:
         self._feed.set(self, names)
 
     def ask(self, names: Iterable[str]) -> None:
-        """Ask for names of a type that comes on demand; a response or its ``removed`` will mention each."""
+        """Request names of an on-demand type. A response, or its ``removed`` list, will mention each."""
         self._feed.ask(names)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class GrpcSubscription:
 
 
 class Feed:
-    """One type on one stream: its subscriptions, what waits for them, and the task that hands it over."""
+    """One type on one stream: subscriptions, waiting updates, and the task that delivers them."""
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class Feed:
         self._wake_stream()
 
     def subscriptions(self) -> tuple[GrpcSubscription, ...]:
-        """Return those that are not closed."""
+        """Return the open subscriptions."""
         return self._interest.subscribers()
 
     def tell(self) -> None:
-        """Pass what is wanted on to the protocol; the stream calls it before it asks what to send."""
+        """Pass the wanted names to the protocol. The stream calls it before it fetches the next request."""
         change = self._interest.tell()
         type_url = self._interest.type_url
         if change.everything or (self._again and self._interest.wants_all):
@@ -127,7 +127,7 @@ class Feed:
         self._again.clear()
 
     def arrived(self, received: Received) -> None:
-        """Deliver a response after the one under way; what already waits is merged with it."""
+        """Deliver a response after the current one. It is merged with responses that already wait."""
         self._received = received if self._received is None else self._received.then(received)
         self._wake.set()
 
@@ -185,7 +185,7 @@ class Feed:
         self._wake_stream()
 
     async def _hand_out(self, update: Update, settling: list[Settling]) -> list[UpdateRejected]:
-        """Returns the refusals; what still warms is added to ``settling``."""
+        """Return the refusals, and add resources that are still warming to ``settling``."""
         failures = []
         for number, (subscription, part) in enumerate(self._interest.split(update), start=1):
             if number % _AT_ONCE == 0:
@@ -255,7 +255,7 @@ class _HeldAck:
 
 
 def _rejected(failures: Iterable[UpdateRejected]) -> set[str] | None:
-    """The names refused by any receiver; None if one refused everything."""
+    """Return the names refused by any receiver, or None if a receiver refused the whole update."""
     names: set[str] = set()
     for failure in failures:
         if failure.rejected is None:

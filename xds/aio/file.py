@@ -1,11 +1,11 @@
 """Configuration from watched files (``path_config_source``).
 
-A file is read when it is first asked for and whenever something is renamed onto its path, or, with a watched
-directory, whenever something is renamed inside that directory (how Kubernetes swaps the ``..data`` link of a
-mounted volume). Writing in place changes nothing: half a file would be read. A file that is wrong or missing
-leaves the last good configuration current; counters and one log line show it.
+A file is read on the first subscription and whenever a file is renamed onto its path. With a watched directory it
+is read whenever a file is renamed inside that directory (how Kubernetes swaps the ``..data`` link of a mounted
+volume). Writing in place has no effect, because half a file would be read. If a file is faulty or missing, the
+last good configuration stays current, and counters and one log line report it.
 
-Many subscriptions may share one file; it is read and parsed once per change.
+Many subscriptions can share one file. It is read and parsed once per change.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from xds.protocol.resource import Receive, SubscriptionStats, UpdateRejected
 
 logger = logging.getLogger(__name__)
 
-#: Told path and field paths of what a file held that its messages do not have.
-#: Takes the number of fields for which a file is refused.
+#: Called with the path of a file and the paths of its unknown fields. Returns the number of fields that cause a
+#: refusal of the file.
 OnUnknownFields = Callable[[int], None]
 
 
@@ -90,7 +90,7 @@ class _File:
         self._wake.set()
 
     def moved(self, name: str | None) -> None:
-        """Something appeared in the directory that holds the file; None: anything may have."""
+        """A directory entry changed. ``name`` is None if the kernel did not say which."""
         if name is None or name == os.path.basename(self.path):
             self.reload()
 
@@ -133,7 +133,8 @@ class _File:
                 return content
             if self._on_unknown_fields is not None:
                 self._on_unknown_fields(len(unknown))
-            # As Envoy under --reject-unknown-dynamic-fields: without them the file would mean something else.
+            # Like Envoy with --reject-unknown-dynamic-fields: without these fields the file would have another
+            # meaning.
             failure = ConfigError(", ".join(map(str, unknown[:10])))
         logger.warning("configuration file refused path=%s error=%s", self.path, failure)
         return failure

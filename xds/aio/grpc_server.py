@@ -28,15 +28,15 @@ OPTIONS: Final = (
     ("grpc.max_concurrent_streams", 1000),
     # By default two servers may share a port and get every other client each.
     ("grpc.so_reuseport", 0),
-    # Clients ask at most every 10 s whether the server is there (ours every 30 s), with calls or without: the
-    # default takes less than 5 minutes for an attack and answers GOAWAY too_many_pings.
+    # Clients send a PING at most every 10 s (ours every 30 s), with or without open calls. The default treats
+    # intervals below 5 minutes as an attack and answers with GOAWAY too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
 
-#: How long streams may take to notice that they were cancelled.
+#: The time for cancelled streams to end.
 _ENDED_S: Final = 1.0
 
 Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
@@ -44,10 +44,10 @@ Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
 #: Serves a call: reads and writes messages through the context.
 Serve: TypeAlias = Callable[[Context], Awaitable[None]]
 
-#: Returns what serves a method, such as ``/package.Service/Method``; None for a method that there is not.
+#: Returns the handler of a method such as ``/package.Service/Method``, or None for an unknown method.
 Route: TypeAlias = Callable[[str], Serve | None]
 
-#: Answers one message with one message; may not wait.
+#: Answers one message with one message. It must not block.
 Answer: TypeAlias = Callable[[bytes], bytes]
 
 
@@ -59,13 +59,13 @@ class GrpcServer:
             gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
         route: methods whose calls are streams, or None.
         unary: methods that take one message and answer with one, by path. They are three times as fast as streams.
-        tls: such as :func:`server_tls`, for TCP addresses; Unix sockets stay in plain text.
-        socket_mode: of Unix sockets; None leaves what the umask makes of them.
+        tls: credentials of :func:`server_tls` for TCP addresses. Unix sockets always use plain text.
+        socket_mode: file mode of Unix sockets. None leaves the mode given by the umask.
         options: of grpcio, beside :data:`OPTIONS`.
-        stop_grace_s: how long calls may take to end once serving stops; None ends them at once.
+        stop_grace_s: the time for open calls to end after the server stops. None ends them at once.
 
     Raises:
-        ServeError: on entering; nothing is served then.
+        ServeError: raised on entering. No address is served then.
     """
 
     def __init__(
@@ -110,14 +110,13 @@ class GrpcServer:
 
     async def __aexit__(self, *exception: object) -> None:
         self._remove_sockets()
-        # gRPC's server holds our handlers, and these hold us: without this line the garbage collector would
-        # finalize it some time later, in the middle of anything, and gRPC's finalizer has crashed an interpreter
-        # so.
+        # gRPC's server refers to our handlers, and these refer to us. Without this line the garbage collector
+        # would finalize it at an arbitrary time, and gRPC's finalizer has crashed an interpreter that way.
         server, self._server = self._server, None
         if server is not None:
             await server.stop(self._stop_grace_s)
-            # gRPC cancels streams and does not wait for them. A loop that ends meanwhile cancels them a second
-            # time, which gRPC reports as an error, with a traceback for each.
+            # gRPC cancels streams and does not wait for them. If the loop ends meanwhile, it cancels them a second
+            # time, and gRPC reports each as an error with a traceback.
             if self._handler.running:
                 await asyncio.wait(self._handler.running, timeout=_ENDED_S)
 
@@ -136,9 +135,9 @@ class GrpcServer:
     def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
         """Serve a Unix socket in place of a stale one; refuse to replace any other file.
 
-        gRPC removes the path it has bound when it stops, even if another server has replaced the file by then.
-        So it binds a name beside, which is moved over the wanted one: that also leaves no moment without a
-        socket, and none in which it has another mode.
+        gRPC removes its bound path when it stops, even if another server has replaced the file. So it binds a name
+        beside the path, and that file is then moved over the path. Thus the path always has a socket, and always
+        with the right mode.
         """
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
@@ -214,11 +213,11 @@ def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) ->
 
 
 def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
-    """Return a server of gRPC's library that may be stopped and dropped safely.
+    """Return a server of gRPC's library that can be stopped and dropped safely.
 
-    At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. Whatever took that
-    place in memory was then finalized as a server: an interpreter crashed, and another found a future there. One
-    reference more, which is never released, makes that harmless; a process has one such server, or a few.
+    At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. The object that then
+    occupies the same memory is finalized as a server: one interpreter crashed, another one found a future there.
+    One additional reference that is never released prevents that. A process has only a few such servers.
     """
     server = grpc.aio.server(options=tuple(options))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(server)["_server"]))

@@ -10,7 +10,7 @@ _SERVING: Final = b"\x08\x01"
 
 
 async def serves(channel: Channel, service: str, timeout_s: float) -> bool:
-    """Return whether a server says that a service is SERVING; an empty name is the server as a whole.
+    """Return whether a server reports SERVING for a service. An empty name stands for the server as a whole.
 
     Raises:
         RpcFailed: no answer in time, or none that says so; NOT_FOUND for a service that the server does not know.

@@ -7,7 +7,7 @@ from xds.protocol.resource import SubscriptionStats
 
 
 class InitialFetch:
-    """Runs from subscribing to the first accepted update; tells at most once that there is none to wait for."""
+    """Runs from the subscription to the first accepted update. Reports at most once that no update arrived."""
 
     __slots__ = ("_on_timeout", "_stats", "_timer")
 
@@ -19,14 +19,16 @@ class InitialFetch:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._timed_out)
 
     def over(self) -> None:
-        """End the wait: the first update is here, or the subscription is closed. Idempotent."""
+        """End the wait: the first update arrived, or the subscription was closed. Idempotent."""
         self._on_timeout = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def failed(self) -> None:
-        """What came cannot be given to the receiver; as in Envoy that ends the wait like a timeout, uncounted."""
+        """The received update cannot be given to the receiver. Like in Envoy, this ends the wait like a timeout,
+        but is not counted.
+        """
         on_timeout = self._on_timeout
         self.over()
         if on_timeout is not None:

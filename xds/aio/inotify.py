@@ -1,4 +1,4 @@
-"""Renames onto files, reported by inotify through ctypes (inotify(7)); one descriptor per watcher.
+"""Reports renames onto files, by inotify(7) through ctypes, with one descriptor per watcher.
 
 A directory is watched, not the file: the file of before the rename is another inode.
 """
@@ -20,7 +20,8 @@ IN_ONLYDIR = 0x0100_0000
 
 _EVENT = struct.Struct("iIII")  # watch descriptor, mask, cookie, length of the name that follows
 
-#: Called with the name that appeared in the directory, None if events were lost and anything may have.
+#: Called with the name of the new directory entry, or with None if events were lost and any entry can have
+#: changed.
 OnMoved = Callable[[str | None], None]
 
 
@@ -91,7 +92,7 @@ class RenameWatcher:
 
 
 def parse_events(data: bytes) -> list[tuple[int, int, str]]:
-    """Return (watch descriptor, mask, name) of each event of one read; the kernel never splits an event."""
+    """Return (watch descriptor, mask, name) of each event in one read. The kernel never splits an event."""
     events: list[tuple[int, int, str]] = []
     offset = 0
     while offset < len(data):

@@ -1,8 +1,8 @@
 """The embedded control plane: serves snapshots over gRPC, aggregated and per type, both variants.
 
-One task per stream and direction; what a stream must send is computed when it can be written, never queued,
-so a slow client costs one response of memory and gets the newest state when it catches up. Rules of the
-protocol: :mod:`xds.protocol.snapshot`.
+One task per stream and direction. A response is computed when it can be written, and never queued. So a slow
+client costs the memory of one response, and gets the newest state when it catches up. The rules of the protocol
+are in :mod:`xds.protocol.snapshot`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from xds.protocol.types import type_of_method
 logger = logging.getLogger(__name__)
 
 REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""Limit of one request: a client that names 200,000 resources sends a third of it."""
+"""The size limit of one request. A request with 200,000 names has a third of it."""
 
 #: Chooses the key of :meth:`SnapshotServer.publish` for a client; the default is its node id.
 KeyOf = Callable[[Node], str]
@@ -47,7 +47,7 @@ class Caller:
 
 
 class NotAdmitted(XdsError):
-    """A caller may not have what it asks for; the text is sent to it."""
+    """The caller is not authorised to get what it requests. The text is sent to it."""
 
 
 #: Judges a client when its first request names its node; raises :class:`NotAdmitted` to end the stream.
@@ -72,8 +72,9 @@ class SnapshotServer:
     Args:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
             gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
-        tls: such as :func:`~xds.aio.grpc_server.server_tls`, for TCP addresses; Unix sockets stay in plain text.
-        identifier: what clients show as ``control_plane.identifier``.
+        tls: credentials of :func:`~xds.aio.grpc_server.server_tls` for TCP addresses. Unix sockets always use
+            plain text.
+        identifier: the server's name, which clients print as ``control_plane.identifier``.
         key_of: may raise ``ConfigError`` for a node it cannot serve.
         on_answer: see :data:`OnAnswer`.
         admit: see :data:`Admit`.

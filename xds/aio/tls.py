@@ -28,10 +28,10 @@ class Transport(Protocol):
 
 
 class Inner(Protocol):
-    """A connection above the transport; its calls come as those of :class:`asyncio.BaseProtocol`."""
+    """A connection above the transport. It is called like an :class:`asyncio.BaseProtocol`."""
 
     def opened(self, transport: Transport) -> None:
-        """The connection is there, past any handshake."""
+        """The connection is open, and its handshake, if any, is done."""
 
     def received(self, data: memoryview) -> None:
         """Plaintext, at most :data:`READ_BYTES`; the view is valid during the call only."""
@@ -49,8 +49,9 @@ class Inner(Protocol):
 class Plain(asyncio.BufferedProtocol):
     """A connection in plain text, read in slices.
 
-    A slice is what one turn of the loop handles. A transport alone does not bound it: libuv, and with it uvloop,
-    reads up to 32 times in a row while bytes keep coming. After a full slice reading pauses until the next turn.
+    A slice is the work of one loop iteration. A transport alone does not bound it: libuv, and with it uvloop,
+    reads up to 32 times in a row while bytes keep arriving. After a full slice, reading pauses until the next
+    iteration.
     """
 
     def __init__(self, inner: Inner) -> None:
@@ -96,9 +97,9 @@ class Plain(asyncio.BufferedProtocol):
 
 
 class Secured(Plain):
-    """A connection over TLS; ``inner`` learns of it when the handshake is done, and sees plaintext only.
+    """A connection over TLS. ``inner`` is notified when the handshake is done, and gets plaintext only.
 
-    The dial that made it limits the time of the handshake, and aborts the transport after that.
+    The dial that created it limits the duration of the handshake, and aborts the transport after that.
 
     Attributes:
         established: done when the handshake is; its exception is ``TlsError``, or ``OSError`` of the network.

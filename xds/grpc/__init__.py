@@ -1,4 +1,4 @@
-"""gRPC's client side without input or output: what a call looks like on HTTP/2, and one connection of calls.
+"""gRPC's client side without input or output: the form of a call on HTTP/2, and one connection with its calls.
 
 ``address``     ``host:port`` and ``unix:/path``
 ``heads``       the header fields of a request, and whether an answer is one of gRPC
@@ -9,7 +9,7 @@
 
 The asyncio shell is :mod:`xds.aio.channel`. Messages are ``bytes``; their content is the callers' business.
 
-Not implemented, since no control plane asks for it: compression (never offered, refused by name), retries, load
+Not implemented, because control planes do not need it: compression (never offered, refused by name), retries, load
 balancing, binary metadata (passed on as base64).
 
 Source: "gRPC over HTTP2" (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md), called the protocol below.

@@ -44,7 +44,7 @@ from xds.grpc.status import Headers, RpcFailed, Status, code_name, failure_of_fi
 
 STREAM_WINDOW_BYTES: Final = 4 * 1024 * 1024
 CONNECTION_WINDOW_BYTES: Final = 16 * 1024 * 1024
-#: Larger frames cost h2 less per byte; a frame is handled in one piece, so that it must not be arbitrarily long.
+#: Larger frames cost h2 less per byte. A frame is handled in one piece, so its length must be limited.
 MAX_FRAME_BYTES: Final = 64 * 1024
 #: Of one :meth:`ClientConnection.send`; the caller then sees whether the network still takes bytes.
 _SEND_BYTES: Final = 256 * 1024
@@ -72,7 +72,7 @@ class Opened:
 
 @dataclass(slots=True)
 class CallsPossible:
-    """:attr:`ClientConnection.calls_possible` or the state may have changed: callers that wait check again."""
+    """:attr:`ClientConnection.calls_possible` or the state has possibly changed. Waiting callers check again."""
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class ClientConnection:
 
     @property
     def calls_possible(self) -> int:
-        """How many calls may be opened now; 0 unless OPEN."""
+        """Return how many calls can be opened now. 0 unless OPEN."""
         if self.state is not State.OPEN:
             return 0
         return max(self._h2.remote_settings.max_concurrent_streams - self._h2.open_outbound_streams, 0)
@@ -161,7 +161,7 @@ class ClientConnection:
         """Return the bytes that the network must carry now."""
         return self._h2.data_to_send()
 
-    # What the caller does
+    # Calls of the owner
 
     def open_call(self, fields: Headers, message_limit_bytes: int | None) -> int:
         """Queue a request and return its call's id.
@@ -182,7 +182,8 @@ class ClientConnection:
         return call_id
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Queue as much of ``data`` as flow control allows, and return how much; 0 for a call that has ended.
+        """Queue as much of ``data`` as flow control allows, and return the number of bytes. 0 for a call that has
+        ended.
 
         After less than all, try again at :class:`WritePossible`; after a limit of one step, at once.
         """
@@ -197,7 +198,7 @@ class ClientConnection:
         return sent
 
     def end(self, call_id: int) -> None:
-        """Queue the end of our messages; nothing for a call that has ended."""
+        """Queue the end of our messages. Does nothing for a call that has ended."""
         if call_id in self._calls:
             self._h2.end_stream(call_id)
 
@@ -215,7 +216,7 @@ class ClientConnection:
             self._forget(call_id, call, ErrorCodes.CANCEL)
 
     def ping(self) -> None:
-        """Queue a PING, to which any received byte is an answer."""
+        """Queue a PING. Any received byte counts as its answer."""
         if self.state is not State.CLOSED:
             self._h2.ping(_PING)
 
@@ -226,7 +227,7 @@ class ClientConnection:
         self._h2.close_connection()
         return self.lost(reason)
 
-    # What the network does
+    # Network
 
     def lost(self, reason: str) -> list[CallEvent]:
         """The connection is gone: end all calls with ``reason``, which an earlier one outweighs. Idempotent."""
@@ -242,12 +243,12 @@ class ClientConnection:
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[CallEvent]:
         """Advance by ``data``, however the network split it, and return what happened.
 
-        What breaks HTTP/2 closes the connection: send what :meth:`data_to_send` still has (the GOAWAY), then
+        A violation of HTTP/2 closes the connection. Send the rest of :meth:`data_to_send` (the GOAWAY), then
         close.
         """
         events: list[CallEvent] = []
-        # Frame by frame: an h2 connection that has read more than one frame is ahead of the events it returned,
-        # and an answer to the first (a reset, credit) would fail on a stream that the second one ended.
+        # Frame by frame: an h2 connection that has read several frames is ahead of its returned events. An answer
+        # to the first frame (a reset, credit) would then fail on a stream that the second one ended.
         for part in self._frames.cut(memoryview(data)):
             if self.state is State.CLOSED:
                 break
@@ -326,7 +327,8 @@ class ClientConnection:
         failure = failure_of_fields(call.trailers)
         if not call.reader.between:
             failure = failure or RpcFailed(Status.INTERNAL, "the stream ended inside a message")
-        # Our side may still be open, and the server will not read it any more: NO_ERROR ends it without blame.
+        # Our side can still be open, and the server will not read from it any more. NO_ERROR ends it without
+        # blame.
         self._fail(call_id, failure, ErrorCodes.NO_ERROR, events)
 
     def _fail(
@@ -341,7 +343,7 @@ class ClientConnection:
     def _forget(self, call_id: int, call: _Call, reset: ErrorCodes | None) -> None:
         self._credit(call_id, call)
         del self._calls[call_id]
-        # h2 forgets closed streams now and then; a reset of one that both sides have ended would be a needless
+        # h2 drops closed streams at times. Resetting a stream that both sides have ended would send a needless
         # frame.
         stream = self._h2.streams.get(call_id)
         if reset is not None and stream is not None and not stream.closed:
@@ -393,7 +395,7 @@ class FrameCutter:
         self._goaway: bytearray | None = None
 
     def cut(self, data: memoryview) -> Iterator[memoryview | bytes | Goaway]:
-        """Yield what ``data`` holds of each frame; a frame other than GOAWAY may come in several parts."""
+        """Yield the content of each frame in ``data``. A frame other than GOAWAY can come in several parts."""
         position, size = 0, len(data)
         while position < size:
             if self._left:
@@ -403,7 +405,7 @@ class FrameCutter:
                 if self._goaway is None:
                     yield part
                 else:
-                    # The code and the first words are of use; a server may send up to 16 MiB of words.
+                    # The code and the beginning of the text are useful. A server can send up to 16 MiB of text.
                     self._goaway += part[: _GOAWAY_BYTES - len(self._goaway)]
                     if not self._left:
                         yield self._taken()

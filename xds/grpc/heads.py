@@ -27,8 +27,7 @@ def request_fields(
 
     Raises:
         ValueError: metadata that HTTP/2 cannot carry, or that belongs to the transport. The text names fields
-        only,
-            since values may be secrets.
+        only, because values can be secrets.
     """
     fields: list[Header] = [
         (b":method", b"POST"),
@@ -52,7 +51,9 @@ def request_fields(
 
 
 def failure_of_answer(status: int, fields: Headers) -> RpcFailed | None:
-    """Return why the head of an answer is not gRPC's; None if it is (the call's own status may still be in it)."""
+    """Return why the head of an answer is not valid gRPC. None if it is valid; the call's status can still be in
+    it.
+    """
     if status != 200:
         return failure_of_http(status)
     content_type = dict(fields).get(b"content-type", b"")
@@ -63,7 +64,7 @@ def failure_of_answer(status: int, fields: Headers) -> RpcFailed | None:
 
 
 def is_grpc(content_type: bytes) -> bool:
-    """Return whether this is ``application/grpc``, alone or with ``+proto`` or parameters after it."""
+    """Return whether the content type is ``application/grpc``, optionally with ``+proto`` or parameters."""
     kind, rest = content_type[: len(CONTENT_TYPE[1])].lower(), content_type[len(CONTENT_TYPE[1]) :]
     return kind == CONTENT_TYPE[1] and (not rest or rest[:1] in (b"+", b";"))
 

@@ -25,7 +25,7 @@ class MessageReader:
     """Assembles messages, however DATA frames cut them; holds one unfinished message at most.
 
     Args:
-        limit_bytes: of one message; None allows any length.
+        limit_bytes: the longest message. None allows any length.
     """
 
     __slots__ = ("_begun", "_head", "_limit_bytes", "_missing")
@@ -42,7 +42,7 @@ class MessageReader:
         return not self._head
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """Return the messages that ``data`` completes, without keeping a view of it.
+        """Return the messages that ``data`` completes. No view of ``data`` is kept.
 
         Raises:
             RpcFailed: RESOURCE_EXHAUSTED for a message over the limit, as soon as its length is read;

@@ -37,7 +37,7 @@ class RpcFailed(Exception):
 
     Attributes:
         status: why.
-        details: the peer's or our explanation; may be empty.
+        details: the peer's or our explanation. Can be empty.
     """
 
     def __init__(self, status: Status, details: str = "") -> None:
@@ -49,7 +49,7 @@ class RpcFailed(Exception):
         return f"{self.status.name}: {self.details}" if self.details else self.status.name
 
 
-#: "HTTP to gRPC Status Code Mapping" (doc/http-grpc-status-mapping.md); others are UNKNOWN.
+#: "HTTP to gRPC Status Code Mapping" (doc/http-grpc-status-mapping.md). Other statuses are UNKNOWN.
 _OF_HTTP: Final = {
     400: Status.INTERNAL,
     401: Status.UNAUTHENTICATED,
@@ -61,7 +61,7 @@ _OF_HTTP: Final = {
     504: Status.UNAVAILABLE,
 }
 
-#: "HTTP2 Transport Mapping" of the protocol; others are INTERNAL.
+#: "HTTP2 Transport Mapping" of the protocol. Other codes are INTERNAL.
 _OF_RESET: Final[dict[int, Status]] = {
     ErrorCodes.REFUSED_STREAM: Status.UNAVAILABLE,
     ErrorCodes.CANCEL: Status.CANCELLED,
@@ -89,9 +89,9 @@ def failure_of_reset(code: int) -> RpcFailed:
 
 
 def failure_of_fields(fields: Headers | None) -> RpcFailed | None:
-    """Return the failure that trailers state; None for OK.
+    """Return the failure that the trailers state, or None for OK.
 
-    A missing or unreadable status is a failure: a call that was cut must not pass for one that ended.
+    A missing or unreadable status is a failure: an aborted call must not be mistaken for a completed one.
     """
     found = dict(fields or ())
     code = found.get(b"grpc-status")

@@ -17,11 +17,11 @@ def client_tls(
     """Return the context of a client that believes one server.
 
     Args:
-        root_pem: one or more certificates; the server's chain must end in one of them.
-        names: of the server, host names or IP addresses: its certificate must be for one of them. The first is
-            sent as SNI if it is a host's.
-        tls_1_2: whether servers may be that old.
-        groups: key exchange, in order; None: OpenSSL's choice.
+        root_pem: one or more certificates. The server's chain must end in one of them.
+        names: the server's host names or IP addresses. Its certificate must be valid for one of them. The first is
+            sent as SNI if it is a host name.
+        tls_1_2: whether TLS 1.2 is accepted.
+        groups: key exchange groups in order of preference. None leaves the choice to OpenSSL.
 
     Raises:
         ValueError: no certificate in ``root_pem``, or an unknown group.
@@ -42,7 +42,7 @@ def client_tls(
 def named(names: Sequence[str]) -> Callable[[Sequence[x509.Certificate]], str | None]:
     """Return a check of verified chains: the leaf must be for one of ``names``, host names or IP addresses.
 
-    The check returns why it refuses, or None. Only subject alternative names count; a wildcard stands for a whole
+    The check returns why it refuses, or None. Only subject alternative names count. A wildcard stands for a whole
     first label.
     """
     addresses = {address for name in names if (address := _address(name)) is not None}

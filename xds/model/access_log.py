@@ -72,8 +72,8 @@ class AccessLog:
 
     Attributes:
         path: a file; ``/dev/stdout`` and ``/dev/stderr`` are the process's own.
-        omit_empty: leave out JSON fields, print nothing instead of ``-`` in text.
-        filter: which lines are written; None: all.
+        omit_empty: leave out empty JSON fields, and print nothing instead of ``-`` in text.
+        filter: selects the lines to write. None writes all.
     """
 
     path: str
@@ -88,9 +88,10 @@ class LogStream:
 
     Attributes:
         cluster: a static cluster of the bootstrap.
-        http: the entries are those of requests, not of TCP connections.
+        http: the entries describe requests, not TCP connections.
         flush_interval_s: the longest that an entry waits.
-        buffer_bytes: entries of so many bytes are sent at once, and no more are kept while that cannot be done.
+        buffer_bytes: entries are sent when they reach this size. While they cannot be sent, at most this many
+            bytes are kept.
     """
 
     cluster: str
@@ -106,7 +107,7 @@ class GrpcAccessLog:
 
     Attributes:
         request_headers: names in lower case.
-        filter: which entries are made; None: all.
+        filter: selects the connections that get an entry. None selects all.
     """
 
     stream: LogStream

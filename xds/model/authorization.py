@@ -16,7 +16,7 @@ class PolicyScope(StrEnum):
 
 
 class Action(StrEnum):
-    """What a policy that matches says."""
+    """The action of a matching policy."""
 
     ALLOW = "Allow"
     DENY = "Deny"
@@ -30,7 +30,7 @@ class AuthorizationPolicy:
         condition: the rules compiled; :class:`~xds.model.policy.Never` in an allow and
             :class:`~xds.model.policy.Always` in a deny take the place of what could not be understood.
         rules: the rules as ``/config_dump`` shows them, JSON-ready.
-        faults: what could not be understood, each with its place; empty when everything was.
+        faults: the parts that could not be understood, each with its place. Empty if all were understood.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Calico's policy as PolicySync tells it: endpoints, tiers, policies, rules, IP sets, and what changes them.
+"""Calico's policy as PolicySync sends it: endpoints, tiers, policies, rules, IP sets, and updates of them.
 
-These are PolicySync's messages (package ``felix``) as values. A rule has every clause that Calico's API has,
-already compiled: selectors of pods became IP sets, of which rules carry the ids. All clauses of a rule must hold;
-an empty one holds always.
+These are PolicySync's messages (package ``felix``) as values. A rule has every clause of Calico's API in compiled
+form: pod selectors became IP sets, and rules carry the sets' ids. A rule matches if all its clauses match. An
+empty clause always matches.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ STAGED_KINDS: Final = frozenset(
     {"StagedNetworkPolicy", "StagedGlobalNetworkPolicy", "StagedKubernetesNetworkPolicy"}
 )
 
-#: Names of IP protocols in rules, by number. Calico knows these; others are written as numbers.
+#: Names of the IP protocols that Calico knows, by number. Rules write other protocols as numbers.
 PROTOCOLS: Final = {"icmp": 1, "tcp": 6, "udp": 17, "icmpv6": 58, "sctp": 132, "udplite": 136}
 #: The protocols whose packets have a type and a code, by IP version.
 ICMP_PROTOCOLS: Final = {4: 1, 6: 58}
@@ -30,7 +30,7 @@ class Direction(StrEnum):
 
 
 class Action(StrEnum):
-    """What a rule that matches does.
+    """The action of a matching rule.
 
     Texts of the wire are read in any case; ``next-tier`` is Felix's for ``pass``.
     """
@@ -79,9 +79,9 @@ class EndpointId:
 
 @dataclass(frozen=True, slots=True)
 class PathMatch:
-    """A path of an HTTP clause, or with ``prefix`` everything at and below it.
+    """A path of an HTTP clause. With ``prefix`` it also matches every path below it.
 
-    See :mod:`ztunnel.calico.http_path`.
+    See :mod:`ztunnel.policy.calico.http_path`.
     """
 
     path: str
@@ -90,7 +90,7 @@ class PathMatch:
 
 @dataclass(frozen=True, slots=True)
 class HttpMatch:
-    """One of the methods (exact, ``*`` is any) and one of the paths; an empty list is satisfied."""
+    """One of the methods (exact, ``*`` matches any) and one of the paths. An empty list matches."""
 
     methods: tuple[str, ...] = ()
     paths: tuple[PathMatch, ...] = ()
@@ -98,7 +98,7 @@ class HttpMatch:
 
 @dataclass(frozen=True, slots=True)
 class IcmpMatch:
-    """A type of ICMP or ICMPv6, and a code of it; None is every code."""
+    """An ICMP or ICMPv6 type and code. A code of None matches every code."""
 
     type: int
     code: int | None = None
@@ -109,16 +109,16 @@ class PeerMatch:
     """The clauses of a rule about one of the two ends, its source or its destination.
 
     Attributes:
-        nets: networks, one of which has the address; None stands for a text that is no network.
-        ports: inclusive ranges, one of which has the port, unless one of ``named_ports`` has it.
-        named_ports: ids of sets of address, protocol and port.
+        nets: networks; the address must be in one of them. None marks a text that is not a network.
+        ports: inclusive ranges. The port must be in one of these ranges or in a set of ``named_ports``.
+        named_ports: ids of sets whose members are address, protocol and port.
         ip_sets: ids of sets that all contain the address.
-        not_ip_sets: ids of sets of which none contains it.
+        not_ip_sets: ids of sets, none of which contains the address.
         ip_port_sets: ids of sets that all contain address, protocol and port; of destinations only.
         selector: the pod selector, which ``ip_sets`` realises; its presence confines the peer to a namespace.
         not_selector: like it, realised by ``not_ip_sets``.
         namespace_selector: selects the labels of the peer's namespace.
-        account_names: names of service accounts; one of them.
+        account_names: names of service accounts, one of which must match.
         account_selector: selects the labels of the peer and its service account.
     """
 
@@ -143,10 +143,10 @@ class Rule:
     """One rule.
 
     Attributes:
-        protocol: number or name, None for any; a name that is unknown matches nothing.
-        not_protocol: the same, negated: an unknown name excludes nothing.
+        protocol: number or name. None matches any; an unknown name matches nothing.
+        not_protocol: number or name of an excluded protocol. An unknown name excludes nothing.
         ip_version: 4, 6, or 0 for both.
-        icmp: ICMP packets of this type; without a protocol, those of either IP version.
+        icmp: ICMP packets of this type. Without a protocol, it applies to both IP versions.
         not_icmp: packets of the rule's protocol, except this type of ICMP.
     """
 
@@ -179,7 +179,7 @@ class Tier:
     """The policies of a tier that apply to an endpoint, in order.
 
     Attributes:
-        passes: a flow that no rule decides goes on to the next tier. Otherwise it is denied.
+        passes: whether a flow that no rule decides is passed to the next tier. Otherwise it is denied.
     """
 
     name: str
@@ -194,7 +194,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A workload's endpoint: its addresses and what is evaluated for it, tiers first, then profiles."""
+    """A workload's endpoint: its addresses, and the tiers and then the profiles that are evaluated for it."""
 
     name: str = ""
     addresses: tuple[IpNetwork, ...] = ()
@@ -203,7 +203,7 @@ class Endpoint:
 
 
 class IpSetType(Enum):
-    """What the members of an IP set are."""
+    """The kind of members in an IP set."""
 
     IP = 0
     IP_AND_PORT = 1
@@ -242,7 +242,7 @@ class IpSetRemove:
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """Adds or replaces a policy; None removes it."""
+    """Adds or replaces a policy, or removes it if ``policy`` is None."""
 
     id: PolicyId
     policy: Policy | None
@@ -250,7 +250,7 @@ class PolicyUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ProfileUpdate:
-    """Adds or replaces a profile, whose rules have no namespace; None removes it."""
+    """Adds or replaces a profile, or removes it if ``profile`` is None. A profile's rules have no namespace."""
 
     name: str
     profile: Policy | None
@@ -258,7 +258,7 @@ class ProfileUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUpdate:
-    """Adds or replaces an endpoint; None removes it."""
+    """Adds or replaces an endpoint, or removes it if ``endpoint`` is None."""
 
     id: EndpointId
     endpoint: Endpoint | None
@@ -266,7 +266,7 @@ class EndpointUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ServiceAccountUpdate:
-    """Sets the labels of a service account; None removes it."""
+    """Sets the labels of a service account, or removes it if ``labels`` is None."""
 
     namespace: str
     name: str
@@ -275,7 +275,7 @@ class ServiceAccountUpdate:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUpdate:
-    """Sets the labels of a namespace; None removes it."""
+    """Sets the labels of a namespace, or removes it if ``labels`` is None."""
 
     name: str
     labels: dict[str, str] | None
@@ -301,19 +301,19 @@ Update: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What is evaluated: one connection, or one request of it.
+    """The subject of an evaluation: one connection, or one request on it.
 
     Attributes:
-        source_ip: text of the source's address; None if it has none (a pipe) or an unreadable one.
+        source_ip: the source's address as text. None if it has no address (a pipe) or an unreadable address.
         source_port: 0 if unknown.
         protocol: IP protocol number.
-        icmp: type and code of a packet of ICMP or ICMPv6; None if they are not known.
-        source_principal: the peer's SPIFFE id; empty for plain text.
-        source_labels: labels that came with the request; those of the service account override them.
-        method: of the request; None if there is no HTTP, which is not the empty method.
-        path: of the request, raw, with its query; None likewise.
-        requests_left_to: who judges the requests of this connection by the same policies, such as a waypoint in
-            front of which it is judged; empty if nobody is known to.
+        icmp: type and code of an ICMP or ICMPv6 packet. None if they are unknown.
+        source_principal: the peer's SPIFFE id. Empty for plain text.
+        source_labels: labels sent with the request. Labels of the service account override them.
+        method: the request's method. None means there is no HTTP, unlike an empty method.
+        path: the request's raw path with its query. None means there is no HTTP.
+        requests_left_to: the proxy, such as a waypoint, that applies the same policies to the requests of this
+            connection. Empty if no such proxy is known.
     """
 
     source_ip: str | None = None
@@ -333,11 +333,11 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowReport:
-    """What a policy server reports of one flow in one interval.
+    """A policy server's report about one flow in one interval.
 
     Attributes:
         protocol: number or name.
-        policy: that decided; a profile's id has the kind ``Profile``; None if no rule did.
+        policy: the policy that decided. A profile's id has the kind ``Profile``. None if no rule decided.
         index: of the rule, -1 for the end of a tier.
         packets, octets: since the last report; 0 where they are not known.
     """
@@ -355,7 +355,7 @@ class FlowReport:
 
     @property
     def rule(self) -> str:
-        """The rule as text; empty if no rule decided."""
+        """The rule as text, or the empty string if no rule decided."""
         if self.policy is None:
             return ""
         return f"{self.policy}|{'end of tier' if self.index < 0 else f'rule {self.index}'}"

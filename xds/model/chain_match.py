@@ -25,7 +25,7 @@ class SourceType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainMatch:
-    """Criteria of one chain; an empty criterion takes anything, at the least specific rank."""
+    """The match criteria of one chain. An empty criterion matches anything, with the lowest specificity."""
 
     destination_port: int | None = None
     destination: tuple[IpNetwork, ...] = ()
@@ -41,8 +41,8 @@ class ChainMatch:
 class ChainSelector:
     """Chains of one listener, indexed: cost does not grow with the number of per-pod chains.
 
-    Chains are grouped by port (the first criterion), and inside a group those that name single addresses are
-    found by dictionary. What is left of a group is narrowed criterion by criterion.
+    Chains are grouped by port, which is the first criterion. Within a group, chains that name single addresses are
+    found by dictionary. The remaining chains of a group are narrowed down criterion by criterion.
     """
 
     __slots__ = ("_by_port", "_hosts", "_matches")
@@ -96,8 +96,8 @@ class ChainSelector:
 class _Group:
     """Chains that share the port criterion.
 
-    ``sole`` are the hosts where nothing is left to narrow: one chain names the address and has no other
-    criterion, and no other chain can be as specific. These are the per-pod chains of a node.
+    ``sole`` has the hosts that need no further narrowing: a single chain names the address and has no other
+    criterion, and no other chain can be as specific. A node's per-pod chains are of this kind.
     """
 
     __slots__ = ("_by_host", "_mixed", "_rest", "sole")

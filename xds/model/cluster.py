@@ -1,4 +1,4 @@
-"""Clusters, endpoints and everything that decides which endpoint is next."""
+"""Clusters, endpoints, and the settings that decide which endpoint is chosen next."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -54,7 +54,7 @@ class Locality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint as configured. ``key`` tells endpoints of a cluster apart."""
+    """One endpoint as configured. ``key`` identifies it within its cluster."""
 
     address: EndpointAddress
     hostname: str = ""
@@ -64,7 +64,7 @@ class Endpoint:
     locality: Locality = Locality()
     metadata: Metadata = field(default_factory=dict, hash=False)
     check: EndpointCheck | None = None
-    """What differs in its health check."""
+    """The endpoint's differences from the cluster's health check."""
 
     @property
     def key(self) -> str:
@@ -139,7 +139,7 @@ TransportSocket = RawBuffer | InternalUpstream | TlsContext | ProxyHeader
 
 
 def security_of(transport: TransportSocket) -> RawBuffer | TlsContext:
-    """Return what protects the bytes of a transport socket, whatever is around it."""
+    """Return the part of a transport socket that protects the bytes, without its wrappers."""
     if isinstance(transport, InternalUpstream):
         transport = transport.inner
     return transport.inner if isinstance(transport, ProxyHeader) else transport
@@ -163,7 +163,8 @@ class TransportSocketMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitBreakers:
-    """Limits of one priority; Envoy's defaults. ``max_retries`` is for HTTP requests, of which there are none.
+    """Limits of one priority, with Envoy's defaults. ``max_retries`` applies to HTTP requests only, so it has no
+    effect here.
 
     Attributes:
         track_remaining: statistics show what is left of each.
@@ -178,7 +179,7 @@ class CircuitBreakers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlierDetection:
-    """When a host is taken out for a while; percentages are 0 to 100, Envoy's defaults."""
+    """The conditions for ejecting a host for some seconds. Percentages are 0 to 100; the defaults are Envoy's."""
 
     consecutive_5xx: int = 5
     enforcing_consecutive_5xx: int = 100
@@ -268,15 +269,15 @@ class Cluster:
         eds_source: where endpoints are asked for, with :attr:`eds_name`.
         assignment: inline endpoints (STATIC and DNS clusters).
         breakers: limits of priority DEFAULT and HIGH.
-        dns_failure_backoff: base and maximum in seconds of the jittered wait after a name did not resolve; None:
-            ``dns_refresh_s``.
+        dns_failure_backoff: base and maximum of the jittered wait in seconds after a name did not resolve. None
+            uses ``dns_refresh_s``.
         dns_resolver: looks names up; ``None``: the bootstrap's does.
         dns_jitter_s: names are looked up later by a random time below this.
         max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
         connection_idle_timeout_s: of a connection without tunnels; 0: never.
-        ignore_health_on_removal: endpoints that discovery takes away are gone at once; else, with a health check,
-            when they fail it.
-        content: digest of the message; an unchanged cluster is left alone.
+        ignore_health_on_removal: remove endpoints as soon as discovery drops them. Otherwise endpoints with a
+            health check stay until they fail it.
+        content: digest of the message. An unchanged cluster is not compiled again.
     """
 
     name: str
@@ -327,7 +328,9 @@ class Cluster:
         return tuple(dict.fromkeys(refs))
 
     def transport_socket_for(self, metadata: Metadata) -> tuple[str, TransportSocket]:
-        """Name of the first match for a host and its socket; an empty name is the cluster's own socket."""
+        """Return the name and the socket of the first match for a host. An empty name stands for the cluster's own
+        socket.
+        """
         host = metadata.get("envoy.transport_socket_match", {})
         for candidate in self.socket_matches:
             if has_values(host, candidate.criteria):

@@ -10,14 +10,14 @@ class DnsResolver:
     """``CaresDnsResolverConfig``, or what the host does with names; the defaults are the host's.
 
     Attributes:
-        servers: name servers; empty: those of ``/etc/resolv.conf``.
+        servers: name servers. Empty means those of ``/etc/resolv.conf``.
         servers_are_fallback: ``servers`` are for hosts without a name server in ``/etc/resolv.conf``.
         tcp: queries go by TCP.
         search: names are completed by the search list of ``/etc/resolv.conf``.
         query_timeout_s: of one query; ``None``: our default.
         tries: queries for one name; ``None``: our default.
         rotate: take the servers in turn.
-        has_ttls: answers tell their time to live; getaddrinfo(3) does not.
+        has_ttls: whether answers include their time to live, which getaddrinfo(3) does not return.
     """
 
     servers: tuple[SocketAddress, ...] = ()

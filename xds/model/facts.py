@@ -1,4 +1,4 @@
-"""What is known about a connection when a filter chain is chosen and when a policy is judged."""
+"""Facts about a connection at the time when its filter chain is chosen and its policy is evaluated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ class PeerCertificate:
 
     @property
     def principal(self) -> str:
-        """The identity as Istio's policies spell it, ``td/ns/N/sa/S``; empty without one."""
+        """The identity in the form of Istio's policies, ``td/ns/N/sa/S``. Empty without an identity."""
         return _identified(self.uri_sans)[1]
 
 
-# Policies ask for it several times per connection, and the same few peers come again and again.
+# Policies read it several times per connection, and a few peers open most connections.
 @lru_cache(maxsize=16384)
 def _identified(uri_sans: tuple[str, ...]) -> tuple[SpiffeId | None, str]:
     for text in uri_sans:
@@ -66,11 +66,13 @@ class ConnectionFacts:
         direct_source: the socket's peer.
         destination: where the connection was going, before any interception rewrote it.
         secured: the connection passed a TLS handshake with this proxy, with or without a client's certificate.
-        transport_protocol: ``tls`` or ``raw_buffer``; the latter also while nothing has checked, as in Envoy.
+        transport_protocol: ``tls`` or ``raw_buffer``. Like in Envoy, it is ``raw_buffer`` until a filter has
+            inspected the bytes.
         metadata: dynamic metadata, namespace to struct.
         filter_state: objects by key.
-        shared_state: keys of those that go on through an internal connection (``shared_with_upstream``); True:
-            through the next one, too. A tuple, since most connections have none and should hold nothing for it.
+        shared_state: keys of the filter state that an internal connection inherits (``shared_with_upstream``).
+            True means that its own upstream inherits the key too. This is a tuple, because most connections have
+            no such keys and should not pay for a dictionary.
     """
 
     source: SocketAddress

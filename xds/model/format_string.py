@@ -232,7 +232,7 @@ def _command(found: "re.Match[str]") -> Command:
 
 
 def _colon_form(argument: str) -> str:
-    """``["tunnel", "destination"]`` as ``tunnel:destination``; anything else unchanged."""
+    """Return ``["tunnel", "destination"]`` as ``tunnel:destination``, and every other value unchanged."""
     if not argument.startswith("["):
         return argument
     try:

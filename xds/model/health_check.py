@@ -20,9 +20,9 @@ class HttpCheck:
     Attributes:
         method: of the request.
         headers: are added to it, in order.
-        host: of the request; empty: the cluster's name.
+        host: the request's host. Empty means the cluster's name.
         expected: ranges of statuses, ends excluded, that count as healthy.
-        retriable: those that count as no answer, so that a single one does not decide.
+        retriable: statuses that count as no answer, so that a single one does not decide.
     """
 
     path: str
@@ -35,7 +35,7 @@ class HttpCheck:
 
 @dataclass(frozen=True, slots=True)
 class GrpcCheck:
-    """A call of ``grpc.health.v1.Health/Check``; ``service`` may be empty: the server as a whole."""
+    """A call of ``grpc.health.v1.Health/Check``. An empty ``service`` means the server as a whole."""
 
     service: str = ""
 
@@ -46,8 +46,8 @@ class HealthCheck:
 
     Attributes:
         interval_s: between checks of a healthy host.
-        unhealthy_interval_s: of one that is not.
-        unhealthy_edge_s, healthy_edge_s: once after it became so.
+        unhealthy_interval_s: the interval for an unhealthy host.
+        unhealthy_edge_s, healthy_edge_s: the interval for the first check after a change of health.
         no_traffic_s, no_traffic_healthy_s: while the cluster has never had a connection, by the same distinction.
         initial_jitter_s, jitter_s: upper bounds of what is added, at random, to the first wait and to each.
         jitter_share: likewise, of the wait itself.
@@ -71,12 +71,12 @@ class HealthCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointCheck:
-    """What differs for one endpoint.
+    """One endpoint's differences from the cluster's health check.
 
     Attributes:
         address: checked in place of the endpoint's; ``None``: that.
         port: in place of the address's; 0: that.
-        host: of HTTP requests; empty: the cluster's.
+        host: the host of HTTP requests. Empty means the cluster's.
         disabled: the endpoint is not checked.
     """
 

@@ -23,9 +23,9 @@ class SpiffeId(NamedTuple):
         """Read an identity.
 
         Raises:
-            ValueError: not exactly the five segments, or one of them is empty or has characters that SPIFFE ids
-                do not have (SPIFFE-ID, 2.1 and 2.2): a query, a port, an escape or a NUL is there to deceive the
-                next reader of the name.
+            ValueError: the name has not exactly five segments, or a segment is empty or has characters that SPIFFE
+                ids exclude (SPIFFE-ID, 2.1 and 2.2). A query, a port, an escape or a NUL would deceive the next
+                reader of the name.
         """
         parts = text.removeprefix(_PREFIX).split("/") if text.startswith(_PREFIX) else []
         if len(parts) != 5 or parts[1] != "ns" or parts[3] != "sa" or not all(map(_SEGMENT.fullmatch, parts)):

@@ -28,7 +28,7 @@ class SocketOption:
     state: str = "prebind"
 
 
-# Listener filters. Each is a value; what it does to a connection is in ztunnel.envoy.listeners.filters.
+# Listener filters as values. Module ztunnel.proxy.envoy.listeners.filters applies them to connections.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Discovered:
     """A filter whose configuration arrives by ECDS under ``name``.
 
     Attributes:
-        type_urls: full names of the messages that it may be.
+        type_urls: full names of the accepted message types.
         without_warming: the default serves until it arrives; the listener does not wait.
     """
 
@@ -152,7 +152,7 @@ class Rbac:
     """``envoy.filters.network.rbac``.
 
     Attributes:
-        rules: enforced; ``None`` permits everything.
+        rules: the enforced rules. ``None`` permits every connection.
         shadow: judged and counted, never enforced.
         log_only: action LOG: permits, and sets the access log hint.
     """
@@ -169,7 +169,7 @@ class ConnectionLimit:
     """``envoy.filters.network.connection_limit``: connections of a chain at once.
 
     Attributes:
-        delay_s: how long one too many is held before it is closed.
+        delay_s: how long a connection above the limit is held before it is closed.
     """
 
     stat_prefix: str
@@ -201,7 +201,7 @@ class SharedWithUpstream(StrEnum):
 class FilterStateValue:
     """One object ``set_filter_state`` sets when a connection begins.
 
-    ``omit_empty_values`` makes what is missing empty; it is ``-`` otherwise.
+    With ``omit_empty_values`` a missing value is empty. Otherwise it is ``-``.
     """
 
     key: str
@@ -279,7 +279,7 @@ class DiscoveredChainFilter(Discovered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterChain:
-    """Transport socket, filters that judge or annotate, and the filter that takes the bytes.
+    """A transport socket, filters that authorise or annotate, and the filter that receives the bytes.
 
     Attributes:
         discovered: filters from ECDS, which come behind inline ones of their kind.
@@ -306,13 +306,13 @@ class FilterChain:
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """One listener: a socket, or an internal one that only ``envoy_internal_address`` endpoints reach.
+    """One listener: a socket, or an internal listener that only ``envoy_internal_address`` endpoints reach.
 
     Attributes:
-        addresses: where to bind; empty for an internal listener.
+        addresses: the addresses to bind. Empty for an internal listener.
         matcher: replaces the chains' ``match`` when present.
-        content: digest of everything but the chains and the matcher: a change needs a new listener, a change
-            of the rest is made in place.
+        content: digest of the message without chains and matcher. A change of the digest needs a new listener;
+            other changes are made in place.
     """
 
     name: str
@@ -349,7 +349,8 @@ class Listener:
     def chain_for(self, facts: ConnectionFacts) -> FilterChain | None:
         """The chain that takes a connection, ``None`` when it must be closed.
 
-        A matcher action that names no chain closes; it does not fall back to the default chain (as Envoy).
+        If a matcher's action names no existing chain, the connection is closed, without a fallback to the default
+        chain, like in Envoy.
         """
         if self.matcher is not None:
             name = self.matcher.evaluate(facts)

@@ -1,9 +1,9 @@
 """The unified matcher (``xds.type.matcher.v3.Matcher``), compiled.
 
-A tree of nodes that end in the name of a filter chain. Evaluation follows current Envoy: when a nested matcher
-finds nothing, the ``on_no_match`` of the enclosing level is tried (Envoy of 2022 ended the search there).
-The tree that ambient control planes send (port, source, destination, port) is exact maps only, so a decision
-costs four dictionary look-ups however many pods and services there are.
+A tree of nodes whose leaves name filter chains. Evaluation follows current Envoy: if a nested matcher finds
+nothing, the ``on_no_match`` of the enclosing level is tried (Envoy of 2022 ended the search there). The tree that
+ambient control planes send (port, source, destination, port) has exact maps only, so a decision takes four
+dictionary look-ups for any number of pods and services.
 """
 
 import ipaddress
@@ -87,7 +87,7 @@ def is_local(facts: ConnectionFacts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OnMatch:
-    """What a hit leads to: the name of a filter chain, or the next matcher.
+    """The result of a match: the name of a filter chain, or the next matcher.
 
     With ``keep_matching`` the action is skipped and the search continues.
     """
@@ -114,7 +114,7 @@ class PrefixMap:
 
 @dataclass(frozen=True, slots=True)
 class IpRange:
-    """One range of an IP matcher. ``exclusive``: it is not tried after a longer one that led nowhere."""
+    """One range of an IP matcher. An ``exclusive`` range is not tried after a longer range that found no chain."""
 
     network: IpNetwork
     on_match: OnMatch
@@ -139,7 +139,7 @@ class ServerNameTree:
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """``single_predicate``; an input without value never matches."""
+    """A ``single_predicate``. An input without a value never matches."""
 
     input: Input
     match: StringMatch
@@ -181,7 +181,7 @@ Lookup = ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """One level: where to look, and what to do when nothing is found there."""
+    """One level: the input to look up, and the action if it is not found."""
 
     lookup: Lookup
     on_no_match: OnMatch | None = None
@@ -237,7 +237,7 @@ def _ip_hits(ranges: tuple[IpRange, ...], text: str) -> list[OnMatch]:
         return []
     hits: list[OnMatch] = []
     for candidate in ranges:
-        # As Envoy's trie matcher: the longest range always counts, exclusive or not.
+        # Like Envoy's trie matcher, the longest range always counts, exclusive or not.
         if hits and candidate.exclusive:
             continue
         if candidate.network.version == address.version and address in candidate.network:

@@ -1,4 +1,4 @@
-"""The current mesh: workloads, services and authorization, indexed for the questions a node proxy asks.
+"""The current mesh: workloads, services and authorization, indexed for a node proxy's questions.
 
 A mutable store that values are put into; every change costs in proportion to the change, every look-up the same
 however large the mesh is. Nothing here waits, reads a clock or draws a random number.
@@ -9,8 +9,8 @@ How it is laid out, since memory is most of what a big mesh costs:
   has, which is nearly every address, holds it bare (:class:`_Shared`).
 * A service and its endpoints share one :class:`_Entry`, which exists as soon as either came. Endpoints of a
   service that has not come, or went, are what dumps call staged.
-* Unhealthy endpoints are kept beside the others, so that a service that changes its mind about them gets them
-  back (Rust ztunnel drops them until their workloads are sent again).
+* Unhealthy endpoints are stored beside the healthy ones, so that a service that starts to accept them has them at
+  once (the Rust ztunnel drops them until their workloads are sent again).
 """
 
 import ipaddress
@@ -65,7 +65,7 @@ class Changes:
 
     Attributes:
         workloads, services, policies: put or removed.
-        endpoints: of each service those that came, went, or whose workload changed in any way.
+        endpoints: by service, the endpoints that were added or removed or whose workload changed.
     """
 
     workloads: set[WorkloadUid] = field(default_factory=set)
@@ -84,10 +84,11 @@ class WorkloadPolicies:
     """Everything that judges connections to one workload.
 
     Attributes:
-        enforced: deny policies, then allow policies, in Istio's order. While a policy is missing it
-            denies everybody, in that policy's name.
+        enforced: deny policies, then allow policies, in Istio's order. A missing policy denies every connection,
+            in its own name.
         dry_run_deny, dry_run_allow: policies that are only reported.
-        missing: policies the workload names that have not come: until they do, no connection is let in.
+        missing: policies that the workload names but that have not arrived. Until they arrive, no connection is
+            allowed.
     """
 
     enforced: PolicyList
@@ -99,7 +100,8 @@ class WorkloadPolicies:
     def arrived(self) -> PolicyList:
         """``enforced`` without what stands for missing policies.
 
-        A DENY in it holds whatever a missing policy says. Its end verdict does not.
+        The policies that have arrived. A DENY among them applies whether or not a policy is missing. Their end
+        verdict does not.
         """
         if not self.missing:
             return self.enforced
@@ -107,7 +109,9 @@ class WorkloadPolicies:
 
 
 class _Shared(Generic[Key, Value]):
-    """Values by a key that is nearly always one value's own; it is kept bare, several are in order of arrival."""
+    """Values by a key that is nearly always used by a single value, which is then stored without a list. Several
+    values are stored in order of arrival.
+    """
 
     __slots__ = ("_found",)
 
@@ -115,7 +119,7 @@ class _Shared(Generic[Key, Value]):
         self._found: dict[Key, Value | list[Value]] = {}
 
     def put(self, key: Key, value: Value, before: Value | None) -> None:
-        """Add a value, in the place of ``before`` if that is there."""
+        """Add a value, replacing ``before`` if it is present."""
         found = self._found.get(key)
         if found is None or found is before:
             self._found[key] = value
@@ -129,7 +133,7 @@ class _Shared(Generic[Key, Value]):
             self._found[key] = [found, value]
 
     def remove(self, key: Key, value: Value) -> None:
-        """Take a value away that is there."""
+        """Remove a value that is present."""
         found = self._found[key]
         if not isinstance(found, list):
             del self._found[key]
@@ -157,7 +161,8 @@ class _Shared(Generic[Key, Value]):
 class _Entry:
     """A service, or the place one would take, and its endpoints.
 
-    ``serving`` is what may be chosen; ``unhealthy`` all that are, whether they serve or not.
+    ``serving`` are the endpoints that can be chosen. ``unhealthy`` are all unhealthy endpoints, whether or not
+    they can be chosen.
     """
 
     key: ServiceKey
@@ -206,7 +211,7 @@ class _Entry:
 
 
 class _Blocks:
-    """Services by blocks of addresses of one network: a dictionary per prefix length in use."""
+    """Services by address blocks of one network, with a dictionary for each prefix length in use."""
 
     __slots__ = ("_lengths",)
 
@@ -224,7 +229,7 @@ class _Blocks:
             del self._lengths[length]
 
     def holding(self, address: IpAddress) -> Iterator[tuple[int, Service]]:
-        """Each service with a block that holds the address, and that block's length."""
+        """Yield each service whose block contains the address, with the block's prefix length."""
         number = int(address)
         for (version, length), blocks in self._lengths.items():
             if version == address.version:
@@ -241,7 +246,7 @@ _Pair = tuple[str, tuple[PolicyKey, ...]]
 
 
 class _Authorization:
-    """The policies, by scope, and what was made of them."""
+    """The policies by scope, with the values compiled from them."""
 
     def __init__(self) -> None:
         self.policies: dict[PolicyKey, AuthorizationPolicy] = {}
@@ -286,7 +291,7 @@ class _Authorization:
                 del self._by_scope[reach]
 
     def _forget(self, policy: AuthorizationPolicy) -> None:
-        """Drop what was made with a policy, and nothing else."""
+        """Drop the values compiled from a policy."""
         reach = _reach(policy)
         if policy.scope is not PolicyScope.WORKLOAD_SELECTOR and reach is None:
             self._shared.pop(reach, None)
@@ -368,7 +373,9 @@ def _discard(index: dict[Key, set[_Pair]], key: Key, pair: _Pair) -> None:
 
 
 def _reach(policy: AuthorizationPolicy) -> str | None:
-    """The namespace whose workloads it is for; None: all (as Rust ztunnel, also when the namespace is empty)."""
+    """Return the namespace whose workloads the policy applies to. None means all, like in the Rust ztunnel also
+    for an empty namespace.
+    """
     return None if policy.scope is PolicyScope.GLOBAL else policy.namespace or None
 
 
@@ -376,7 +383,7 @@ class Mesh:
     """See the module.
 
     Args:
-        node: name of this node; empty: every workload counts as local.
+        node: the name of this node. Empty means that every workload counts as local.
     """
 
     def __init__(self, *, node: str = "") -> None:
@@ -410,8 +417,8 @@ class Mesh:
         Args:
             put: values.
             removed: uids of workloads and ``namespace/hostname`` of services; absent names are skipped.
-            removed_policies: keys of policies, apart from the others because names of services and policies may
-                coincide.
+            removed_policies: keys of removed policies. They are separate from other removed keys, because a
+                service and a policy can have the same name.
         """
         changes = Changes()
         for key in removed_policies:
@@ -437,7 +444,7 @@ class Mesh:
         return self.apply(removed_policies=keys)
 
     def watch(self, changed: Callable[[Changes], None]) -> Callable[[], None]:
-        """Call ``changed`` after each batch that changed anything; returns how to stop."""
+        """Call ``changed`` after each batch that changed the mesh. Return a function that stops this."""
         self._watched += 1
         number = self._watched
         self._watchers[number] = changed
@@ -587,7 +594,7 @@ class Mesh:
         return next(iter(found), None)
 
     def service(self, key: str) -> Service | None:
-        """Return the service of ``namespace/hostname``, whatever its visibility."""
+        """Return the service named ``namespace/hostname``, without checking its visibility."""
         return self._services.get(ServiceKey(key))
 
     def policy(self, key: str) -> AuthorizationPolicy | None:
@@ -623,9 +630,9 @@ class Mesh:
         return next(iter(self._by_name.each((name.namespace, name.hostname))), None)
 
     def endpoints(self, key: str) -> Mapping[WorkloadUid, Endpoint]:
-        """The endpoints of a service, unhealthy ones left out unless it wants them.
+        """Return the endpoints of a service. Unhealthy endpoints are included only if the service accepts them.
 
-        A view of the current state, for reading now; not a copy.
+        The result is a view of the current state, not a copy. Use it before the next change.
         """
         entry = self._entries.get(ServiceKey(key))
         return _NOTHING if entry is None or entry.service is None else entry.serving
@@ -636,7 +643,9 @@ class Mesh:
         return _NOTHING if entry is None else entry.all()
 
     def policies_for(self, workload: Workload) -> WorkloadPolicies:
-        """What judges connections to a workload; remembered until a policy of it changes."""
+        """Return the policies for connections to a workload. The result is cached until one of its policies
+        changes.
+        """
         return self._authorization.policies_for(workload)
 
     # For dumps and metrics
@@ -672,7 +681,7 @@ class Mesh:
 
 
 def _turn(identity: SpiffeId, there: set[SpiffeId], back: set[SpiffeId]) -> None:
-    """Note that an identity came or went; one that did both within a batch did neither."""
+    """Record that an identity was added or removed. Both within one batch cancel each other."""
     if identity in back:
         back.remove(identity)
     else:
@@ -684,7 +693,9 @@ def _pod_of(workload: Workload) -> tuple[str, str, str]:
 
 
 def _wants_certificate(workload: Workload) -> bool:
-    """Whether this proxy ends tunnels for it; a workload that ends them itself has its own certificate."""
+    """Return whether this proxy terminates tunnels for the workload. A workload that terminates them itself has
+    its own certificate.
+    """
     return workload.protocol is Protocol.HBONE and not workload.native_tunnel
 
 

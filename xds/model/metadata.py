@@ -14,15 +14,15 @@ class _Nothing(dict[str, Struct]):
     __hash__ = object.__hash__  # type: ignore[assignment]  # of this one object, which is never changed
 
 
-#: What everything without metadata shares; nothing may change it.
+#: Shared by all hosts without metadata; must not be changed.
 NO_METADATA: Final[Metadata] = _Nothing()
 
 
 def value_key(value: object) -> Hashable:
     """Return a key for a value of a ``Struct``; keys are equal if and only if protobuf's values are.
 
-    Values are compared and looked up by it, never by ``==``: Python's ``True`` equals ``1`` and has its hash, and
-    lists have none.
+    Return a key for comparing and looking up values. ``==`` is unsuitable: Python's ``True`` equals ``1`` and has
+    the same hash, and lists have no hash.
     """
     if isinstance(value, bool):
         return ("bool", value)
@@ -36,5 +36,5 @@ def value_key(value: object) -> Hashable:
 
 
 def has_values(metadata: Struct, wanted: Struct) -> bool:
-    """Return whether ``metadata`` has every name of ``wanted`` with an equal value."""
+    """Return whether ``metadata`` has each name in ``wanted`` with an equal value."""
     return all(name in metadata and value_key(metadata[name]) == value_key(wanted[name]) for name in wanted)

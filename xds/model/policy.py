@@ -1,4 +1,4 @@
-"""Authorization as one form for every source: lists of tiers of policies, over one condition language.
+"""Authorization policies of all sources in one form: lists of tiers of policies, with one condition language.
 
 Envoy's RBAC filters, Istio's policies, Kubernetes NetworkPolicy and Calico's tiers each compile to one
 :class:`PolicyList`; all lists of a connection must allow it. The judge is ``ztunnel.policy.engine``.
@@ -50,8 +50,8 @@ class Not:
 class Authenticated:
     """The connection uses TLS; with ``name``, one of the peer's names matches.
 
-    Like Envoy, this asks for TLS and not for a certificate. Names are tried as Envoy tries them: each URI SAN,
-    each DNS SAN, and the subject. Of a peer without a certificate the subject is the empty string.
+    Like in Envoy, this requires TLS but not a certificate. Names are tried in Envoy's order: each URI SAN, each
+    DNS SAN, then the subject. The subject of a peer without a certificate is the empty string.
     """
 
     name: StringMatch | None = None
@@ -76,7 +76,7 @@ class PeerNamespace:
 
 @dataclass(frozen=True, slots=True)
 class PeerServiceAccount:
-    """The peer's mesh identity is of this namespace and service account, whatever its trust domain."""
+    """The peer's mesh identity has this namespace and service account, in any trust domain."""
 
     namespace: str
     service_account: str
@@ -107,7 +107,7 @@ class DestinationPort:
 
 @dataclass(frozen=True, slots=True)
 class ServerName:
-    """The TLS server name the client asked for matches; no server name is the empty string."""
+    """The TLS server name requested by the client matches. A missing server name is the empty string."""
 
     match: StringMatch
 
@@ -127,7 +127,7 @@ Attributes = Mapping[str, Mapping[str, str | int | bool]]
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A CEL expression is true of the connection; an error, as of an attribute that is not there, is no match.
+    """A CEL expression evaluates to true. An error, for example a missing attribute, is no match.
 
     Attributes:
         text: in CEL's syntax, each operator in parentheses; equal texts are equal conditions.
@@ -160,7 +160,7 @@ Condition = (
 
 
 class Verdict(StrEnum):
-    """What a rule, a tier's default or a list's end says."""
+    """The result of a rule, of a tier's default, or of a list's end."""
 
     ALLOW = "allow"
     DENY = "deny"
@@ -172,7 +172,7 @@ class Policy:
     """When ``condition`` holds, ``verdict``. ``name`` is what logs and denials print.
 
     Attributes:
-        prepared: what the judge made of the condition, kept here so that it lives as long as the policy does.
+        prepared: the judge's compiled form of the condition, stored here so that it lives as long as the policy.
     """
 
     name: str
@@ -183,7 +183,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Policies in order, first hit decides; a tier that does not decide ends in ``default``.
+    """Policies in order; the first match decides. Without a match, ``default`` decides.
 
     Attributes:
         prepared: see :class:`Policy`.
@@ -196,7 +196,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class PolicyList:
-    """Tiers in order; a tier that passes hands on to the next, the last to ``end``."""
+    """Tiers in order. A tier that passes is followed by the next tier, and the last one by ``end``."""
 
     tiers: tuple[Tier, ...]
     end: Verdict

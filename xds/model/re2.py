@@ -1,10 +1,9 @@
 """Regular expressions in RE2's syntax, read as RE2 reads them and written for Python's ``re``.
 
-The two share most of their syntax, and differ silently in the rest: ``[[:alpha:]]`` is a set of six characters
-and a bracket to Python, ``\\w`` and ``\\d`` match letters and digits of any script, and ``(?>...)`` or ``a++``
-are no expressions to RE2. A policy that is read otherwise than its author means lets somebody in, so each
-construct is parsed here and what is not known is refused. Only full matches are of interest, where greediness
-means nothing.
+The two share most of their syntax and differ silently in the rest: ``[[:alpha:]]`` is a set of six characters and
+a bracket to Python, ``\\w`` and ``\\d`` match letters and digits of any script, and RE2 rejects ``(?>...)`` and
+``a++``. A policy that is read in another sense than its author's can admit an attacker, so each construct is
+parsed here and unknown ones are refused. Only full matches are needed, for which greediness has no effect.
 """
 
 import re

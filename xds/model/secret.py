@@ -21,7 +21,7 @@ class Certificate:
     """A certificate chain, leaf first, with its private key; both PEM.
 
     Attributes:
-        chain_file, key_file, password_file: where they were read from, for errors; empty: they were inline.
+        chain_file, key_file, password_file: the files they were read from, for error messages. Empty means inline.
     """
 
     chain_pem: bytes
@@ -41,7 +41,7 @@ class Validation:
         san_matches: at least one must match one SAN, when there are any.
         certificate_hashes: lower-case hex SHA-256 of acceptable leaf certificates (DER).
         spki_hashes: base64 SHA-256 of acceptable public keys (SubjectPublicKeyInfo).
-        trusted_ca_file, crl_file: where they were read from, for errors; empty: they were inline.
+        trusted_ca_file, crl_file: the files they were read from, for error messages. Empty means inline.
     """
 
     trusted_ca_pem: bytes | None = None
@@ -60,7 +60,7 @@ class Validation:
 
     @property
     def restricts(self) -> bool:
-        """Whether it says how the peer's name or key must look."""
+        """Return whether the context constrains the peer's name or key."""
         return self.pins or bool(self.san_matches)
 
     def merged(self, dynamic: "Validation") -> "Validation":

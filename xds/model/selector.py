@@ -14,7 +14,8 @@ from typing import Final, TypeAlias, assert_never
 
 from xds.errors import XdsError
 
-#: Parentheses inside one another. People write three; a hostile text must not reach Python's recursion limit.
+#: The nesting limit of parentheses. People nest at most three; a hostile text must not reach Python's recursion
+#: limit.
 MAX_DEPTH: Final = 64
 
 Labels: TypeAlias = Mapping[str, str]
@@ -50,7 +51,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Has:
-    """The label is there, empty or not."""
+    """The label exists, with any value."""
 
     label: str
 
@@ -59,7 +60,7 @@ class Has:
 class Compare:
     """A comparison of a label with a string; ``operator`` as the canonical text spells it.
 
-    An absent label differs from every string (``!=``); every other comparison with it is false.
+    A missing label differs from every string (``!=``). Every other comparison with it is false.
     """
 
     label: str
@@ -119,12 +120,14 @@ class Selector:
         return _matches(self.root, labels)
 
     def __str__(self) -> str:
-        """Return the canonical text; it parses to an equal selector."""
+        """Return the canonical text, which parses to an equal selector."""
         return _text(self.root)
 
     @property
     def identity(self) -> str:
-        """The id of the IP set of what the selector selects: one per canonical text, as Calico computes it."""
+        """Return the id of the IP set that the selector defines. Like in Calico, it is computed from the canonical
+        text.
+        """
         return hashed_id("s:", str(self))
 
     def prefixed(self, prefix: str) -> "Selector":
@@ -140,7 +143,7 @@ def hashed_id(kind: str, text: str) -> str:
 
 @lru_cache(maxsize=4096)  # a few texts recur in thousands of rules
 def parse_selector(text: str) -> Selector:
-    """Parse a selector; an empty text selects everything, like ``all()``.
+    """Parse a selector. An empty text selects all, like ``all()``.
 
     Raises:
         SelectorError: the text is none, or has more than :data:`MAX_DEPTH` parentheses inside one another.
@@ -155,7 +158,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_./-]+")
 _HAS = re.compile(r"has\([ \t]*([A-Za-z0-9_./-]+)[ \t]*\)")
 _WORD = re.compile(r"(all|global)\([ \t]*\)")
 _STRING = re.compile(r'"([^"]*)"|\'([^\']*)\'')
-# A word operator ends where no label could go on: "a inside" is no comparison.
+# A word operator must be followed by a character that no label can have: "a inside" is not a comparison.
 _OPERATOR = re.compile(
     r"(==|!=)|(?:(contains)|(starts[ \t]*with)|(ends[ \t]*with)|(not[ \t]*in)|(in))(?![A-Za-z0-9_./-])"
 )

@@ -36,7 +36,7 @@ class HealthPolicy(StrEnum):
 
 
 class IpFamilies(StrEnum):
-    """Which addresses of endpoints may be used; no value: whatever there is."""
+    """The address families to use for endpoints. No value means any family."""
 
     IPV4 = "IPv4"
     IPV6 = "IPv6"
@@ -80,8 +80,8 @@ class Service:
     """One service.
 
     Attributes:
-        hostname: full name; may be a wildcard, ``*.example.net``.
-        vips: virtual addresses; ``cidr_vips`` blocks of them.
+        hostname: the full name, which can be a wildcard such as ``*.example.net``.
+        vips: virtual addresses. ``cidr_vips`` are blocks of them.
         ports: service port to target port; 0: named, so only the endpoint knows.
         subject_alt_names: SPIFFE identities its endpoints may show besides their own.
         canonical: wins when several services share a name or an address.

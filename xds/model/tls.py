@@ -39,7 +39,7 @@ ConfigSource = AdsSource | FileSource | GrpcSource
 
 @dataclass(frozen=True, slots=True)
 class SecretRef:
-    """A secret by name, and where to ask for it. 0 waits for ever."""
+    """A secret's name, its source, and the longest wait for it in seconds. 0 means no limit."""
 
     name: str
     source: ConfigSource
@@ -56,9 +56,9 @@ class TlsContext:
             verify; all are inline, or all are references, as the first.
         validation: inline part of how to verify the peer.
         validation_ref: SDS part, merged over ``validation``.
-        require_peer_certificate: refuse a peer without certificate. Servers: also implied by SAN matchers and
-            pins, as in Envoy.
-        sni: server name a client sends; empty sends none (HBONE).
+        require_peer_certificate: refuse a peer without a certificate. On servers, SAN matchers and pins imply it,
+            like in Envoy.
+        sni: the server name that a client sends. Empty sends none (HBONE).
     """
 
     certificate: Certificate | SecretRef | None

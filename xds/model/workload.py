@@ -1,6 +1,6 @@
-"""Workloads, as Istio's control plane describes them (WDS): who runs where, and how to reach it.
+"""Workloads as Istio's control plane describes them (WDS): their identity, their node, and the way to reach them.
 
-Addresses are canonical texts (:func:`xds.model.address.canonical`); a service is named ``namespace/hostname``.
+Addresses are canonical texts (:func:`xds.model.address.canonical`). A service's name is ``namespace/hostname``.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class NetworkMode(StrEnum):
 
 
 class Health(StrEnum):
-    """Of an endpoint, as the control plane knows it."""
+    """An endpoint's health as reported by the control plane."""
 
     HEALTHY = "Healthy"
     UNHEALTHY = "Unhealthy"
@@ -40,7 +40,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NetworkAddress:
-    """An address of one network; the same text may be something else in another network."""
+    """An address in one network. The same text can be a different address in another network."""
 
     network: str
     host: str
@@ -78,7 +78,7 @@ class Locality:
 
 
 class AppProtocol(StrEnum):
-    """What an application tunnel speaks."""
+    """The protocol of an application tunnel."""
 
     NONE = "NONE"
     PROXY = "PROXY"
@@ -89,7 +89,7 @@ class ApplicationTunnel:
     """The application takes tunnels' contents itself, perhaps behind a PROXY header.
 
     Attributes:
-        port: where it listens for them; 0: the one asked for.
+        port: the application tunnel's port. 0 means the requested port.
     """
 
     protocol: AppProtocol
@@ -137,5 +137,5 @@ class Workload:
 
     @property
     def identity(self) -> SpiffeId:
-        """What its certificate says."""
+        """The identity in the workload's certificate."""
         return SpiffeId(self.trust_domain, self.namespace, self.service_account)

@@ -1,10 +1,10 @@
 """What both client halves of the protocol share: their events, their contract, names, lifetimes, back-off.
 
-A client half is a value with methods. Its owner tells it what is wanted (:meth:`ClientState.want`), when a
-stream opens and closes, and what arrived; it answers with events, and after every call holds the requests to
-write. A :class:`Received` stays open until its owner answers it with ``accept`` or ``reject``; other types go
-on meanwhile, and while it is open no request of its own type is sent, as in Envoy, so a change of names
-rides with the answer.
+A client half is a value with methods. Its owner reports the wanted names (:meth:`ClientState.want`), the opening
+and closing of streams, and the received messages. The client half answers with events, and after every call holds
+the requests to write. A :class:`Received` stays open until its owner answers it with ``accept`` or ``reject``.
+Other types continue in the meantime. No request of its own type is sent while it is open, like in Envoy, so a
+change of names is sent together with the answer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -32,10 +32,12 @@ class Received:
 
     Attributes:
         nonces: of all the responses in here, oldest first.
-        stream: which stream it came on; an answer after a reconnect changes state but sends nothing.
+        stream: the stream that brought it. After a reconnect an answer changes the state but sends nothing.
         arrived_s: when the newest came; times to live count from then.
-        versions: of the resources by name, where they were collected on the way; it saves collecting them at once.
-        serial: of the newest in here; what has a smaller one and the same type is in here, too, or was answered.
+        versions: the resources' versions by name, if they were already collected. This saves collecting them in
+            one go.
+        serial: the serial of the newest response included. Responses of the same type with a smaller serial are
+            included or answered.
     """
 
     update: Update
@@ -93,7 +95,7 @@ class ClientState(Protocol[Request, Response]):
     """Identifier the server gave of itself, empty until it did."""
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """Replace what is wanted of one type; ``None`` is all, an empty set nothing.
+        """Replace the wanted names of one type. ``None`` wants all, an empty set nothing.
 
         ``again`` names resources to be sent once more although the server sent them already.
         """
@@ -101,19 +103,22 @@ class ClientState(Protocol[Request, Response]):
     def change(
         self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
     ) -> None:
-        """Add to what is wanted by name, and take from it; costs what changes, not what is wanted.
+        """Add names to the wanted ones and remove others. The cost depends on the change, not on the number of
+        wanted names.
 
-        Not for a type of which everything is wanted.
+        Not for a type whose wildcard is wanted.
         """
 
     def stream_opened(self) -> None:
-        """Begin anew on a fresh stream, with all types in the order in which they were first wanted."""
+        """Start over on a fresh stream, with all types in the order in which they were first wanted."""
 
     def stream_closed(self) -> None:
         """Nothing is sent until the next stream; versions, names and lifetimes are kept."""
 
     def receive(self, response: Response, now_s: float) -> Received | Refused | None:
-        """Take one response; None if there is nothing to apply (heartbeats, types without a subscription)."""
+        """Process one response. Return None if there is nothing to apply (heartbeats, types without a
+        subscription).
+        """
 
     def accept(self, received: Received) -> None:
         """The update is applied."""
@@ -121,7 +126,7 @@ class ClientState(Protocol[Request, Response]):
     def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
         """The update was refused, in part or whole; its predecessor stays current.
 
-        ``rejected`` names what was refused where everything else of the update was accepted.
+        ``rejected`` names the refused resources if all others of the update were accepted.
         """
 
     def requests_to_send(self) -> list[Request]:
@@ -140,7 +145,7 @@ class BadResponse(Exception):
 
 @dataclass(slots=True)
 class Lifetimes:
-    """Times to live of resources of all types; the clock is the caller's."""
+    """Times to live of resources of all types. The caller supplies the clock."""
 
     _held: dict[tuple[str, str], tuple[float, Resource]]
 
@@ -204,9 +209,10 @@ class Dialect:
         node_per_type: the first request of each type carries the node, not only the first of the stream.
         one_by_one: resources are judged each by itself: types of bodies are not compared with the response's, a
             resource without a body is handed on like any other, there are no times to live.
-        on_demand: types of which nothing comes but what is asked for (``*`` subscribed and unsubscribed at once).
+        on_demand: types for which the server sends requested names only (``*`` subscribed and unsubscribed in one
+            request).
         keeps_bodies: accepted resources are remembered for subscriptions that come later.
-        response_limit_bytes: a response may be this long; None: any length.
+        response_limit_bytes: the longest accepted response. None allows any length.
     """
 
     nack_code: int = INTERNAL
@@ -219,7 +225,7 @@ class Dialect:
 
 ENVOY = Dialect()
 
-#: As Rust ztunnel speaks with istiod, and all that istiod is tested with.
+#: The protocol between the Rust ztunnel and istiod, the only one that istiod is tested with.
 ISTIO = Dialect(
     nack_code=0, node_per_type=True, one_by_one=True, keeps_bodies=False, response_limit_bytes=200 * 2**20
 )
@@ -232,12 +238,12 @@ def failure(reason: str, code: int = INTERNAL) -> Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """What goes into requests besides names and versions.
+    """The content of requests besides names and versions.
 
     Attributes:
         node_on_first_only: send ``node`` in the first request of a stream only (Envoy's
             ``set_node_on_first_message_only``), else in each.
-        dialect: see there.
+        dialect: the variant of the protocol.
     """
 
     node: Node
@@ -254,7 +260,7 @@ class StreamEnd(StrEnum):
     COMPLETE = "Complete"
 
 
-#: What servers and proxies in between say when they close a connection on purpose: gRPC's Go and C halves.
+#: The texts of gRPC's Go and C servers, and of proxies in between, when they close a connection on purpose.
 _GOODBYES = (
     "transport is closing",
     "received prior goaway",
@@ -269,8 +275,8 @@ def stream_end(status: str, details: str, *, answered: bool) -> StreamEnd:
 
     Args:
         status: such as ``UNAVAILABLE``.
-        details: the text that came with it.
-        answered: whether the stream had brought anything.
+        details: the text of the status.
+        answered: whether the stream had received a message.
     """
     if status == "OK":
         return StreamEnd.COMPLETE
@@ -286,7 +292,7 @@ def stream_end(status: str, details: str, *, answered: bool) -> StreamEnd:
 
 @dataclass(slots=True)
 class Backoff:
-    """Jittered exponential back-off as Envoy's: uniform below a ceiling that doubles up to a maximum."""
+    """Envoy's jittered exponential back-off: uniform below a ceiling that doubles up to a maximum."""
 
     base_s: float = 0.5
     max_s: float = 30.0
@@ -302,12 +308,13 @@ class Backoff:
         self._ceiling_s = 0.0
 
     def ended(self, end: StreamEnd) -> None:
-        """A stream has ended; that alone says nothing here, see :meth:`reset`."""
+        """A stream has ended. This has no effect here; see :meth:`reset`."""
 
 
 @dataclass(slots=True)
 class DoublingBackoff(Backoff):
-    """Waits that double while streams fail, as Rust ztunnel's: an answer resets nothing, an orderly end does.
+    """Waits that double while streams fail, like in the Rust ztunnel: only an orderly end resets them, an answer
+    does not.
 
     The one difference is after an orderly end: there is the shortest wait, not none, so that a server which ends
     every stream at once is not asked in a circle.

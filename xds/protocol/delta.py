@@ -2,16 +2,15 @@
 
 Per type and stream:
 
-* the first request subscribes to everything wanted (to nothing by name, when all is wanted) and, on a stream
-  that replaces another, tells the versions of everything held, so that the server sends differences only;
-* later requests carry changes of the subscription, with an empty nonce, or answer a response with its nonce
-  and, to refuse it, an error; one request may do both;
-* versions are those of accepted responses: after a NACK the server is still sent the old ones, except of resources
-  that were accepted although others of their response were not.
+* The first request subscribes to all wanted names, or to no name if all resources are wanted. On a stream that
+  replaces another, it lists the versions of all held resources, so that the server sends differences only.
+* A later request changes the subscription, with an empty nonce, or answers a response with its nonce and, for a
+  refusal, an error. One request can do both.
+* Versions are those of accepted responses: after a NACK the old versions are still sent, except for resources that
+  were accepted although others of their response were refused.
 
-What istiod and Rust ztunnel do otherwise is in :class:`xds.protocol.client.Dialect`: the node in the first request
-of each type, types that are asked for on demand, and names that were asked for and not answered, sent as held
-in no version.
+The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client.Dialect`: the node in the first
+request of each type, types on demand, and requested names without an answer, which are sent with an empty version.
 
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """
@@ -38,20 +37,20 @@ class _Type:
     type_url: str
     wanted: set[str] | None = field(default_factory=set)
     held: dict[str, str] = field(default_factory=dict)
-    """Name -> version of everything accepted."""
+    """Name -> version of all accepted resources."""
     version: str = ""
     opened: bool = False
     subscribed: set[str] = field(default_factory=set)
-    """What this stream asked for by name; the wildcard is ``*`` once it was not the first request."""
+    """The names that this stream requested. The wildcard is ``*`` if it was not the first request."""
     replaced: bool = False
-    """Whether all of ``wanted`` must be compared with ``subscribed``, or only ``touched``."""
+    """Whether to compare all of ``wanted`` with ``subscribed``, or only ``touched``."""
     touched: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
     on_demand: bool = False
     asked: dict[str, None] = field(default_factory=dict)
     """On demand: names asked for that no response has mentioned."""
     asking: list[str] = field(default_factory=list)
-    """Those of them that this stream has not named yet."""
+    """The wanted names that this stream has not requested yet."""
     unanswered: int = 0
     undecided: dict[int, Update] = field(default_factory=dict)
     """Handed out and not yet answered, by serial."""
@@ -60,8 +59,9 @@ class _Type:
     def claims(self) -> dict[str, str]:
         """Return what a new stream says that we hold.
 
-        What an update of an older stream that is still being applied removes will be gone: it is not claimed. What
-        it brings may be held in whichever version: an empty one has the server send it, or say that it is gone.
+        An update of an older stream can still be in progress. The resources that it removes are not claimed. The
+        resources that it brings can be held in any version, so they are claimed with an empty one: the server then
+        sends them or reports their removal.
         """
         if not self.undecided:
             return self.held
@@ -100,7 +100,7 @@ class DeltaClient:
         return state
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
-        """Ask for names of a type that comes on demand; a name that was asked for is asked for again."""
+        """Request names of an on-demand type, also names that were requested before."""
         state = self._type(type_url)
         for name in names:
             state.asked[name] = None
@@ -177,8 +177,8 @@ class DeltaClient:
     def receive_in_steps(self, data: bytes, now_s: float) -> Iterator[Received | Refused | None]:
         """Take one packed response that is big; each step yields, the last one what :meth:`receive` returns.
 
-        A mesh of 200,000 workloads comes as one response of 60 MB. Unpacked at once it holds up everything for a
-        quarter of a second, in one call into protobuf that no thread can interrupt.
+        A mesh of 200,000 workloads arrives as one response of 60 MB. Unpacking it in one call into protobuf blocks
+        the process for a quarter of a second, and no thread can interrupt it.
 
         Raises:
             DecodeError: it is no response.
@@ -360,7 +360,9 @@ class DeltaClient:
     def _contents(
         self, response: DeltaDiscoveryResponse, state: _Type
     ) -> tuple[list[Resource], list[tuple[str, float | None]], list[str]]:
-        """Return wanted resources, names and times to live of heartbeats, and wanted names that are gone."""
+        """Return the wanted resources, the names and times to live of heartbeats, and the wanted names that were
+        removed.
+        """
         resources: list[Resource] = []
         heartbeats: list[tuple[str, float | None]] = []
         if self._options.dialect.one_by_one:

@@ -1,7 +1,7 @@
-"""What a watched file holds: a ``DiscoveryResponse`` as YAML, JSON, binary or text protobuf.
+"""Reads a watched file: a ``DiscoveryResponse`` as YAML, JSON, binary or text protobuf.
 
-The form is chosen by the file's name, as in Envoy: ``.yaml``, ``.yml``, ``.json``, ``.pb`` (binary) and
-``.pb_text``; any other name is read as YAML, which includes JSON.
+Like in Envoy, the file's name selects the form: ``.yaml``, ``.yml``, ``.json``, ``.pb`` (binary) or ``.pb_text``.
+Any other file is read as YAML, which includes JSON.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class FileContent:
     """A parsed file.
 
     Attributes:
-        unknown_fields: fields that our messages lack, for which the file is refused.
+        unknown_fields: fields that our messages lack. They cause the file to be refused.
     """
 
     response: DiscoveryResponse

@@ -1,11 +1,11 @@
 """Many subscriptions of one type over one stream: the union to ask for, and who gets what arrives.
 
-A server sends a resource once, when its name is first asked for. A subscription that comes later and asks
-for a name another one has already gets it from here, so accepted resources are remembered while anybody
-wants them (the bodies are the ones receivers keep for dumps, not copies).
+A server sends a resource once, when its name is first requested. A later subscription to the same name gets the
+resource from here. So accepted resources are kept while a subscription wants them (the bodies are shared with the
+receivers' dumps, not copied).
 
-There may be a subscription per cluster of a mesh, so that nothing here but :meth:`Interest.union` costs more than
-what it is about: subscribing, and handing out an update, take time in proportion to their names.
+A mesh can have a subscription per cluster. So the cost of each operation except :meth:`Interest.union` is
+proportional to the names that it concerns.
 """
 
 from collections.abc import Hashable, Iterable
@@ -20,10 +20,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Change:
-    """Names wanted, and names no longer wanted, since the last request.
+    """Names that were added to and removed from the wanted ones since the last request.
 
     Attributes:
-        everything: the wildcard came or went; :meth:`Interest.union` tells what is wanted now.
+        everything: whether the wildcard was added or removed. :meth:`Interest.union` returns the names now wanted.
     """
 
     added: set[str] = field(default_factory=set)
@@ -35,7 +35,7 @@ class Change:
 
 
 class Interest(Generic[Key]):
-    """The subscriptions of one type, and the names they want."""
+    """The subscriptions of one type, and their names."""
 
     def __init__(self, type_url: str) -> None:
         self.type_url = type_url
@@ -55,11 +55,11 @@ class Interest(Generic[Key]):
         return key in self._wants
 
     def subscribers(self) -> tuple[Key, ...]:
-        """Return everybody, in order of arrival."""
+        """Return all subscribers in order of arrival."""
         return tuple(self._wants)
 
     def set(self, key: Key, names: Iterable[str] | None) -> None:
-        """Add a subscriber or replace what it wants; ``None`` is all."""
+        """Add a subscriber or replace its names. ``None`` wants all."""
         wanted = None if names is None else frozenset(names)
         before = self._wants.get(key)
         if key in self._wants and before is None:
@@ -91,7 +91,7 @@ class Interest(Generic[Key]):
 
     @property
     def wants_all(self) -> bool:
-        """Whether anybody wants everything."""
+        """Return whether a subscriber wants the wildcard."""
         return bool(self._all)
 
     def union(self) -> frozenset[str] | None:
@@ -101,8 +101,8 @@ class Interest(Generic[Key]):
     def tell(self) -> Change:
         """Return what the next request must say, and count it as said; names without a subscription are forgotten.
 
-        Call it when the request is written, not before: a subscription that is closed and opened again in
-        between is served from here, since the server sees no change and sends nothing.
+        Call it when the request is written, not before. A subscription that was closed and reopened in between is
+        served from here, because the server sees no change and sends nothing.
         """
         change = Change(everything=bool(self._all) != self._told_all)
         for name in self._touched:
@@ -126,7 +126,7 @@ class Interest(Generic[Key]):
         return change
 
     def known(self, key: Key) -> Update | None:
-        """Return what is known of what ``key`` wants, None if nothing is."""
+        """Return the known resources of the names that ``key`` wants, or None if none is known."""
         if key not in self._wants:
             return None
         wanted = self._wants[key]
@@ -135,7 +135,7 @@ class Interest(Generic[Key]):
         return Update(type_url=self.type_url, version=self._version, resources=resources) if resources else None
 
     def split(self, update: Update) -> list[tuple[Key, Update]]:
-        """Return each subscriber's part; those whom the update does not concern are left out."""
+        """Return each subscriber's part of an update, without subscribers that it does not concern."""
         parts: list[tuple[Key, Update]] = [(key, update) for key in self._all]
         mine: dict[Key, tuple[list[Resource], list[str]]] = {}
         if update.complete:

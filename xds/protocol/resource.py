@@ -1,4 +1,4 @@
-"""What a source of configuration hands out, whichever way it came.
+"""The values that sources of configuration deliver, whatever their transport.
 
 A source is an ADS stream (state of the world or delta), a per-type stream over a Unix socket, or a
 watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
@@ -15,10 +15,10 @@ from xds.proto.well_known import Any as AnyMessage
 class Resource:
     """One named resource as its source sent it.
 
-    ``name`` comes from the wrapper where there is one (delta, ``envoy.service.discovery.v3.Resource``)
-    and from the message's own name field otherwise. ``version`` is the resource's own version in delta,
-    the response's version in state of the world. ``body`` is kept as sent: dumps show it and its unknown
-    fields survive. ``aliases`` are other names it may be asked for by (delta).
+    ``name`` comes from the wrapper if there is one (delta, ``envoy.service.discovery.v3.Resource``), otherwise
+    from the message's own name field. ``version`` is the resource's own version in delta, and the response's
+    version in state of the world. ``body`` is stored as sent: dumps print it, and its unknown fields survive.
+    ``aliases`` are other names by which the resource can be requested (delta).
     """
 
     name: str
@@ -48,12 +48,12 @@ class Update:
 class UpdateRejected(Exception):
     """A receiver refuses (part of) an update; the source answers NACK with this text.
 
-    Raised after every valid resource of the update has been applied where the type allows that (LDS, CDS),
-    and before anything was applied where it does not (EDS, SDS, RDS, ECDS).
+    Raised after all valid resources of the update were applied if the type allows that (LDS, CDS). For other types
+    (EDS, SDS, RDS, ECDS) it is raised before any resource was applied.
 
     Attributes:
-        rejected: names of the resources that were refused, where all others are applied and count as accepted;
-            None: the update as a whole counts as refused.
+        rejected: names of the refused resources, if all others were applied and count as accepted. None refuses
+            the whole update.
     """
 
     def __init__(self, reason: str, rejected: Collection[str] | None = None) -> None:
@@ -62,22 +62,22 @@ class UpdateRejected(Exception):
 
 
 class Settling(Protocol):
-    """An update that was applied, and of which some resources still warm."""
+    """An applied update, some of whose resources are still warming."""
 
     def then(self, call: Callable[[], None], /) -> None:
         """Call ``call`` once, when no resource of the update warms any longer; at once if none does."""
 
 
 #: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK. Calls for one subscription never
-#: overlap, and until a call returns no other update of the same type is delivered. So a receiver never waits for
-#: resources that warm: it returns :class:`Settling`, and its source holds the ACK back until that has settled,
-#: but only for a limited time. One resource that never warms thus delays no update.
+#: overlap, and until a call returns, no other update of its type is delivered. So a receiver never waits for
+#: warming resources. It returns :class:`Settling`, and its source delays the ACK for a limited time. A resource
+#: that never warms thus delays no update.
 Receive = Callable[[Update], Awaitable[Settling | None]]
 
 
 @dataclass(slots=True)
 class SubscriptionStats:
-    """Counters of one subscription, named as Envoy names them (``<scope>.update_attempt`` ...)."""
+    """Counters of one subscription, with Envoy's names (``<scope>.update_attempt`` ...)."""
 
     update_attempt: int = 0
     update_success: int = 0

@@ -1,14 +1,14 @@
 """The server half of xDS, both variants, without I/O: what one client's stream must be sent.
 
-A :class:`Snapshot` is everything one node should have. A stream's state compares it with what its client was
-sent and says what to send next. Rules it keeps:
+A :class:`Snapshot` has all resources of one node. A stream's state compares it with the resources sent so far, and
+returns the next response. Its rules:
 
-* one response per type is under way; what changes meanwhile is sent after its ACK or NACK, once;
+* One response per type is unanswered at a time. Changes made in the meantime are sent once, after its ACK or NACK.
 * what a client refused is not sent again until it changes;
-* requests with a stale nonce answer nothing (their subscriptions still count in the incremental variant);
-* types go out in the order CDS, EDS, LDS, RDS, SDS, so that what others refer to is there first;
-* in the incremental variant a resource may have aliases and companions: who asks for an address is sent the
-  workload or service that has it, a service's workloads with it, and changes of all of them from then on.
+* Requests with a stale nonce answer nothing. In the incremental variant their subscriptions still count.
+* Types are sent in the order CDS, EDS, LDS, RDS, SDS, so that referenced resources come first.
+* In the incremental variant a resource can have aliases and companions: a client that requests an address gets its
+  workload or service, a service's workloads with the service, and changes of all of them from then on.
 
 Times to live are passed on but not renewed: a resource that has one expires at the client unless a later
 snapshot changes it.
@@ -40,11 +40,11 @@ from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A message that does not say its own name, as those of Istio's node proxies (incremental variant only).
+    """A message without its own name, such as those of Istio's node proxies (incremental variant only).
 
     Attributes:
-        aliases: other names it may be asked for by; several resources may share one.
-        companions: names of those that come along when this one is asked for.
+        aliases: other names by which it can be requested. Several resources can share one.
+        companions: names of resources that are sent together with this one.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Resources per type URL and name, as :meth:`of` builds it.
+    """Resources by type URL and name. :meth:`of` builds it.
 
     Attributes:
         aliases: per type URL, names of resources by alias.
         companions: per type URL, see :class:`Named`.
-        own: per type URL, what a client gets that asked for nothing: the resources of its own node.
+        own: by type URL, the resources of the client's own node, which a client gets without requesting names.
     """
 
     resources: Mapping[str, Mapping[str, Resource]] = field(default_factory=dict)
@@ -70,7 +70,8 @@ class Snapshot:
 
     @classmethod
     def of(cls, messages: Iterable[Message | AnyMessage | Named]) -> "Snapshot":
-        """Build a snapshot; a resource's version is a hash of its bytes, so equal content is equal.
+        """Build a snapshot. A resource's version is a hash of its bytes, so that equal content has an equal
+        version.
 
         Raises:
             ConfigError: two messages of one type have the same name.
@@ -111,7 +112,7 @@ class Snapshot:
         return _digest(part.encode() for resource in carried for part in (resource.name, resource.version))
 
     def asked(self, type_url: str, names: AbstractSet[str]) -> set[str]:
-        """Return the names of the resources that somebody gets who asks for ``names``, aliases among them."""
+        """Return the names of the resources that a client gets for requesting ``names``, which can be aliases."""
         of_type = self.of_type(type_url)
         found = {name for name in names if name in of_type}
         if type_url in self.aliases:
@@ -168,16 +169,16 @@ class _SotwType:
     names: frozenset[str] | None
     nonce: str = ""
     version: str = ""
-    """Sent last; empty before the first response."""
+    """The version sent last, or empty before the first response."""
     sent_names: frozenset[str] | None = frozenset()
     again: bool = False
-    """Whether a response is due although nothing changed."""
+    """Whether a response is due without a change."""
     waiting: bool = False
     """For the verdict on the response sent last."""
 
 
 class SotwServer:
-    """State of one stream of the state-of-the-world variant."""
+    """The state of one stream in the state-of-the-world variant."""
 
     def __init__(self, identifier: str = "", snapshot: Snapshot | None = None) -> None:
         self.node: Node | None = None
@@ -205,8 +206,8 @@ class SotwServer:
         elif names or state.names is not None:
             state.names = names
         if state.names is not None and before is not None:
-            # Names that are new since the last request may have been there before: the client dropped what it had.
-            # The same names once more, without an answer: it lost it.
+            # Names that are new since the last request can have been subscribed before: the client dropped their
+            # resources. The same names again, without an answer, mean that the client lost the resources.
             repeated = state.names == before and not state.waiting
             state.again = state.again or repeated or not state.names <= before
         if not state.waiting:
@@ -273,16 +274,16 @@ class _DeltaType:
     missing: set[str] = field(default_factory=set)
     """Names asked for, not existing, and not yet answered."""
     brought: set[str] = field(default_factory=set)
-    """What went out to a client that asks on demand, for whatever reason; it is kept current."""
+    """All resources sent to an on-demand client, for any reason. They are kept up to date."""
     nonce: str = ""
     version: str = ""
     waiting: bool = False
     answered: bool = False
-    """Whether the first request had its response; it gets one even if there is nothing to tell."""
+    """Whether the first request was answered. It gets a response even without resources."""
 
 
 class DeltaServer:
-    """State of one stream of the incremental variant."""
+    """The state of one stream in the incremental variant."""
 
     def __init__(self, identifier: str = "", snapshot: Snapshot | None = None) -> None:
         self.node: Node | None = None
@@ -370,8 +371,8 @@ class DeltaServer:
             if name == "*":
                 state.wildcard = False
                 if name in request.resource_names_subscribe:
-                    # How Istio's node proxies begin on demand: what they know from an earlier stream is what
-                    # they ask for, the names that were not answered yet with an empty version.
+                    # The start of Istio's node proxies in on-demand mode: they request the resources known from an
+                    # earlier stream, and unanswered names with an empty version.
                     state.names.update(request.initial_resource_versions)
                     state.missing.update(request.initial_resource_versions)
                 state.known = {known: version for known, version in state.known.items() if known in state.names}

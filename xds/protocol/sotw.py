@@ -2,9 +2,9 @@
 
 Per type and stream:
 
-* the first request has an empty nonce and the version accepted last, on whatever stream that was;
-* every response is answered: ACK is its version and nonce, NACK the version accepted before, its nonce and
-  an error; a change of names is a request with the present version and the last nonce;
+* The first request has an empty nonce and the last accepted version, from any stream.
+* Every response is answered. An ACK has its version and nonce, a NACK the previously accepted version, its nonce
+  and an error. A change of names is a request with the current version and the last nonce.
 * a response of listeners or clusters is complete, others bring what they bring; duplicates are refused,
   resources without a subscription ignored.
 
@@ -30,7 +30,7 @@ class _Type:
     type_url: str
     wanted: set[str] | None = field(default_factory=set)
     in_order: list[str] | None = None
-    """``wanted`` sorted, until it changes."""
+    """A cache of ``wanted`` in sorted order."""
     version: str = ""
     nonce: str = ""
     opened: bool = False
@@ -38,7 +38,7 @@ class _Type:
     dirty: bool = False
     """Whether a request is due because the names changed."""
     repeat: bool = False
-    """Whether it must be a request of its own: names in an answer tell a server nothing if it knows them."""
+    """Whether the change needs a request of its own: servers ignore known names in an answer."""
     named: bool = False
     """Whether this stream has carried names of the type, so that an empty list no longer means all."""
     unanswered: int = 0
@@ -70,8 +70,8 @@ class SotwClient:
         state = self._types.setdefault(type_url, _Type(type_url))
         if names is not None and state.wanted is not None:
             self._lifetimes.ended(type_url, state.wanted - names)
-        # All cannot be taken back on a stream, and none of it can be asked for again: resources nobody
-        # wants any more are ignored as they come.
+        # A wildcard subscription cannot be withdrawn on a stream, and its resources cannot be requested again. So
+        # unwanted resources are ignored when they arrive.
         state.repeat = state.repeat or any(True for _ in again)
         if names != state.wanted or state.repeat:
             state.dirty = True
@@ -211,7 +211,7 @@ class SotwClient:
     def _answered(self, state: _Type, received: Received, reason: str | None) -> None:
         if received.stream == self._stream:
             state.unanswered -= len(received.nonces)
-            # All nonces but the newest are stale; a server ignores answers with them.
+            # Every nonce except the newest is stale. Servers ignore answers with a stale nonce.
             self._answer(state, received.nonces[-1], reason)
 
     def _answer(self, state: _Type, nonce: str, reason: str | None = None) -> None:

@@ -18,13 +18,13 @@ RTDS: Final = _PREFIX + "envoy.service.runtime.v3.Runtime"
 ADDRESS: Final = _PREFIX + "istio.workload.Address"
 AUTHORIZATION: Final = _PREFIX + "istio.security.Authorization"
 
-#: A state-of-the-world response of these holds everything; what is missing is gone.
+#: A state-of-the-world response of these types is complete; resources missing from it were removed.
 COMPLETE_TYPES: Final = frozenset((LDS, CDS))
 
-#: These are asked for by name; an empty list of names asks for none, not for all.
+#: These types are requested by name. An empty list of names requests none, not all.
 NAMED_TYPES: Final = frozenset((EDS, RDS, SDS, ECDS, RTDS))
 
-#: Make before break: what others refer to goes first.
+#: Make before break: referenced resources are sent first.
 PUSH_ORDER: Final = (CDS, EDS, LDS, RDS, SDS, ECDS, RTDS)
 
 _SERVICES = {
@@ -54,7 +54,9 @@ def method_path(type_url: str | None, *, delta: bool) -> str:
 
 
 def type_of_method(path: str) -> tuple[str | None, bool] | None:
-    """Return (type URL or None for the aggregated stream, delta) of a gRPC path; None for other paths."""
+    """Return the type URL (None for the aggregated stream) and whether it is delta, for a gRPC path. Return None
+    for other paths.
+    """
     return _METHODS.get(path)
 
 
@@ -113,7 +115,7 @@ def _first_field(data: bytes) -> bytes:
 
 
 def varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position of a message, and the position after it.
+    """Return the number at a position in a message, and the next position.
 
     Raises:
         IndexError: cut short.

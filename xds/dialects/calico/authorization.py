@@ -83,8 +83,8 @@ def encode_response(
     Args:
         code: of gRPC; 0 allows.
         message: why not, for the proxy's log.
-        explained: what to tell beside the code, names and values: as dynamic metadata, and if the answer is no, as
-            headers and body of the response to the client. None leaves that to the proxy.
+        explained: names and values that explain the code. They are sent as dynamic metadata and, for a denial, as
+            headers and body of the response to the client. None leaves the explanation to the proxy.
     """
     response = CheckResponse()
     response.status.code = code
@@ -115,7 +115,7 @@ def decode_response(data: bytes) -> tuple[int, str]:
 
 
 def _host(address: Address) -> str | None:
-    """Return the IP address in canonical form; None for a pipe, and for a text that is none."""
+    """Return the IP address in canonical form. Return None for a pipe and for an unreadable text."""
     try:
         return canonical(address.socket_address.address)
     except ValueError:

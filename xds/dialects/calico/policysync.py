@@ -1,8 +1,8 @@
 """PolicySync's messages to updates of the model, and back.
 
-Releases of Calico differ in how a tier lists its policies: as names until 3.31, as messages since 3.32, on the
-same field numbers (see :class:`PolicyForm`). Reading takes both. A rule that holds what this project does not
-know becomes one with an unknown action, so that reaching it is an error and not a wider match.
+Calico's releases differ in how a tier lists its policies: by name until 3.31, as messages since 3.32, with the
+same field numbers (see :class:`PolicyForm`). The reader accepts both. A rule with an unknown part gets an unknown
+action, so that reaching it is an error and not a wider match.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ def decode(data: bytes) -> c.Update | None:
     """Read one ``ToDataplane`` message.
 
     Returns:
-        The update, or None for a payload that this project does not know and that changes no policy.
+        Return the update, or None for an unknown payload that changes no policy.
 
     Raises:
         ConfigError: the bytes are no such message, or the object has no id.
@@ -69,7 +69,7 @@ def _ip_set(message: pb.IPSetUpdate) -> c.Update:
     try:
         kind = c.IpSetType(message.type)
     except ValueError:
-        # No set at all: clauses that name it fail, and so does whatever they would have allowed.
+        # No set is stored: clauses that name it fail, and a rule with such a clause allows nothing.
         return c.IpSetRemove(_id(message.id))
     return c.IpSetUpdate(_id(message.id), kind, tuple(message.members))
 
@@ -159,8 +159,8 @@ def _tier(message: pb.TierInfo) -> c.Tier:
 def _listed(tier: str, item: bytes) -> c.PolicyId:
     """Read one policy of a tier in either form.
 
-    A name can never be taken for a message: it would have to begin with the tag of one of its fields, and these
-    are control characters.
+    A name cannot be mistaken for a message, because it would have to begin with a field's tag, and these are
+    control characters.
     """
     message = pb.PolicyID()
     try:

@@ -50,7 +50,7 @@ DEFAULT_FORMAT = (
     '"%REQ(X-FORWARDED-FOR)%" "%REQ(USER-AGENT)%" "%REQ(X-REQUEST-ID)%" "%REQ(:AUTHORITY)%" '
     '"%UPSTREAM_HOST%"\n'
 )
-#: Envoy's; several of them never come from this proxy.
+#: Envoy's names. This proxy never sets several of them.
 _FLAGS = frozenset(
     {
         "LH",
@@ -100,7 +100,7 @@ def _filter(message: config.AccessLogFilter) -> LogFilter:
     """Return a filter.
 
     Raises:
-        Unsupported: it asks for what this proxy has not: sampling, traces, extensions.
+        Unsupported: the filter needs sampling, traces or extensions, which this proxy does not have.
     """
     kind = message.WhichOneof("filter_specifier")
     if kind is None:

@@ -19,7 +19,7 @@ from xds.proto.envoy.extensions.load_balancing_policies.random.v3.random_pb2 imp
 from xds.proto.envoy.extensions.load_balancing_policies.ring_hash.v3.ring_hash_pb2 import RingHash
 from xds.proto.envoy.extensions.load_balancing_policies.round_robin.v3.round_robin_pb2 import RoundRobin
 
-#: Of ring_hash and maglev, as Envoy limits them.
+#: Envoy's limits of ring_hash and maglev.
 _LARGEST_RING: Final = 8_388_608
 _LARGEST_TABLE: Final = 5_000_011
 
@@ -75,7 +75,7 @@ def _own(message: proto.Cluster, panic: float) -> Balancing:
 def _extension(message: proto.Cluster, panic: float) -> Balancing:
     """Return the first policy of the list whose type is known, which is what the list is for.
 
-    A known one that asks for something else than what is supported is refused, and not passed over.
+    A known extension with unsupported settings is refused, not ignored.
     """
     policies = message.load_balancing_policy.policies
     if message.common_lb_config.HasField("locality_weighted_lb_config"):

@@ -4,8 +4,8 @@ Envoy's configuration has expressions as trees (``google.api.expr.v1alpha1.Expr`
 is Envoy's own, in the package ``cel-expr-python``. That is an extra of this distribution (``cel``), imported with
 the first condition: 12 MiB, 50 ms, and then 8 microseconds per evaluation.
 
-An expression that turns out to be faulty when a connection is judged is no match, in Envoy and here. A ``DENY``
-policy with a misspelt attribute would then let everybody in: attributes, functions and literals are checked here.
+An expression that fails during evaluation is no match, in Envoy and here. A ``DENY`` policy with a misspelt
+attribute would then admit every peer. So attributes, functions and literals are checked here.
 """
 
 import json
@@ -19,7 +19,7 @@ from xds.model.policy import Attributes, Expression
 from xds.proto.google.api.expr.v1alpha1 import syntax_pb2 as syntax
 from xds.proto.well_known import Any as AnyMessage
 
-#: Envoy's attributes that a connection has before anything is opened for it.
+#: The attributes of Envoy that a connection has before its upstream is opened.
 ATTRIBUTES: Final = {
     "source": ("address", "port"),
     "destination": ("address", "port"),
@@ -31,8 +31,8 @@ ATTRIBUTES: Final = {
         "subject_peer_certificate",
     ),
 }
-#: How functions are written; a target is the first operand. Envoy has no comprehensions, concatenation or
-#: conversion to strings; arithmetic has no use without a number beside the port.
+#: The syntax of functions; a target is the first operand. Envoy has no comprehensions, concatenation or conversion
+#: to strings. Arithmetic is useless with the port as the only number.
 FUNCTIONS: Final = {
     **{f"_{operator}_": f"({{}} {operator} {{}})" for operator in ("&&", "||", "==", "!=", "<", "<=", ">", ">=")},
     **{name: f"{{}}.{name}({{}})" for name in ("startsWith", "endsWith", "contains", "matches")},

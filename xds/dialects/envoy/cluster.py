@@ -327,7 +327,9 @@ def _proxy_header(
 
 
 def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:
-    """HTTP/2 settings, if requests travel as HTTP/2; a connection's idle timeout and its number of requests."""
+    """Return the HTTP/2 settings if requests travel as HTTP/2, and a connection's idle timeout and maximum number
+    of requests.
+    """
     http2 = None
     requests = wrapped(message, "max_requests_per_connection", 0)
     if message.HasField("http2_protocol_options"):
@@ -352,8 +354,8 @@ def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:
             )
             with at("common_http_protocol_options"):
                 idle_s, requests = _connection_limits(options.common_http_protocol_options, idle_s, requests)
-            # use_downstream_protocol_config matters to HTTP traffic only, which never comes this way; it is judged
-            # all the same.
+            # use_downstream_protocol_config matters to HTTP traffic only, which this proxy does not carry. Its
+            # content is checked nevertheless.
             with at("use_downstream_protocol_config", "http2_protocol_options"):
                 compile_http2(options.use_downstream_protocol_config.http2_protocol_options)
             if options.explicit_http_config.HasField("http2_protocol_options"):

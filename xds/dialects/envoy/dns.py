@@ -20,7 +20,7 @@ _PORT = 53
 def compile_cluster_resolver(message: Cluster) -> DnsResolver | None:
     """Return a cluster's own resolver; ``None``: it uses the bootstrap's.
 
-    As in Envoy, the newest field wins, and ``use_tcp_for_dns_lookups`` changes nothing without ``dns_resolvers``.
+    Like in Envoy, the newest field wins, and ``use_tcp_for_dns_lookups`` has no effect without ``dns_resolvers``.
 
     Raises:
         ConfigError: another kind of resolver, or a name server without an IP address.
@@ -40,7 +40,7 @@ def compile_bootstrap_resolver(message: Bootstrap) -> DnsResolver:
     """Return the resolver of clusters without one.
 
     Raises:
-        ConfigError: as :func:`compile_cluster_resolver`.
+        ConfigError: see :func:`compile_cluster_resolver`.
     """
     older = _resolution(message.dns_resolution_config) if message.HasField("dns_resolution_config") else None
     if message.typed_dns_resolver_config.HasField("typed_config"):

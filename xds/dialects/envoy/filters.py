@@ -41,7 +41,7 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-#: Of the interval at which tokens come, as in Envoy.
+#: A share of the interval between tokens, like in Envoy.
 _LEAST_FILL_S = 0.05
 
 NetworkFilter = (
@@ -78,7 +78,7 @@ def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilte
 
 
 def compile_chain_filter(message: Message, surroundings: Surroundings) -> model.ChainFilter:
-    """A network filter of a kind that may come by ECDS: one that takes the bytes is given inline.
+    """Compile a network filter of a kind that can come by ECDS. Filters that receive the bytes must be inline.
 
     Raises:
         Unsupported: it is none.
@@ -145,7 +145,7 @@ def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> mo
     values = []
     for index, value in enumerate(message.on_new_connection):
         with at("on_new_connection", index):
-            # Nothing sets filter state a second time here, so that all of it is read-only.
+            # This proxy never sets filter state a second time, so all of it is read-only.
             only(value, "object_key", "format_string", "read_only", "shared_with_upstream", "skip_if_empty")
             required(value, "object_key")
             with at("format_string"):
@@ -353,7 +353,7 @@ def _routes(
 
 
 def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
-    """Only the router: a filter we do not run might be the one that authorises."""
+    """Accept the router only: an unknown filter could be the one that authorises requests."""
     present = [(index, config) for index, config in enumerate(filters) if not config.disabled]
     for index, config in present:
         with at("http_filters", index, "typed_config"):

@@ -193,7 +193,7 @@ def _statuses(message: core.HealthCheck.HttpHealthCheck, field: str) -> tuple[tu
 
 
 def compile_endpoint_check(message: endpoint.Endpoint) -> EndpointCheck | None:
-    """Return what an endpoint says of its health check; ``None``: nothing.
+    """Return the endpoint's settings of its health check, or ``None`` without any.
 
     Raises:
         ConfigError: it cannot be obeyed; with its place.

@@ -58,7 +58,7 @@ def compile_listener(
 
     Args:
         message: the listener.
-        surroundings: see there.
+        surroundings: the values outside of the message that the result depends on.
         parts: of the version before, made by ``Parts(earlier)``; then of this one.
 
     Raises:
@@ -154,7 +154,7 @@ def compile_listener(
 
 
 def _frame_digest(message: proto.Listener) -> str:
-    """Digest of what cannot change in place: everything but chains and matcher."""
+    """Return the digest of the parts that cannot change in place, that is, without chains and matcher."""
     frame = proto.Listener()
     for field, value in message.ListFields():
         if field.name in _IN_PLACE:

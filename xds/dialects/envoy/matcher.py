@@ -9,7 +9,7 @@ from xds.proto.well_known import StringValue
 from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as proto
 
-#: Entries of a map up to which its bytes are worth looking up (a service's ports); a guess.
+#: The largest number of entries of a map whose bytes are looked up (a service's ports). A guess.
 _FEW = 64
 
 
@@ -18,7 +18,7 @@ def compile_matcher(message: proto.Matcher, parts: Parts) -> model.Matcher:
 
     Args:
         message: the matcher.
-        parts: what is in there is not compiled again, and what is compiled goes there.
+        parts: compiled parts to reuse. Newly compiled parts are added to it.
 
     Raises:
         ConfigError: no lookup, an empty map, or an unknown input or action.

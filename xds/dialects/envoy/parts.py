@@ -1,7 +1,7 @@
 """Parts of a listener by content, so that a new version compiles only what is new in it.
 
-The outbound listener of the ambient dialect holds a chain per service and an entry per service and per pod, and
-comes whole whenever one of them changes.
+The outbound listener of the ambient dialect has a chain per service and an entry per service and per pod. The
+control plane sends all of it after each change of one of them.
 """
 
 import hashlib
@@ -11,7 +11,8 @@ from xds.model.matcher import OnMatch
 
 
 class Parts:
-    """What one version of a listener is made of; pass those of the version before, and keep these for the next.
+    """The compiled parts of one version of a listener. Pass the previous version's parts, and keep these for the
+    next version.
 
     Values are immutable, so versions share them. A chain is given out once per version: chains are
     distinguished by identity.
@@ -56,5 +57,5 @@ class Parts:
 
 
 def key_of(packed: bytes) -> bytes:
-    """A key for :meth:`Parts.on_match`, of bounded length; an action, of which pods share one, is its own."""
+    """Return a key of bounded length for :meth:`Parts.on_match`. An action, which pods share, is its own key."""
     return packed if len(packed) <= 256 else hashlib.blake2b(packed, digest_size=32).digest()

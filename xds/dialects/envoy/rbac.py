@@ -1,7 +1,7 @@
 """``envoy.config.rbac.v3.RBAC`` to policy lists.
 
-A permission or principal that says nothing known, or any field we cannot name is refused: a policy obeyed
-in part would let somebody in, or lock somebody out, whom its author did not mean.
+A permission or principal without a known field, or with an unknown field, is refused: enforcing a policy in part
+would admit or reject peers against its author's intention.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ from xds.proto.envoy.type.matcher.v3 import matcher_pb2
 def compile_rbac(message: network_rbac.RBAC) -> Rbac:
     """The network filter.
 
-    ``CONTINUOUS`` enforcement judges on every read in Envoy; nothing judged here changes between two reads of
-    a connection, and a change of policy is applied to live connections anyway, so both types behave alike.
+    ``CONTINUOUS`` enforcement evaluates at every read in Envoy. No input of an evaluation here changes between two
+    reads of a connection, and changed policies are applied to live connections anyway, so both types behave alike.
     """
     only(
         message,
@@ -55,7 +55,7 @@ def compile_rbac(message: network_rbac.RBAC) -> Rbac:
 
 
 def compile_rules(message: config.RBAC) -> p.PolicyList:
-    """One list of one tier: ALLOW denies what no policy matches, DENY allows it, LOG allows everything.
+    """Compile to a list with one tier. Without a matching policy, ALLOW denies, and DENY and LOG allow.
 
     Policies are judged in key order, so that the name in a denial does not depend on the order of a map.
     """
@@ -187,8 +187,8 @@ def _any(message: config.Permission | config.Principal) -> None:
 def _needs_http(kind: str) -> ConfigError:
     """The error of a rule about a request, which this layer has none of.
 
-    Envoy refuses headers, and takes a path for one that never matches. Under a ``not`` that would match every
-    connection, which no author can have meant, so that both are refused.
+    Envoy refuses headers, and treats a path as a condition that never matches. Inside a ``not`` such a path would
+    match every connection, which cannot be intended. So both are refused.
     """
     return ConfigError(f"Found {kind} rule, not supported by RBAC network filter", kind)
 

@@ -38,13 +38,13 @@ from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_matcher
 from xds.proto.xds.type.v3 import type_pb2 as xds_type
 
-# Here and not in the middle of the first update: a configuration of this dialect needs most of them.
+# Imported here and not during the first update, because a configuration of this dialect needs most of them.
 registry.import_all()
 
 M = TypeVar("M", bound=Message)
 Compiled = TypeVar("Compiled")
 
-#: Structs up to this size may be shared; "tunnel: h2" has 20 bytes, what is an endpoint's own has more. A guess.
+#: Structs up to this size are shared: "tunnel: h2" has 20 bytes, and an endpoint's own metadata has more. A guess.
 _SHORT = 64
 _TYPED_STRUCTS = (xds_type.TypedStruct, udpa_type.TypedStruct)
 
@@ -68,8 +68,8 @@ class _Collector:
     """Faults of one compilation, with their whole paths.
 
     Attributes:
-        gaps: parts that were left out. What is found wrong behind one, in the same place, may be wrong for that
-            reason only ("needs a last filter"), and is not told.
+        gaps: omitted parts. A fault behind a gap in the same place can be its consequence ("needs a last filter"),
+            and is not reported.
     """
 
     __slots__ = ("_places", "faults", "gaps")
@@ -93,8 +93,8 @@ class _Collector:
         """End the current place, with the error that was raised in it, if any.
 
         Returns:
-            Whether compilation goes on behind the place: after a :class:`ConfigError`, and after any other error
-            in a place with a gap, where that error follows from what was left out.
+            Return whether compilation continues after this place. It does after a :class:`ConfigError`, and after
+            another error in a place with a gap, because the omitted part causes that error.
         """
         _, gaps = self._places[-1]
         goes_on = isinstance(error, ConfigError)
@@ -112,12 +112,12 @@ _collector: _Collector | None = None
 
 
 def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list[ConfigError]]:
-    """Compile, and go on behind a part that is at fault, to find the faults of the others.
+    """Compile, and continue after a faulty part in order to find all faults.
 
     For people who check a configuration: without this a compilation ends at its first fault. Not reentrant.
 
     Returns:
-        The result, if there is no fault; and the faults, in the order in which they were found.
+        Returns: the result, if there is no fault, and the faults in the order in which they were found.
     """
     global _collector  # passing it on would be an argument of every compiler
     assert _collector is None
@@ -151,7 +151,8 @@ class _At:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if _collector is not None and _collector.leave(error):
-            # Type checkers are right for all whose result is used: outside of every_fault nothing is swallowed.
+            # Type checkers are right for every caller that uses the result: outside of every_fault no error is
+            # swallowed.
             return True  # type: ignore[return-value]
         if isinstance(error, ConfigError):
             raise error.under(_path(self._steps)) from error.__cause__
@@ -190,10 +191,10 @@ def _refuse(error: ConfigError) -> None:
 def nothing_unknown(message: Message) -> None:
     """Refuse fields that our version of a message lacks, at any depth.
 
-    Every compiler of a resource begins with it.
+    Every compiler of a resource calls this first.
 
     Raises:
-        Unsupported: names the first of them.
+        Unsupported: the message has unknown fields. The error names the first.
     """
     unknown = unknown_fields(message)
     if unknown and _collector is not None:
@@ -232,10 +233,11 @@ def required(message: Message, field: str) -> None:
 
 
 def unpack(packed: AnyMessage, name: str) -> Message:
-    """The message inside a typed config; a ``TypedStruct`` becomes the message it stands for.
+    """Return the message inside a typed config. A ``TypedStruct`` is converted to the message that it represents.
 
     Raises:
-        ConfigError: unknown type (in Envoy's words), malformed bytes, or a field that our version of it lacks.
+        ConfigError: unknown type (with Envoy's text), malformed bytes, or a field that our version of the type
+            lacks.
     """
     try:
         message = registry.unpack(packed)
@@ -302,7 +304,7 @@ def wrapped(message: Message, field: str, default: Any) -> Any:
 def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
     """A CIDR range; bits beyond the prefix are dropped.
 
-    An IPv4-mapped range stays one of IPv6, as in Envoy, where IPv4 addresses are not in it.
+    Like in Envoy, an IPv4-mapped range stays an IPv6 range, which contains no IPv4 addresses.
 
     Raises:
         ConfigError: not an address, or a prefix longer than it.
@@ -401,7 +403,7 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
     """Where resources come from.
 
     Raises:
-        ConfigError: nothing named, or REST.
+        ConfigError: no source is named, or the source is REST.
     """
     only(
         source,
@@ -432,7 +434,7 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
 
 
 def only_v3(message: Message, field: str) -> None:
-    """Refuse version 2 of the protocol, as Envoy; what leaves the version open gets 3."""
+    """Refuse version 2 of the protocol, like Envoy. An unspecified version means 3."""
     if getattr(message, field) == core.V2:
         raise ConfigError("V2 (and AUTO) xDS transport protocol versions are deprecated", field)
 
@@ -485,7 +487,7 @@ def data(source: core.DataSource, surroundings: Surroundings, *, watched: bool =
         watched: the caller follows changes of the file.
 
     Raises:
-        ConfigError: unreadable file, unset variable, or nothing named.
+        ConfigError: unreadable file, unset variable, or no source named.
     """
     if source.HasField("watched_directory") and not watched:
         raise Unsupported("this file is read once, when its resource arrives", "watched_directory")

@@ -35,8 +35,8 @@ _SAN_TYPES = {
 def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surroundings) -> TlsContext:
     """A server's context.
 
-    A client certificate is demanded when the context says so, and, as in Envoy, when it says how the client's
-    name or key must look. Session tickets are never issued, so how to key them is accepted and unused.
+    A client certificate is required if the context says so or, like in Envoy, if it constrains the client's name
+    or key. Session tickets are never issued, so their keys are accepted and unused.
     """
     only(
         message,
@@ -95,7 +95,7 @@ def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, serv
 
 
 def _protocols(entries: Iterable[str]) -> tuple[str, ...]:
-    """Return the protocols of a list whose entries may be lists themselves: Envoy joins and splits by commas.
+    """Return the protocols of a list whose entries can be lists themselves: Envoy joins them and splits by commas.
 
     Raises:
         ConfigError: a name that no ALPN extension can carry (RFC 7301, 3.1: 1 to 255 bytes).
@@ -193,7 +193,7 @@ def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
 
 
 def _certificate(message: proto.TlsCertificate, surroundings: Surroundings) -> Certificate:
-    # Every file is followed, whatever directory is to be watched for its changes.
+    # Every file is watched, independently of the watched directory.
     only(message, "certificate_chain", "private_key", "password", "watched_directory")
     for field in ("certificate_chain", "private_key"):
         if not message.HasField(field):

@@ -1,8 +1,8 @@
 """``istio.workload.Address``: a workload or a service, or why it is refused.
 
-Enum numbers this proxy does not know refuse the resource, since half a description may send traffic in plain text
-that was to be encrypted; fields it does not know are passed over, as istiod expects of older proxies. Refusals of
-one resource say nothing of another.
+An unknown enum number refuses the resource, because a partial description could send traffic in plain text that
+must be encrypted. Unknown fields are ignored, as istiod expects of older proxies. Refusing one resource does not
+affect others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -192,8 +192,8 @@ def compile_service(message: wds.Service) -> Service:
         load_balancing=_load_balancing(message.load_balancing) if message.HasField("load_balancing") else None,
         ip_families=_named(_IP_FAMILIES, message.ip_families, "ip_families"),
         canonical=message.canonical,
-        # Unlike with other enums an unknown value is no refusal but the default, as Rust ztunnel has it: who may
-        # know of a service is no access control.
+        # Unlike in other enums, an unknown value means the default, like in the Rust ztunnel: the visibility of a
+        # service is not access control.
         visibility=(Visibility.NAMESPACE if message.visibility == wds.Service.NAMESPACE else Visibility.PUBLIC),
     )
 

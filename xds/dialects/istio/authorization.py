@@ -1,20 +1,20 @@
 """``istio.security.Authorization`` to a policy that fails closed.
 
-A policy is never refused for what it holds: the control plane would still believe that it is enforced. What
-cannot be understood is replaced by the answer that lets no connection in, :class:`Never` in an allow and
-:class:`Always` in a deny, at the smallest part that holds it (:mod:`xds.dialects.istio.rules` says why that is
-sound), and is listed with its place. Other policies are not affected.
+A policy is never refused because of its content: the control plane would still believe that it is enforced. Each
+part that cannot be understood is replaced, at the smallest level, by the answer that admits no connection:
+:class:`Never` in an allow and :class:`Always` in a deny (:mod:`xds.dialects.istio.rules` says why that is sound).
+The part is listed with its place. Other policies are not affected.
 
 Two things about the whole:
 
-* An unknown *action* is taken for a deny of everything in the policy's scope. A policy is there to restrict; an
-  action that came after this proxy was built restricts in a way it cannot follow.
-* An unknown *scope* is taken for the whole mesh, the widest it could mean. A deny keeps its rules there. An allow
-  matches nothing there: its rules might let peers into workloads they were not written for, while its mere
-  presence keeps them out.
+* An unknown *action* is treated as a deny of all connections in the policy's scope. Policies restrict, and an
+  action newer than this proxy restricts in an unknown way.
+* An unknown *scope* is treated as the whole mesh, the widest possible scope. A deny keeps its rules there. An
+  allow gets no matching rules there: its rules could admit peers to workloads for which they were not written,
+  while its presence alone excludes peers.
 
-Rust ztunnel drops list entries it cannot read, which turns a list of one bad address into a list that says
-nothing; and it ignores extensions.
+The Rust ztunnel drops unreadable list entries, which turns a list of one bad address into an empty, unrestricting
+list. It also ignores extensions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -96,7 +96,7 @@ def compile_authorization(data: bytes) -> AuthorizationPolicy:
 
 
 class _Compiler:
-    """One policy: conditions, what dumps show, and the faults on the way."""
+    """Compiles one policy: its conditions, its form in dumps, and its faults."""
 
     def __init__(self, action: Action, faults: list[str]) -> None:
         self._closed: Condition = Always() if action is Action.DENY else Never()

@@ -1,9 +1,9 @@
 """The mesh as a ztunnel's ``config_dump`` shows it, ours or the Rust one's, for answers without the proxy.
 
-A dump has the form of a local file (:mod:`xds.dialects.istio.local_file`), but for three things: keys that are
-newer than this reader say nothing that it could use and are passed over; a workload only names its services, whose
-entries have the ports; and what cannot be read is left out alone, by name, since the rest may still answer. A
-policy is never left out: it is taken at its strictest, as from the wire.
+A dump has the form of a local file (:mod:`xds.dialects.istio.local_file`) with three exceptions. Unknown keys come
+from newer versions and are ignored. A workload only names its services; the services' entries have the ports. An
+unreadable part is left out alone, by name, because the rest can still answer. A policy is never left out: it is
+read in its strictest sense, like from the wire.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_POLICY: Final = ("name", "namespace", "scope", "action", "dryRun", "rules")
 
 @dataclass(frozen=True, slots=True)
 class DumpedMesh:
-    """What a dump holds of the mesh.
+    """The mesh as read from a dump.
 
     Attributes:
         unread: what could not be read, a line each.
@@ -58,7 +58,7 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
     """Return the mesh of a dump.
 
     Args:
-        dump: parsed; lists may be mappings, whose values count, as older dumps have it.
+        dump: the parsed dump. Lists can be mappings whose values count, like in older dumps.
 
     Raises:
         ConfigError: a list of the dump is none.
@@ -89,7 +89,7 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
     for uid, keys in named.items():
         workload = workloads[uid]
         if workload.status is Health.UNHEALTHY:
-            # A dump lists the endpoints that serve; of the others it has no ports, which nothing asks for.
+            # A dump lists serving endpoints only. It lacks the ports of others, which are not needed.
             missing = {key: services[key].ports for key in map(ServiceKey, keys) if key in services}
             workloads[uid] = replace(workload, services={**missing, **workload.services})
     mesh = Mesh()
@@ -111,7 +111,7 @@ def _policy(entry: Mapping[str, Any], unread: list[str]) -> AuthorizationPolicy:
         action, scope = Action(str(entry.get("action"))), PolicyScope(str(entry.get("scope")))
     except ValueError:
         action, scope = Action.DENY, PolicyScope.GLOBAL  # as from the wire
-    # What the rules lack is not in the dump, so nothing more lenient than this is safe to say.
+    # The dump does not say which rules are missing, so a more lenient reading would be unsafe.
     return AuthorizationPolicy(
         name=str(entry.get("name")),
         namespace=str(entry.get("namespace")),
@@ -124,7 +124,7 @@ def _policy(entry: Mapping[str, Any], unread: list[str]) -> AuthorizationPolicy:
 
 
 def entries(dump: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the entries of a list of a dump, or of a mapping in its place.
+    """Yield the entries of a dump's list, or the values of a mapping in its place.
 
     Raises:
         ConfigError: it is neither.

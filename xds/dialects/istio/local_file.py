@@ -1,7 +1,7 @@
 """The mesh as ztunnel's local file describes it: YAML with workloads, policies and services.
 
-The file is a person's, so it is read strictly: unknown keys, bad values and repeated keys are refused with their
-place, all of them together, and nothing of a faulty file is used.
+A person writes this file, so it is read strictly: unknown keys, bad values and repeated keys are all reported with
+their places, and a faulty file is not used at all.
 
 Where Rust ztunnel reads such a file otherwise than the wire, it is read here as the wire: trust domain, service
 account and cluster have the same defaults, and a workload belongs to the services it names.
@@ -68,7 +68,7 @@ _WORKLOAD_TYPES = ("deployment", "cronjob", "pod", "job")
 
 @dataclass(frozen=True, slots=True)
 class LocalMesh:
-    """What a local file holds."""
+    """The content of a local file."""
 
     workloads: tuple[Workload, ...] = ()
     policies: tuple[AuthorizationPolicy, ...] = ()
@@ -125,7 +125,7 @@ def _alone(read: Callable[["_Reader"], Read]) -> Read:
 
 
 class _Fields:
-    """One mapping of the file: every key is taken once; a key that is left over is unknown."""
+    """One mapping of the file. Each key is taken once; remaining keys are unknown."""
 
     def __init__(self, reader: "_Reader", value: object, place: str) -> None:
         self.place = place
@@ -137,7 +137,7 @@ class _Fields:
             reader.fault(place, "must be a mapping")
 
     def take(self, key: str, read: Callable[[object, str], Read], default: Other) -> Read | Other:
-        """What a key holds, ``default`` if it is not there or cannot be read."""
+        """Return the value of a key, or ``default`` if it is missing or unreadable."""
         value = self._left.pop(key, None)
         return default if value is None else self._reader.read(read, value, f"{self.place}.{key}", default)
 
@@ -401,7 +401,7 @@ class _Reader:
         return read
 
     def _list(self, read: Callable[[object, str], Read]) -> Callable[[object, str], list[Read]]:
-        """A reader of lists; a bad element is reported and left out."""
+        """Return a reader of lists. A bad element is reported and left out."""
 
         def each(value: Iterable[object], place: str) -> Iterator[Read]:
             for index, element in enumerate(value):

@@ -17,14 +17,14 @@ from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES, resolvers
 _MOST_KEPT: Final = 65_536
 
 _TAG: Final = "tag:yaml.org,2002:"
-#: Tags of collections that say nothing beyond their kind.
+#: Tags of collections that only repeat their kind.
 _PLAIN_MAPPING: Final = (None, "!", _TAG + "map")
 _PLAIN_LIST: Final = (None, "!", _TAG + "seq")
 _MERGE: Final = object()
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
-    """Knows the tags of string matches; plain scalars are read by YAML 1.2, as the Rust ztunnel's reader does."""
+    """Supports the tags of string matches. Plain scalars are read by YAML 1.2, like in the Rust ztunnel."""
 
     yaml_implicit_resolvers = resolvers()
 
@@ -42,7 +42,7 @@ _TEXT_TAGS: Final = {f"!{comparison}": comparison for comparison in Comparison}
 
 
 class Unreadable(Exception):
-    """The document cannot be read; the text says why and where. No fault of one of its values."""
+    """The document cannot be read; the text says why and where. This is not used for a fault in a single value."""
 
 
 def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
@@ -52,8 +52,8 @@ def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
     keys.
 
     Raises:
-        Unreadable: also by iterators. A syntax error, with line and column; a document that is no mapping; aliases
-            that are endless, or make far more of the document than is written.
+        Unreadable: raised also by the iterators. The document has a syntax error (with line and column), is not a
+            mapping, or has aliases that are endless or expand to far more than is written.
         OSError, UnicodeDecodeError: by the source.
     """
     with _declared():
@@ -84,8 +84,8 @@ def _declared() -> Iterator[None]:
 class _Document:
     """Makes values of events.
 
-    A value that has an anchor is kept, with the number of values that it is when each alias in it is written out.
-    An alias within what it names, which would be endless, names nothing yet.
+    Each anchored value is stored with the number of values in it after expansion of its aliases. An alias inside
+    of its own anchored value would be endless, and is undefined at that time.
     """
 
     def __init__(self, source: str | IO[str]) -> None:
@@ -102,7 +102,7 @@ class _Document:
         self._begun = False
 
     def next_section(self) -> tuple[object, object] | None:
-        """Return the next key of the document with its value; None at the end."""
+        """Return the next key of the document with its value, or None at the end."""
         if not self._begun:
             self._begun = True
             if not self._begin():
@@ -126,7 +126,7 @@ class _Document:
         return key, value
 
     def _begin(self) -> bool:
-        """Enter the document; False: it is empty."""
+        """Enter the document. Return False if it is empty."""
         self._next()  # of the stream
         if type(self._next()) is yaml.StreamEndEvent:
             return False
@@ -258,7 +258,9 @@ class _Document:
         return self._constructed(tag, event)
 
     def _constructed(self, tag: str, event: Any) -> object:
-        """Return what the constructor of a tag makes of a scalar; those of the safe loader make plain values."""
+        """Return the value that a tag's constructor makes of a scalar. The safe loader's constructors make plain
+        values.
+        """
         constructors = self._loader.yaml_constructors
         construct = constructors.get(tag) or constructors[None]
         return construct(self._loader, yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))

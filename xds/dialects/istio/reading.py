@@ -22,7 +22,7 @@ from xds.model.workload import (
     ServiceKey,
 )
 
-#: Entries of each cache of shared values. More distinct values than that are merely not shared; a guess.
+#: Entries of each cache of shared values. Further distinct values are not shared. A guess.
 _SHARED = 65536
 
 

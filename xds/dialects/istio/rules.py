@@ -1,12 +1,12 @@
-"""Authorization rules, read from wherever: what they mean, and what ``/config_dump`` shows.
+"""Authorization rules from any source: their meaning, and their form in ``/config_dump``.
 
-A policy is a list of rules of clauses of matches. Any rule, all its clauses, any match of a clause, and every
-attribute of a match: so it is no more than conditions of :mod:`xds.model.policy` nested three deep, where only the
-bottom negates. That is why a part that cannot be understood may be replaced alone: put :class:`Never` for it and
-the whole can only hold of less, put :class:`Always` and it can only hold of more.
+A policy is a list of rules of clauses of matches. It needs any rule, all clauses of the rule, any match of a
+clause, and every attribute of the match: conditions of :mod:`xds.model.policy` nested three deep, with negation at
+the bottom only. That is why a part that cannot be understood can be replaced alone: with :class:`Never` in its
+place the policy can only match less, with :class:`Always` only more.
 
-Empties: no rules never match; a rule without clauses does; a clause without matches does; a match
-without anything does not.
+Empty lists: a policy without rules never matches, a rule without clauses does, a clause without matches does, and
+a match without attributes does not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,10 +58,10 @@ class Account:
 
 Item = Text | Account | IpNetwork | int
 
-#: Attributes of a match in the order in which dumps show them; each also negated, as ``notNamespaces``.
+#: Attributes of a match in the order of dumps. Each has a negated form, such as ``notNamespaces``.
 ATTRIBUTES = ("namespaces", "serviceAccounts", "principals", "sourceIps", "destinationIps", "destinationPorts")
 
-#: Values of a match's attributes; those that are not there or empty say nothing.
+#: Values of a match's attributes. Missing and empty attributes do not restrict.
 Match = Mapping[str, Sequence[Item]]
 
 
@@ -99,14 +99,14 @@ def condition_of_rules(rules: Sequence[Condition]) -> Condition:
 
 
 def never_matches(attribute: str, item: Item) -> str:
-    """Why a value that is well-formed can match nothing, which is not what its author meant; empty if it can."""
+    """Return why a well-formed value can never match, against its author's intention. Empty if it can match."""
     if attribute == "principals" and isinstance(item, Text) and "spiffe://" in item.value:
         return "never matches: principals are written without spiffe://"
     return ""
 
 
 def shown(match: Match) -> dict[str, list[object]]:
-    """A match as dumps show it: what says something, nothing else."""
+    """Return a match in the form of dumps: only the attributes that restrict."""
     names = [name for attribute in ATTRIBUTES for name in (attribute, negated(attribute))]
     return {name: [_shown(item) for item in match[name]] for name in names if match.get(name)}
 
