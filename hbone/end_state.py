@@ -6,9 +6,8 @@ of states and each event what the pair becomes, and which actions follow, in ord
 tunnels (:mod:`hbone.aio.end`) share it; they differ in what the actions do to their networks. ``docs/relay.md``
 prints it.
 
-Some pairs cannot be reached, for example a source that was cut beside a sink that takes bytes: a reset ends both
-directions of TCP and of a stream. They are in the table all the same, so that every event has an answer in every
-state.
+Some pairs cannot occur, for example a reset source with an open sink, because a reset ends both directions of TCP
+and of a stream. The table has them nevertheless, so that every event has an answer in every state.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ class SinkState(Key):
 
     OPEN = "open"
     EOF_PENDING = "eof pending"
-    """An EOF was asked for; it leaves behind the bytes that still wait for the network."""
+    """An EOF was requested. It is sent after the bytes that still wait for the network."""
     EOF_SENT = "eof"
     RESET_PENDING = "reset pending"
-    """An abortive close was asked for; it, too, leaves behind what waits."""
+    """An abortive close was requested. It is also sent after the waiting bytes."""
     RESET_SENT = "reset"
     BROKEN = "broken"
-    """The network takes nothing more; what the peer gives is discarded."""
+    """The network accepts no more bytes. Bytes from the peer are discarded."""
 
 
 class EndEvent(Key):
-    """What happens to an end."""
+    """The events of an end."""
 
     READ_EOF = "read eof"
     """Its network ended in order."""
@@ -58,11 +57,11 @@ class EndEvent(Key):
     DRAINED = "drained"
     """The network took the last byte that waited."""
     BREAK = "break"
-    """The network takes nothing more."""
+    """The network accepts no more bytes."""
 
 
 class EndAction(Enum):
-    """What an end does about an event."""
+    """The actions of an end after an event."""
 
     REPORT_READ = "report read"
     """Tell the relay that the source gives no more."""
@@ -79,7 +78,7 @@ class EndAction(Enum):
     REPORT_WRITTEN = "report written"
     """Everything for this network, its EOF included, was sent or discarded."""
     BOTH_OVER = "both over"
-    """The source is over and the sink broken: nothing more can reach this network or come from it."""
+    """The source is over and the sink broken: no more bytes can be sent to or received from this network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ def _read_eof(source: SourceState, sink: SinkState) -> Transition:
 
 
 def _read_reset(source: SourceState, sink: SinkState) -> Transition:
-    # Both directions are gone. When the source had ended in order before, the peer has got all of it: a reset
-    # would make the complete look truncated, so only the sink breaks.
+    # Both directions are closed. If the source had ended in order before, the peer has all of its bytes. A reset
+    # would make the complete stream look truncated, so only the sink breaks.
     if source is not SourceState.OPEN:
         return _break(source, sink)
     broken = _break(SourceState.CUT, sink)
@@ -174,4 +173,4 @@ TRANSITIONS: Final[dict[tuple[SourceState, SinkState, EndEvent], Transition]] = 
     for sink in SinkState
     for event in EndEvent
 }
-"""Every event in every state; a look-up per event, of which a connection has a handful."""
+"""Every event in every state. A connection has only a few events, each with one look-up."""

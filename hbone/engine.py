@@ -9,15 +9,15 @@ also while the frame is incomplete. On the way out the caller reads from its soc
 (:meth:`Engine.reserve`), and :meth:`Engine.commit` writes the frame header in front of the payload.
 
 Flow control follows delivery. A received byte counts against the windows of its stream and of the connection until
-:meth:`Engine.acknowledge` reports that it has left this proxy. A stream's credit returns when half of its window
-was used, the connection's when more is due than is left: few frames, and a sender that never has to stop. How
-large the windows are is up to :mod:`hbone.windows`: a stream that nothing reads pins its own and no other's.
+:meth:`Engine.acknowledge` reports that it has left this proxy. A stream's credit is returned when half of its
+window was used, the connection's when more is due than is left: few frames, and a sender that never has to stop.
+The sizes of the windows are set by :mod:`hbone.windows`. A stream without a reader pins only its own window.
 
-A stream is known from its first frame until both sides have ended it or one has reset it. Which frames its state
-allows is a table (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
-(streams, header bytes, unsent frames) or paid from a budget (:mod:`hbone.flow`). A peer that overdraws the budget
-of work is not read from until it is balanced (:attr:`Engine.pause_s`); one that keeps doing so, or overdraws any
-other, is sent ENHANCE_YOUR_CALM. :mod:`hbone.limits` has the numbers.
+A stream is known from its first frame until both sides have ended it or one has reset it. A table has the frames
+that its state allows (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
+(streams, header bytes, unsent frames) or charged to a budget (:mod:`hbone.flow`). A peer that overdraws the work
+budget is not read until it is balanced (:attr:`Engine.pause_s`). A peer that keeps doing so, or overdraws another
+budget, is sent ENHANCE_YOUR_CALM. :mod:`hbone.limits` has the numbers.
 
 Nothing waits for the peer's SETTINGS: the defaults of RFC 9113, 6.5.2 apply until they arrive. Push and
 priorities are not implemented. Field sections are validated in :mod:`hbone.head`.
@@ -91,7 +91,7 @@ _ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
 
 
 def _block_units(fields: int, octets: int) -> int:
-    """Return what a header block cost of which this much had to be decoded."""
+    """Return the cost of a header block of this decoded length."""
     return HEADERS_UNITS + fields * FIELD_UNITS + octets // OCTETS_PER_UNIT
 
 
@@ -140,12 +140,12 @@ class Engine:
         """The peer has answered the PING of :meth:`drain`: its HTTP/2 knows, its callers perhaps not yet."""
         self.peer_max_frame_bytes = _DEFAULT_FRAME
         self.peer_max_streams: int | None = None
-        """The peer's SETTINGS_MAX_CONCURRENT_STREAMS; None while it has not limited us."""
+        """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None while it has not limited us."""
         self.peer_early_bytes = 0
         """Client: bytes of a stream that the peer holds before its answer; 0: it has announced none."""
         self.peer_settings_seen = False
         self.pause_s = 0.0
-        """How long to read nothing more from the peer: it caused more work than its budget allows."""
+        """How long to stop reading from the peer, because it caused more work than its budget allows."""
         limits = settings.limits
         self._server = role is Role.SERVER
         self._received = RECEIVED[role]
@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def goaway_sent(self) -> bool:
-        """Whether the final GOAWAY was sent; True for a client, which needs none before it closes."""
+        """Whether the final GOAWAY was sent. True for a client, which does not need one before it closes."""
         return not self._server or self._goaway_limit is not None
 
     @property
@@ -219,7 +219,7 @@ class Engine:
 
     @property
     def accepts_streams(self) -> bool:
-        """Client: whether :meth:`open_stream` may be called now."""
+        """Client: whether :meth:`open_stream` can be called now."""
         return (
             not (self.failed or self.going_away or self.draining)
             and self._next_id <= MAX_STREAM_ID
@@ -230,7 +230,7 @@ class Engine:
         """Client: send a request, pseudo-header fields first, in the order given; CONNECT makes a ``tunnel``.
 
         Raises:
-            LocalProtocolError: no stream may be opened now, see :attr:`accepts_streams`.
+            LocalProtocolError: no stream can be opened now, see :attr:`accepts_streams`.
         """
         if self._server or not self.accepts_streams:
             raise LocalProtocolError("no stream may be opened on this connection")
@@ -256,9 +256,9 @@ class Engine:
     ) -> None:
         """Server: answer a request.
 
-        ``ended`` without body puts END_STREAM on the HEADERS; ``body`` (within the windows: a few hundred
-        bytes) is one DATA frame that ends the stream. ``reset_code`` then resets a stream whose request
-        side is still open. After an answer without any of them the stream is a tunnel.
+        ``ended`` without a body puts END_STREAM on the HEADERS. ``body`` (within the windows: a few hundred bytes)
+        is one DATA frame that ends the stream. ``reset_code`` then resets a stream whose request side is still
+        open. After an answer without any of these the stream is a tunnel.
 
         Raises:
             LocalProtocolError: the stream is gone or already answered.
@@ -285,10 +285,10 @@ class Engine:
             self.reset_stream(stream_id, reset_code)
 
     def reset_stream(self, stream_id: int, code: int) -> None:
-        """Send RST_STREAM; idempotent, and nothing when the stream is already gone."""
+        """Send RST_STREAM. Idempotent; does nothing if the stream is already closed."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
-            # What is left of a DATA frame that the network has cut goes the way of later frames: dropped, with its
+            # The rest of a DATA frame that the network has split is treated like later frames: dropped, with its
             # credit returned.
             if stream is self._data_stream:
                 self._data_stream = None
@@ -317,8 +317,8 @@ class Engine:
     def drain(self) -> None:
         """Server: announce the end with a GOAWAY for all streams and a PING (RFC 9113, 6.8); idempotent.
 
-        Requests may cross that GOAWAY and are still taken. The PONG shows that the peer has seen it
-        (:attr:`drain_seen`); the caller sends the final GOAWAY some time later, see :meth:`goaway`.
+        Requests that cross this GOAWAY are still accepted. The PONG shows that the peer has seen it
+        (:attr:`drain_seen`). The caller sends the final GOAWAY some time later, see :meth:`goaway`.
         """
         if not self.draining and not self.failed:
             self.draining = True
@@ -339,9 +339,9 @@ class Engine:
     def reserve(self, stream_id: int, limit: int) -> memoryview | None:
         """Return room in the output for up to ``limit`` bytes of the stream's payload.
 
-        None: no room before a :class:`WindowOpened` of this stream or of stream 0 or, when ``output.full``, before
-        the output was sent. Nothing else may be called between this and :meth:`commit`; a reservation without
-        commit costs nothing.
+        None means no room before a :class:`WindowOpened` of this stream or of stream 0 or, if ``output.full``,
+        before the output was sent. Do not call other methods between this and :meth:`commit`. A reservation
+        without commit has no effect.
 
         Raises:
             LocalProtocolError: the stream is gone, or we have ended it.
@@ -352,7 +352,7 @@ class Engine:
         return self.output.reserve(allowed if allowed < self.peer_max_frame_bytes else self.peer_max_frame_bytes)
 
     def reserve_many(self, stream_id: int, limit: int) -> list[memoryview] | None:
-        """As :meth:`reserve`, as one view per frame, to read into all of them at once.
+        """Like :meth:`reserve`, but with one view per frame, so that one read can fill all of them.
 
         For peers with small frames, where one view would mean one system call per 16 KiB.
         """
@@ -368,7 +368,7 @@ class Engine:
         self.output.commit(stream_id, size, self.peer_max_frame_bytes)
 
     def send_data(self, stream_id: int, data: bytes | memoryview) -> int:
-        """Copy as much of ``data`` into the output as windows and room allow; return how much."""
+        """Copy as much of ``data`` into the output as windows and room allow. Return the number of bytes."""
         sent = 0
         while sent < len(data):
             room = self.reserve(stream_id, len(data) - sent)
@@ -383,8 +383,8 @@ class Engine:
     def acknowledge(self, stream_id: int, size: int) -> None:
         """Return the credit of ``size`` received bytes of the stream, which were delivered or dropped.
 
-        Also called for streams that are gone: their bytes count against the connection's window all the same, and
-        without this it would shrink with every stream that is cut off.
+        Also called for closed streams, because their bytes count against the connection's window. Without this
+        call the window would shrink with every aborted stream.
         """
         window = self._window
         window.unacknowledged += size
@@ -404,8 +404,8 @@ class Engine:
     def _renew_connection(self) -> None:
         """Return the connection's credit; called when no less is due than the peer has left.
 
-        Relative to what is left and not to the whole: when slow streams pin most of the window, the live ones move
-        in what remains of it, however little that is. Hence also when bytes come in, and not only when they leave.
+        Relative to the remaining window, not to the whole: if slow streams pin most of the window, live ones use
+        the rest, however small. So this is checked when bytes arrive, not only when they leave.
         """
         window = self._window
         if window.unacknowledged > 0:
@@ -421,15 +421,14 @@ class Engine:
         """Advance by ``data``, however the network split it.
 
         Args:
-            data: events hold views of it, valid until the caller changes it.
+            data: events hold views of it, which are valid until the caller changes it.
             now_s: monotonic seconds, for the budgets.
-            slice_units: stop at the end of the frame, or of the piece of a long header block, that brings the work
-                of this call above it. The rest of ``data`` is kept (:attr:`unparsed`); further calls, also with no
-                data, advance by that first.
+            slice_units: stop at the end of the frame, or of the piece of a long header block, at which the work of
+                this call exceeds it. The rest of ``data`` is kept (:attr:`unparsed`). Further calls, also without
+                data, process that rest first.
 
         Returns:
-            What happened, in order; the last may be :class:`ConnectionFailed`, after which more data is
-            ignored.
+            The events, in order. The last can be :class:`ConnectionFailed`, after which further data is ignored.
         """
         if self.failed:
             return []
@@ -477,10 +476,10 @@ class Engine:
         self._window.join(share, pod)
 
     def leave_share(self) -> None:
-        """Return the windows of this connection to its share; idempotent, and nothing without one.
+        """Return this connection's windows to its share. Idempotent; does nothing without a share.
 
-        Tunnels that carried nothing are charged here, too: who opens them and drops the connection has caused the
-        same work as who resets them.
+        Tunnels that carried no bytes are charged here, too: opening them and dropping the connection causes the
+        same work as resetting them.
         """
         self._window.leave()
         account = self._account
@@ -494,7 +493,7 @@ class Engine:
         self._reader.work += overhead // RECORD_BYTES
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to read nothing more, as of now: answers of 200 may have paid since."""
+        """Return how long to stop reading from now. Answers of 200 can have refunded some of it since."""
         return self._account.overdrawn_s(now_s)
 
     # Frames in, called by FrameReader
@@ -594,7 +593,7 @@ class Engine:
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`."""
-        # Every block is decoded, wanted or not: the table must follow the peer's (RFC 7541, 2.2).
+        # Every block is decoded, even if unused, because the table must follow the peer's (RFC 7541, 2.2).
         if len(block) > LONG_BLOCK_BYTES:
             (self._requests if self._server else self._responses).begin(block)
             self._long_block = _LongBlock(stream_id, ended)
@@ -640,7 +639,8 @@ class Engine:
         """Ask the table about a frame of the peer.
 
         Returns:
-            The state that the frame leads to; None: it has no effect on the stream, or was answered by RST_STREAM.
+            Return the state after the frame. None if it has no effect on the stream, or was answered by
+            RST_STREAM.
 
         Raises:
             Failure: it ends the connection.
@@ -753,8 +753,8 @@ class Engine:
         if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
         self._forget(stream_id, stream)
-        # Rapid reset, CVE-2023-44487: a stream that is opened and abandoned costs the client nothing and us a
-        # handler, a dial and a log line, and MAX_CONCURRENT_STREAMS does not bound it.
+        # Rapid reset, CVE-2023-44487: opening and abandoning a stream costs the client almost no work, but costs
+        # us a handler, a dial and a log line, and MAX_CONCURRENT_STREAMS does not bound it.
         if self._server and not stream.answered:
             self._charge_reset()
         unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
@@ -778,7 +778,7 @@ class Engine:
                 window = value
             else:
                 self._apply_setting(key, value)
-        # Once, whatever number of values came: each is work for every open stream, and only the last one counts.
+        # Once for any number of values: each is work for every open stream, and only the last one counts.
         if window != self._peer_initial_window:
             self._move_windows(window)
         self.output.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
@@ -788,8 +788,8 @@ class Engine:
     def _move_windows(self, window: int) -> None:
         """Apply SETTINGS_INITIAL_WINDOW_SIZE.
 
-        Moves the windows of open streams, too, by the difference; one may become negative, and then waits for
-        WINDOW_UPDATEs (RFC 9113, 6.9.2).
+        This also moves the windows of open streams by the difference. A window can become negative, and its stream
+        then waits for WINDOW_UPDATEs (RFC 9113, 6.9.2).
         """
         change = window - self._peer_initial_window
         self._peer_initial_window = window
@@ -804,10 +804,10 @@ class Engine:
 
     def _apply_setting(self, key: int, value: int) -> None:
         if key == Setting.HEADER_TABLE_SIZE:
-            # The next header block must begin with a dynamic table size update when the peer's limit falls
-            # below the size it knows of our encoder (RFC 7541, 4.2; Envoy answers GOAWAY(COMPRESSION_ERROR)
-            # without it). The encoder never uses the table, so it gives all of it up at once: 0 is the smallest
-            # and the final size of any series of changes, and no later limit can be below it.
+            # The next header block must begin with a dynamic table size update if the peer's limit falls below the
+            # last size of our encoder's table (RFC 7541, 4.2; Envoy answers GOAWAY(COMPRESSION_ERROR) without it).
+            # The encoder never uses the table, so it gives up all of it at once: 0 is the smallest and the final
+            # size of any series of changes, and no later limit can be lower.
             if value < self._encoder_table_bytes:
                 self._encoder_table_bytes = 0
                 self._block_prefix = EMPTY_TABLE
@@ -855,7 +855,7 @@ class Engine:
         return stream
 
     def stream_state(self, stream_id: int) -> StreamState:
-        """Return the state of any stream; one that is gone is RESET only while that reset is remembered."""
+        """Return the state of any stream. A closed stream is RESET only while that reset is remembered."""
         stream = self._streams.get(stream_id)
         if stream is not None:
             return stream.state
@@ -864,8 +864,8 @@ class Engine:
         if not stream_id & 1:
             return StreamState.IDLE
         if self._goaway_limit is not None and stream_id > self._goaway_limit:
-            # What came after our final GOAWAY is not answered, as if we had reset it (RFC 9113, 6.8). A client has
-            # only its own streams, and those it has not opened stay idle.
+            # Streams after our final GOAWAY are not answered, as if we had reset them (RFC 9113, 6.8). A client
+            # has only its own streams; those it has not opened stay idle.
             return StreamState.RESET if self._server or stream_id <= last else StreamState.IDLE
         if stream_id > last:
             return StreamState.IDLE
@@ -876,8 +876,8 @@ class Engine:
         # As SENT has it; written out, because it is asked per chunk.
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
-        # Which window is shut decides which WINDOW_UPDATE reports room again (WindowOpened): only a sender that
-        # has asked in vain is told, so that idle streams cost nothing.
+        # The exhausted window decides which WINDOW_UPDATE reports room again (WindowOpened). Only a sender that
+        # has asked for room is notified, so idle streams cause no work.
         allowed = stream.send_window
         if allowed <= 0:
             stream.blocked = True
@@ -890,7 +890,7 @@ class Engine:
         return limit if limit < allowed else allowed
 
     def _send_headers(self, stream_id: int, headers: Iterable[Header], *, ended: bool) -> None:
-        # The prefix belongs to this connection, so it stays outside of the cache, which serves all of them.
+        # The prefix belongs to this connection, so it stays out of the cache, which is shared by all connections.
         block, self._block_prefix = self._block_prefix + _ENCODER.encode(headers), b""
         self.output.append(
             frames.header_frames(stream_id, block, ended=ended, max_frame_bytes=self.peer_max_frame_bytes)
@@ -937,7 +937,7 @@ class Engine:
         self._send_reset(stream_id, code)
 
     def _charge(self, tokens: float = 1.0) -> None:
-        # Two limits for two floods: frames that come too fast, and answers (ACKs, resets) that pile up here
+        # Two limits for two floods: frames that arrive too fast, and answers (ACKs, resets) that queue up here
         # because the peer sends but does not read.
         if not self._control.spend(self._now, tokens):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")

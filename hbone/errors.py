@@ -1,4 +1,4 @@
-"""What the tunnel library refuses, and what ends a tunnel.
+"""The errors of the tunnel library: refusals, and the ends of tunnels.
 
 ::
 
@@ -100,7 +100,7 @@ class TlsError(HboneError):
 
     Attributes:
         reason: the class of the failure.
-        detail: OpenSSL's words, or those of the verify hook.
+        detail: the text of OpenSSL or of the verify hook.
         by_peer: the peer sent the alert; ``reason`` is then read from the alert.
     """
 
@@ -139,10 +139,10 @@ class TunnelBroken(HboneError):
 
     Attributes:
         code: the HTTP/2 error code the peer gave, if one.
-        unprocessed: the peer certainly did nothing with the request, so that it may be sent again
-            elsewhere (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
-        perhaps_delivered: bytes went along with the request, and the application may have them: elsewhere they
-            would be delivered twice.
+        unprocessed: the peer certainly did not process the request, so it can be repeated elsewhere
+            (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
+        perhaps_delivered: bytes were sent along with the request, and the application can have received them. A
+            repetition would deliver them twice.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class TunnelBroken(HboneError):
         self.perhaps_delivered = perhaps_delivered
 
     def after_early_data(self) -> TunnelBroken:
-        """The same about a request with which bytes went along."""
+        """The same error for a request that was sent with early data."""
         if self.unprocessed:
             return self
         return type(self)(self.detail, code=self.code, perhaps_delivered=True)
@@ -175,8 +175,8 @@ class PeerSilent(ConnectionBroken):
 def bare(error: ErrorT) -> ErrorT:
     """The error without traceback, cause and context, to be kept by an object of the data path.
 
-    A traceback holds frames, frames hold the object that keeps the error: a cycle for each connection that
-    fails, with views of large buffers in it.
+    A traceback refers to frames, and frames refer to the object that keeps the error. That is a reference cycle
+    for each failed connection, which includes views of large buffers.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

@@ -25,7 +25,7 @@ class RequestHead:
 
     @property
     def is_tunnel(self) -> bool:
-        """A CONNECT as RFC 9113, 8.5 has it: method and authority, nothing else."""
+        """A CONNECT as in RFC 9113, 8.5: with method and authority only."""
         return self.method == b"CONNECT" and self.protocol is None
 
 
@@ -63,7 +63,7 @@ class DataReceived:
 
 @dataclass(slots=True)
 class StreamEnded:
-    """The peer sent END_STREAM: it will send no more, but may still receive. Tunnels have no ``trailers``."""
+    """The peer sent END_STREAM: it will send no more, but can still receive. Tunnels have no ``trailers``."""
 
     stream_id: int
     trailers: Headers = ()
@@ -114,8 +114,8 @@ class GoawayReceived:
 class ConnectionFailed:
     """The peer broke the protocol or a limit. Send the output (a GOAWAY), then close.
 
-    An event and not an exception: the events before it in the same read are not lost, and nothing depends on where
-    the network cut the bytes.
+    This is an event and not an exception, so that earlier events of the same read are not lost, and the result
+    does not depend on how the network split the bytes.
     """
 
     code: int

@@ -13,7 +13,9 @@ from hbone.limits import Limits
 _WINDOW_BYTES: Final = 256 * 1024 * 1024  # of a process whose owner knows no better
 _MOST_PEERS: Final = 4096  # with an open connection or remembered: a guess, at some 300 bytes each
 PEER_BULK_BYTES: Final = 64 * 1024
-"""What the connections of one peer read in a turn of the poller, before its others wait in line."""
+"""Bytes that the connections of one peer can read in an iteration of the poller before its other connections are
+queued.
+"""
 
 
 class Budget:
@@ -34,7 +36,7 @@ class Budget:
         return self._left >= 0
 
     def affords(self, now_s: float, tokens: float = 1.0) -> bool:
-        """Take ``tokens`` if they are there; return False, and take none, if not."""
+        """Take ``tokens`` and return True, or take none and return False if there are not enough."""
         self._refill(now_s)
         if self._left < tokens:
             return False
@@ -59,7 +61,7 @@ class Budget:
 
 
 class WindowPool:
-    """Bytes by which receive windows may grow, of some connections together: a pod's, or a process's."""
+    """Bytes by which the receive windows of a group of connections can grow: those of a pod, or of a process."""
 
     __slots__ = ("limit", "used")
 
@@ -68,7 +70,7 @@ class WindowPool:
         self.used = 0
 
     def take(self, size: int) -> bool:
-        """Take ``size`` bytes and return True, or return False and take nothing if fewer are left."""
+        """Take ``size`` bytes and return True, or take none and return False if fewer are left."""
         if self.used + size > self.limit:
             return False
         self.used += size
@@ -106,12 +108,14 @@ class PeerShare:
         self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
         self.connections = 0
         self.greedy_s = -1.0
-        """The turn of the poller, by its time, in which the connections have read :data:`PEER_BULK_BYTES`."""
+        """The start time of the poller's iteration in which the connections have read :data:`PEER_BULK_BYTES`."""
         self._turn_s = -1.0
         self._turn_bytes = 0
 
     def note_read(self, turn_s: float, size: int) -> None:
-        """Take note that one of the connections has read ``size`` bytes in the turn that began at ``turn_s``."""
+        """Record that one of the connections has read ``size`` bytes in the iteration that started
+        at ``turn_s``.
+        """
         if self._turn_s != turn_s:
             self._turn_s, self._turn_bytes = turn_s, 0
         self._turn_bytes += size
@@ -119,8 +123,8 @@ class PeerShare:
             self.greedy_s = turn_s
 
     def take_window(self, size: int) -> bool:
-        """Let a connection's receive window grow by ``size``; False: all of the peer's, or all of the process's,
-        have enough together.
+        """Let a connection's receive window grow by ``size``. Return False if the windows of the peer, or of the
+        process, have reached their limit.
         """
         if self.window_bytes + size > self._most_window_bytes:
             return False
@@ -139,8 +143,8 @@ class PeerShare:
 class PeerShares:
     """The shares of all peers of a process, by a name that a certificate has proved.
 
-    A share outlives its connections, so that a peer which connects again finds the debt that it left. Beyond a
-    number of peers those without a connection are forgotten, the oldest first.
+    A share outlives its connections, so that a reconnecting peer still has its debt. Above a number of peers those
+    without a connection are dropped, the oldest first.
 
     Attributes:
         windows: of all peers together; its limit is the owner's to set.

@@ -45,8 +45,8 @@ class Setting(IntEnum):
     MAX_FRAME_SIZE = 5
     MAX_HEADER_LIST_SIZE = 6
     ENABLE_CONNECT_PROTOCOL = 8
-    #: Server: this number of bytes of a stream may arrive before the answer to its CONNECT, and is held until
-    #: then. From the range for experiments; a peer that does not know it ignores it (RFC 9113, 6.5.2).
+    #: Server: this many bytes of a stream can arrive before the answer to its CONNECT, and are held until then.
+    #: The identifier is from the range for experiments; other peers ignore it (RFC 9113, 6.5.2).
     EARLY_BYTES = 0xF0EB
 
 

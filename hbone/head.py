@@ -109,7 +109,7 @@ def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
 
 @lru_cache(maxsize=256)  # names recur, and what does not costs as if it were not remembered
 def _fault(name: bytes) -> str:
-    """Return what is wrong with the name of a regular field; empty for nothing."""
+    """Return the fault in the name of a regular field, or the empty string."""
     if _NAME.match(name) is None:
         return "forbidden bytes in a field name"
     return _CONNECTION_FAULT if name in _CONNECTION_SPECIFIC else ""

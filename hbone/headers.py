@@ -44,14 +44,14 @@ def parse_authority(value: bytes | None) -> Authority:
     """Split a CONNECT ``:authority`` into host and port (RFC 9113, 8.5; RFC 3986, 3.2).
 
     Args:
-        value: ASCII ``host:port``, an IPv6 host in brackets, no userinfo; None: the field was missing.
+        value: ASCII ``host:port``, an IPv6 host in brackets, no userinfo. None if the field was missing.
 
     Returns:
-        The host as an address when it is one (an IPv4-mapped IPv6 address as IPv4, so that no rule for one
-        spelling misses the other), else as a lower-case name; a trailing dot is refused.
+        The host as an address if it is one (an IPv4-mapped IPv6 address as IPv4, so that rules apply to both
+        spellings), otherwise as a lower-case name. A trailing dot is refused.
 
     Raises:
-        InvalidHeader: anything else; callers answer 400.
+        InvalidHeader: any other form. Callers answer 400.
     """
     raw = value if value is not None else b""
     try:
@@ -83,7 +83,7 @@ def parse_authority(value: bytes | None) -> Authority:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baggage:
-    """Workload metadata of one side; empty fields are absent on the wire."""
+    """Workload metadata of one side. Empty fields are left out on the wire."""
 
     cluster_id: str = ""
     namespace: str = ""
@@ -124,7 +124,7 @@ def format_baggage(baggage: Baggage) -> bytes:
 def parse_baggage(headers: Headers) -> Baggage:
     """Every ``baggage`` field of a section; unknown keys are ignored, later ones win, spaces are kept.
 
-    A value with other bytes than ASCII voids all of them, as in the Rust ztunnel.
+    A value with a non-ASCII byte voids all values, like in the Rust ztunnel.
     """
     values: dict[str, str] = {}
     for name, raw in headers:
@@ -152,7 +152,9 @@ def format_forwarded(client: str, host: str | None = None) -> bytes:
 
 
 def forwarded_host(headers: Headers) -> str | None:
-    """``host=`` of the ``forwarded`` field, quotes stripped (RFC 7239); None: absent or not ASCII."""
+    """Return ``host=`` of the ``forwarded`` field without quotes (RFC 7239), or None if it is
+    absent or not ASCII.
+    """
     value = first(headers, b"forwarded")
     if value is None or not value.isascii():
         return None

@@ -1,13 +1,13 @@
-"""Header blocks, by the ``hpack`` library behind caches of those that recur (RFC 7541).
+"""Encodes and decodes header blocks by the ``hpack`` library (RFC 7541), with caches of recurring blocks.
 
-Ours are written without dynamic table: every field is a static index or a never-indexed literal. That costs
-a couple of hundred bytes per tunnel and makes a field's encoding depend on nothing, so that it is encoded
-once, and what never recurs (``traceparent``) is its name's encoding and the value. A peer's block may be
-remembered only while its dynamic table stands still, which it does with peers that repeat themselves (Envoy
-indexes all its fields after the first request).
+Our blocks do not use the dynamic table: every field is a static index or a never-indexed literal. This costs about
+two hundred bytes per tunnel and makes a field's encoding independent of other fields, so that it is encoded once.
+A value that never recurs (``traceparent``) is appended to its name's encoding. A peer's block can be cached only
+while its dynamic table does not change, which is so for peers with repeating requests (Envoy indexes all its
+fields after the first request).
 
-A block that neither reads nor changes the dynamic table, as ours do, is read here (:func:`plain_fields`), in a
-fifth of the library's time; everything else, Huffman codes too, is the library's.
+A block that neither reads nor changes the dynamic table, like ours, is decoded here (:func:`plain_fields`), in a
+fifth of the library's time. The library decodes all others, including Huffman codes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TOLERATED_LIST_BYTES = 131_072
 """Lists up to this size end their stream, larger ones the connection."""
 LONG_BLOCK_BYTES = 1024
 """Longer blocks are decoded in pieces (:mod:`hbone.hpack_pieces`)."""
-#: Fields whose values never come twice (a trace's identifier, a client's port) or are secrets: nothing with one is
-#: remembered.
+#: Fields whose values never recur (a trace's identifier, a client's port) or are secrets. Blocks with such a field
+#: are not cached.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
 #: The same within a second: of blocks with one, the last is remembered.
 _OF_THE_MOMENT = b"date"
@@ -45,14 +45,14 @@ _LITERALS = (0x00, 0x10)  # without indexing, never indexed (RFC 7541, 6.2.2 and
 
 
 def plain_fields(block: bytes, max_list_bytes: int) -> Headers | None:
-    """Decode a block that neither uses the dynamic table nor Huffman codes; None for any other.
+    """Decode a block that uses neither the dynamic table nor Huffman codes. Return None for any other.
 
     Args:
         block: a whole header block.
         max_list_bytes: limit of the list's size (RFC 9113, 6.5.2: 32 bytes per field besides its own).
 
     Returns:
-        The fields; None: the library must decode the block, which may be wrong.
+        The fields. None if the library must decode the block, which can be malformed.
     """
     fields: list[Header] = []
     position, end, size = 0, len(block), 0
@@ -128,9 +128,9 @@ class _WatchedTable(HeaderTable):
 
 
 class BlockDecoder(Generic[T]):
-    """Decodes and parses the header blocks of one direction of one connection, in their order.
+    """Decodes and parses the header blocks of one direction of one connection, in order.
 
-    ``parse`` sees the decoded fields; what it returns is remembered with the block.
+    ``parse`` gets the decoded fields. Its result is cached with the block.
 
     Args:
         max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
@@ -170,7 +170,7 @@ class BlockDecoder(Generic[T]):
         self._parse = parse
         self._blocks: dict[bytes, T] = {}
         self._last: tuple[bytes, T] | None = None
-        # A long block: what is decoded of it.
+        # The decoded part of a long block.
         self._long = b""
         self._position = 0
         self._long_fields: list[Header] = []
@@ -183,9 +183,9 @@ class BlockDecoder(Generic[T]):
         """Fields that it found there."""
 
     def decode(self, block: bytes) -> T:
-        """Return the parsed block; call it for every block of the peer, wanted or not (RFC 7541, 2.2).
+        """Return the parsed block. Call it for every block of the peer, even if unused (RFC 7541, 2.2).
 
-        One of over :data:`LONG_BLOCK_BYTES` may take long; :meth:`begin` and :meth:`advance` divide it.
+        A block of more than :data:`LONG_BLOCK_BYTES` can take long. :meth:`begin` and :meth:`advance` divide it.
 
         Raises:
             HeaderBlockError: the connection must end, since the dynamic tables of both sides may differ now.
@@ -224,7 +224,7 @@ class BlockDecoder(Generic[T]):
         return parsed
 
     def begin(self, block: bytes) -> None:
-        """Begin a block to be decoded by :meth:`advance`; until :meth:`finish` no other may be given."""
+        """Start a block that :meth:`advance` decodes. Do not pass another block before :meth:`finish`."""
         self._long = block
         self._position = 0
         self._string = None
@@ -274,7 +274,7 @@ class BlockDecoder(Generic[T]):
             self._long_fields += fields
 
     def finish(self) -> T:
-        """Return the parsed block of which :meth:`advance` has decoded the last piece."""
+        """Return the parsed block after :meth:`advance` has decoded its last piece."""
         fields, self._long_fields, self._long = tuple(self._long_fields), [], b""
         self._forget()
         return self._parse(fields) if self._list_bytes <= self._max_list_bytes else self._oversized
@@ -289,7 +289,7 @@ class BlockDecoder(Generic[T]):
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
 
     def _forget(self) -> None:
-        """Drop what is remembered: the dynamic table may have changed, and with it what blocks mean."""
+        """Drop the cache: the dynamic table can have changed, and with it the meaning of blocks."""
         self._changes = self._table.changes
         self._blocks.clear()
         self._last = None
@@ -358,8 +358,8 @@ class BlockEncoder:
         name, value = header
         beginning = self._names.get(name)
         if beginning is None:
-            # sensitive=True is the library's only literal that leaves the peer's table alone. No field of the
-            # static table has this value, of which the last two bytes are the length and the byte itself.
+            # sensitive=True is the library's only literal that leaves the peer's table unchanged. No field of the
+            # static table has this value, whose last two bytes are the length and the byte itself.
             beginning = self._encoder.add((name, b"x"), sensitive=True, huffman=False)[:-2]
             if len(self._names) >= _MAX_ENTRIES:
                 self._names.clear()

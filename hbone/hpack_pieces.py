@@ -1,9 +1,9 @@
 """Cuts a long header block into pieces of whole fields, so that no peer decides how long one decoding takes.
 
-The ``hpack`` library decodes a block in one call, and copies what is left of it for each field: 32,000 short
-fields took a quarter of a second. A piece is decoded as fast as it is read; between two of them other connections
-get their turn. Only the lengths of fields are read here (RFC 7541, 5.1, 5.2 and 6), and long strings in Huffman
-codes; what fields mean is the library's.
+The ``hpack`` library decodes a block in one call, and copies the remaining block for each field: 32,000 short
+fields took a quarter of a second. A piece is decoded as fast as it is read, and other connections run between two
+pieces. This module only reads the lengths of fields (RFC 7541, 5.1, 5.2 and 6), and long strings in Huffman codes.
+The library decodes the fields.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Piece(NamedTuple):
     """A run of fields.
 
     Attributes:
-        end: position behind it.
-        value: if it is one field whose value is a long string in Huffman codes, the position of that string's
-            length, and of its octets; else two zeros.
+        end: the position after the piece.
+        value: the positions of the length and of the octets of a long Huffman-coded value, if the piece is a
+            single field with such a value. Otherwise two zeros.
     """
 
     end: int
@@ -84,7 +84,7 @@ class HuffmanString:
         self._end = end
         self._state = 0
         self.decoded = bytearray()
-        """What is decoded so far."""
+        """The fields decoded so far."""
 
     def advance(self) -> int:
         """Decode the next step; return how many octets it had, 0 at the end.
@@ -152,7 +152,7 @@ def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
 
 
 def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """Return an integer and the position behind it (RFC 7541, 5.1)."""
+    """Return an integer and the position after it (RFC 7541, 5.1)."""
     value = block[position] & mask
     position += 1
     if value < mask:

@@ -1,8 +1,8 @@
 """Every limit that a peer of a connection can meet, with its unit and the reason for its default.
 
-Three kinds of answers, from mild to final. A peer that causes more work than its share is not read from for a
-while (backpressure). A stream that exceeds its bounds is reset. A connection that does not stop there is ended
-with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` has the table of limits with what other proxies do.
+There are three kinds of answers, from mild to final. A peer that causes more work than its share is not read for
+some time (backpressure). A stream that exceeds its bounds is reset. A connection that continues is closed with
+GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` has the table of limits beside those of other proxies.
 
 Work is counted in units of about a microsecond of one core in pure Python, by what was measured for each kind of
 frame. It is counted and not timed: a clock would charge a peer for what the machine does meanwhile.
@@ -22,34 +22,36 @@ SMALL_DATA_UNITS: Final = 1
 SPLIT_DATA_UNITS: Final = 4
 """A DATA frame below that with padding, or in pieces."""
 DROPPED_DATA_UNITS: Final = 3
-"""A DATA frame for a stream that is gone, in addition: nothing is delivered for it."""
+"""The additional cost of a DATA frame for a closed stream, whose bytes are not delivered."""
 FRAME_UNITS: Final = 2
 """Any other frame."""
 HEADERS_UNITS: Final = 15
 """A header block, in addition."""
 FIELD_UNITS: Final = 4
-"""Each field of a header block that no cache knows: an insert into the dynamic table takes that long."""
+"""The cost of each field of an uncached header block: an insert into the dynamic table takes that long."""
 OCTETS_PER_UNIT: Final = 4
-"""Octets of a header block that no cache knows: Huffman codes take that long."""
+"""Octets of an uncached header block per unit of cost: Huffman codes take that long."""
 REQUEST_UNITS: Final = 200
 """A request: a handler, an answer and a log line. An answer of 200 returns it, with what its head cost."""
 IDLE_STREAM_UNITS: Final = 200
-"""A tunnel that is over and has received nothing: what opened it was work for nothing."""
+"""The cost of a closed tunnel that has received no bytes: its opening was wasted work."""
 REFUND_UNITS: Final = 500
 """The most that an answer of 200 returns."""
 RECORD_BYTES: Final = 24
-"""TLS octets that carry no payload, per unit: what a record adds. Bulk, with a thousandth, pays nothing."""
+"""TLS octets without payload per unit: the overhead of records. Bulk data, with a thousandth of
+overhead, is free.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds on what one connection can make us hold or do.
 
-    The arithmetic of the work budget: a quarter of a core for one connection. 10,000 requests of 1 KiB a second in
-    its tunnels cost 10,000 units; 2,500 new tunnels a second that carry bytes cost as little, for their 200 pays
-    them back; 1,000 refused requests a second cost 300,000 and are slowed down. The burst has room for 600
-    requests at once, before the first of them is answered. Whatever a peer sends in frames of 1 KiB or more is
-    free. The other rates are guesses: above what busy honest peers were seen to need, and far below what hurts.
+    The work budget is a quarter of a core per connection. 10,000 requests of 1 KiB a second in its tunnels cost
+    10,000 units. 2,500 new tunnels a second that carry bytes cost as little, because each 200 refunds its request.
+    1,000 refused requests a second cost 300,000 units and are slowed down. The burst has room for 600 requests at
+    once, before the first of them is answered. Frames of 1 KiB or more are free. The other rates are guesses:
+    above the observed needs of busy honest peers, and far below harmful rates.
     """
 
     work_burst: int = 200_000
@@ -67,12 +69,13 @@ class Limits:
     """The same in seconds, checked between reads."""
 
     peer_window_bytes: int = 32 * 1024 * 1024
-    """Bytes that all connections of one peer may have waiting here, beyond the first window of each."""
+    """Bytes that can wait here for all connections of one peer together, beyond the first window of each."""
 
     control_burst: int = 1000
     control_rate: float = 500.0
-    """Frames per second that make us work for nothing: SETTINGS, PING, PRIORITY, empty DATA, unearned
-    WINDOW_UPDATE, frames on closed streams, unknown frames."""
+    """Frames per second that cause wasted work: SETTINGS, PING, PRIORITY, empty DATA, unearned WINDOW_UPDATE,
+    frames on closed streams, unknown frames.
+    """
     reset_burst: int = 200
     reset_rate: float = 100.0
     """Streams per second which the peer abandons before our answer, or makes us reset."""

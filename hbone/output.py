@@ -1,7 +1,7 @@
 """The engine's output: frames in order, with DATA payload that a socket's read has put in place.
 
-Frames go one after the other into a buffer that is borrowed while there is something to write. Frames that no
-longer fit, or must wait because the network does not take the buffer, queue behind it as bytes objects.
+Frames are written consecutively into a buffer that is borrowed while there is output. Frames that no longer fit,
+or must wait because the network does not take the buffer, queue behind it as bytes objects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LEAST_ROOM: Final = 4096  # a smaller remainder is not worth a read of its own
 
 
 class Buffers(Protocol):
-    """A source of output buffers; an idle connection holds none."""
+    """A source of output buffers. An idle connection holds none."""
 
     def acquire(self) -> memoryview:
         """Lend a writable buffer of at least 64 KiB."""
@@ -55,7 +55,7 @@ class Output:
 
     @property
     def borrows(self) -> bool:
-        """Whether a buffer is held, perhaps with nothing in it; :meth:`taken` returns it."""
+        """Whether a buffer is held, possibly an empty one. :meth:`taken` returns it."""
         return self._buffer is not None
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Output:
         return buffer[start : start + limit] if limit < room else buffer[start:]
 
     def reserve_many(self, limit: int, frame_bytes: int) -> list[memoryview] | None:
-        """As :meth:`reserve`, over several frames of ``frame_bytes``: one view for each payload."""
+        """Like :meth:`reserve`, over several frames of ``frame_bytes``, with one view for each payload."""
         buffer = self._buffer
         if buffer is None:
             buffer = self._buffer = self._buffers.acquire()
@@ -117,7 +117,7 @@ class Output:
         self._end = end + HEADER_BYTES + size
 
     def views(self) -> list[memoryview | bytes]:
-        """Return everything queued, in order; valid until :meth:`taken`."""
+        """Return all queued output in order. It is valid until :meth:`taken`."""
         if self._buffer is None:
             return []
         return [self._buffer[: self._end], *self._overflow] if self._end else []

@@ -1,17 +1,17 @@
 """Which connection carries the next tunnel: the pool's decisions, without sockets or clock.
 
-The rules. A key is anything hashable, and connections of one key are interchangeable. A tunnel takes the oldest
+The rules: a key is any hashable, and connections of one key are interchangeable. A tunnel takes the oldest
 connection of its key that has room. Without one, and below the limits, exactly one connection per key is dialled,
-however many tunnels wait for it: a burst of clients must not become a burst of handshakes. When the dial
-succeeds, the waiters get its room in their order, and the next dial starts only if some are left. When it fails,
-the waiter that caused it gets the error, and the next waiter causes a new dial, so that no waiter depends on an
-event that will not come.
+however many tunnels wait for it, because a burst of clients must not become a burst of handshakes. If the dial
+succeeds, waiters get its room in order, and the next dial starts only if some are left. If it fails, the waiter
+that caused it gets the error, and the next waiter causes a new dial, so that no waiter depends on an event that
+will not occur.
 
-Room is the smaller of our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS; a limit that is learned later
-counts from then on. A connection that is draining (GOAWAY, our drain, evicted) keeps its streams and takes no
-more. Idle connections are released after ``idle_timeout_s``, and beyond ``max_idle`` the least recently used
-first. One that becomes idle beside others of its key is spare: it is left from a peak, and released after
-``spare_timeout_s``; each peer keeps one.
+Room is the smaller of our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A limit learned later counts from
+then on. A draining connection (GOAWAY, our drain, evicted) keeps its streams and takes no more. Idle connections
+are released after ``idle_timeout_s``, and above ``max_idle`` the least recently used first. A connection that
+becomes idle beside others of its key is a spare left from a peak, and is released after ``spare_timeout_s``. Each
+peer keeps one connection.
 
 The caller executes the returned actions in order, and reports the results back.
 """
@@ -58,7 +58,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """``waiter`` opens its stream on ``connection``, where a slot is reserved for it."""
+    """``waiter`` opens its stream on ``connection``, on which a slot is reserved for it."""
 
     waiter: WaiterId
     connection: ConnectionId
@@ -149,7 +149,7 @@ class PoolState:
 
     @property
     def dialling(self) -> int:
-        """Keys for which a connection is being opened."""
+        """Keys with a dial in progress."""
         return sum(entry.dialling is not None for entry in self._keys.values())
 
     def reserve(self, key: Hashable) -> ConnectionId | None:
@@ -167,7 +167,7 @@ class PoolState:
         return None
 
     def request(self, key: Hashable, now_s: float) -> tuple[WaiterId, list[Action]]:
-        """Ask for a slot; an :class:`Assign` or :class:`Fail` for the returned waiter follows, now or later.
+        """Request a slot. An :class:`Assign` or :class:`Fail` for the returned waiter follows, now or later.
 
         Raises:
             PoolFull: too many are waiting.
@@ -187,7 +187,7 @@ class PoolState:
         return waiter, self._assign_waiters(key, entry, now_s)
 
     def cancel_wait(self, waiter: WaiterId, now_s: float) -> list[Action]:
-        """Take a waiter out of the line; idempotent, and nothing once it was assigned or failed."""
+        """Remove a waiter from the queue. Idempotent; does nothing after it was assigned or failed."""
         key = self._waiting.pop(waiter, None)
         if key is None:
             return []
@@ -221,7 +221,7 @@ class PoolState:
         return connection, [*self._assign_waiters(key, entry, now_s), *self._evict()]
 
     def dial_failed(self, key: Hashable, error: Exception, now_s: float) -> list[Action]:
-        """Fail the waiter that caused the dial of ``key``, and dial anew for the next one."""
+        """Fail the waiter that caused the dial of ``key``, and dial again for the next one."""
         entry = self._keys.get(key)
         if entry is None or entry.dialling is None:
             return []
@@ -293,7 +293,7 @@ class PoolState:
         return actions
 
     def next_deadline_s(self) -> float | None:
-        """Return when :meth:`advance` has something to do; None: never, as things are."""
+        """Return when :meth:`advance` has work to do, or None if it has none in the current state."""
         return min(
             (
                 self._members[next(iter(waiting))].idle_since_s + timeout_s
@@ -304,7 +304,7 @@ class PoolState:
         )
 
     def close(self, error: Exception) -> list[Action]:
-        """Fail every waiter and drain every connection; one that is dialled later closes at once."""
+        """Fail every waiter and drain every connection. A connection whose dial ends later is closed at once."""
         self._closed = True
         actions: list[Action] = []
         for key, entry in list(self._keys.items()):

@@ -1,12 +1,11 @@
 """Bytes into frames: the reading half of the engine, however the network cut them.
 
-Control frames are collected in full. DATA payload passes through in the chunks in which it arrived. Header
-blocks are put together from HEADERS and CONTINUATION. Unknown frames are skipped without being collected.
-Everything that a frame's nine header bytes alone make wrong is refused here, before anything is collected (RFC
-9113, 4 and 6).
+Control frames are collected in full. DATA payload passes through in the chunks in which it arrived. Header blocks
+are assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
+header bytes are invalid is refused here, before its payload is collected (RFC 9113, 4 and 6).
 
-The reader also counts what the frames cost (:mod:`hbone.limits`) and stops at a frame's boundary when that exceeds
-what its caller allows, so that no read, however many frames are in it, holds up the other connections for long.
+The reader also counts the frames' costs (:mod:`hbone.limits`). It stops at a frame's boundary when they exceed the
+caller's limit, so that one read, however many frames it has, does not delay other connections for long.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class FrameSink(Protocol):
         """Take a DATA frame without padding that arrived in full; any other calls the next three."""
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
-        """Begin a DATA frame: ``length`` bytes count against the windows, ``payload`` of them follow."""
+        """Start a DATA frame: ``length`` bytes count against the windows, and ``payload`` of them follow."""
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
         """Take payload of the DATA frame that began last."""
@@ -86,11 +85,11 @@ class FrameReader:
     def __init__(self, settings: Http2Settings, *, expect_preface: bool) -> None:
         self._settings = settings
         self.work = 0
-        """Units of work since the caller has set it to 0; the sink adds what only it knows."""
+        """Units of work since the caller has set it to 0. The sink adds its own."""
         self._preface = PREFACE if expect_preface else b""
         self._settings_next = True
         self._partial = bytearray()
-        # A payload passing through; what is skipped of it is padding, or an unknown frame.
+        # A payload passing through. Its skipped part is padding, or an unknown frame.
         self._left = 0
         self._skip = 0
         self._block = bytearray()
@@ -105,7 +104,7 @@ class FrameReader:
             How much of ``view`` was used. The frames in the rest have not been looked into.
 
         Raises:
-            Failure: the connection cannot go on.
+            Failure: the connection cannot continue.
         """
         end = len(view)
         position = 0

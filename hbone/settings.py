@@ -1,4 +1,4 @@
-"""The SETTINGS that one end announces, and the windows that it grants, as values."""
+"""One end's announced SETTINGS and granted windows, as values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Role(Enum):
 class Http2Settings:
     """SETTINGS we send, windows we grant.
 
-    The defaults are those of the Rust ztunnel, in its order; ``max_concurrent_streams`` and
-    ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`. Windows begin smaller and
-    grow up to ``stream_window_bytes`` and ``connection_window_bytes`` as they are used (:mod:`hbone.windows`).
+    The defaults are those of the Rust ztunnel, in its order. ``max_concurrent_streams`` and
+    ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`. Windows start smaller and
+    grow up to ``stream_window_bytes`` and ``connection_window_bytes`` with use (:mod:`hbone.windows`).
     """
 
     max_concurrent_streams: int | None = 200
     stream_window_bytes: int = 4 * 1024 * 1024
     connection_window_bytes: int = 16 * 1024 * 1024
     initial_window_bytes: int = 16_384
-    """Of a stream, announced; all that it may pin before it has shown that it needs more."""
+    """A stream's announced window: the bytes that it can pin before it has shown that it needs more."""
     max_frame_bytes: int = 1024 * 1024
     max_header_list_bytes: int = 65_536
     early_bytes: int = 64 * 1024

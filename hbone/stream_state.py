@@ -1,9 +1,9 @@
-"""Which frames a stream allows in which state, and what they make of it (RFC 9113, 5.1).
+"""The frames that a stream allows in each state, and the state that follows (RFC 9113, 5.1).
 
-:data:`RECEIVED` answers for frames of the peer, :data:`SENT` for ours; :mod:`hbone.engine` asks both, and
+:data:`RECEIVED` is for frames of the peer, :data:`SENT` for ours. :mod:`hbone.engine` uses both, and
 ``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's *closed* is
-two states here, because it asks for two behaviours: frames that were on their way when we sent RST_STREAM must be
-ignored, while a peer that has closed a stream itself breaks the protocol when it goes on.
+two states here, because it requires two behaviours: frames that were under way when we sent RST_STREAM must be
+ignored, while a peer that has closed a stream itself violates the protocol by sending more.
 
 The table is about order. What else can be wrong with a frame (header fields, windows, sizes, a second response
 head) is up to the engine once the table allows the frame.
@@ -36,7 +36,7 @@ class StreamState(Key):
 
 
 class StreamFrame(Key):
-    """Frames that a stream can carry; those with END_STREAM apart."""
+    """Frames of a stream, with separate members for those with END_STREAM."""
 
     HEADERS = "HEADERS"
     HEADERS_END = "HEADERS, END_STREAM"
@@ -47,7 +47,7 @@ class StreamFrame(Key):
 
 
 class Scope(Enum):
-    """What a violation costs the peer (RFC 9113, 5.4)."""
+    """The consequence of a violation (RFC 9113, 5.4)."""
 
     STREAM = "stream error"
     """We send RST_STREAM."""
@@ -113,10 +113,9 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
         _F.RST_STREAM: _S.CLOSED,
         _F.WINDOW_UPDATE: _S.HALF_CLOSED_REMOTE,
     },
-    # RST_STREAM and WINDOW_UPDATE may have crossed our END_STREAM (RFC 9113, 5.1). HEADERS would be a stream
-    # identifier used twice, which ends the connection (5.1.1). Late DATA gets a RST_STREAM only: with our
-    # bounded memory of resets it may be for a stream that we reset, and one confused stream must not end a
-    # hundred tunnels.
+    # RST_STREAM and WINDOW_UPDATE can have crossed our END_STREAM (RFC 9113, 5.1). HEADERS would reuse a stream
+    # identifier, which ends the connection (5.1.1). Late DATA gets a RST_STREAM only: we remember a bounded number
+    # of resets, so it can be for a stream that we reset, and one confused stream must not end a hundred tunnels.
     _S.CLOSED: {
         _F.HEADERS: _LATE_HEADERS,
         _F.HEADERS_END: _LATE_HEADERS,
@@ -140,7 +139,7 @@ RECEIVED: Final[dict[Role, dict[StreamState, dict[StreamFrame, Verdict]]]] = {
         _S.CLOSED: {**_BY_SERVER[_S.CLOSED], _F.HEADERS: _IGNORED, _F.HEADERS_END: _IGNORED},
     },
 }
-"""By our role: what a frame of the peer makes of a stream in a state."""
+"""By our role: the state of a stream after a frame of the peer."""
 
 SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
     _S.IDLE: {_F.HEADERS: _S.OPEN, _F.HEADERS_END: _S.HALF_CLOSED_LOCAL},
@@ -153,7 +152,7 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
         _F.WINDOW_UPDATE: _S.OPEN,
     },
     _S.HALF_CLOSED_LOCAL: {_F.RST_STREAM: _S.RESET, _F.WINDOW_UPDATE: _S.HALF_CLOSED_LOCAL},
-    # No WINDOW_UPDATE: the peer sends nothing more that it could be for.
+    # No WINDOW_UPDATE, because the peer sends no more bytes that could need it.
     _S.HALF_CLOSED_REMOTE: {
         _F.HEADERS: _S.HALF_CLOSED_REMOTE,
         _F.HEADERS_END: _S.CLOSED,
@@ -164,10 +163,11 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
     _S.CLOSED: {_F.RST_STREAM: _S.RESET},
     _S.RESET: {},
 }
-"""What a frame of ours makes of a stream; a frame that is missing may not be sent (LocalProtocolError). A server
-does not send HEADERS on an idle stream."""
+"""The state of a stream after a frame of ours. Frames that are missing here must not be sent (LocalProtocolError).
+A server does not send HEADERS on an idle stream.
+"""
 
-#: The states in which DATA may come or go, for comparisons by identity where bytes flow.
+#: The states in which DATA can be received or sent, for comparisons by identity on the hot path.
 OPEN: Final = StreamState.OPEN
 HALF_CLOSED_LOCAL: Final = StreamState.HALF_CLOSED_LOCAL
 HALF_CLOSED_REMOTE: Final = StreamState.HALF_CLOSED_REMOTE

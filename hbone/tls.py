@@ -1,11 +1,11 @@
 """TLS as bytes in and bytes out: OpenSSL over memory BIOs, no socket.
 
-Bulk data skips pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call, and calls the same
-library through its cffi binding with pointers into the caller's buffers: 105 instead of 360 microseconds to seal
-and open 256 KiB (the standard library: 194), and no dearer for 1 KiB (``bench/tls_micro.py``). Ciphertext is read
-where the network put it, through a read-only BIO (one copy less than a memory BIO); that is why
-:meth:`TlsSession.receive` must be drained before its buffer is used again. Everything below these few calls can be
-swapped without touching their callers.
+Bulk data bypasses pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call. It calls the same
+library through its cffi binding with pointers into the caller's buffers: 105 instead of 360 microseconds to
+encrypt and decrypt 256 KiB (the standard library: 194), and no more for 1 KiB (``bench/tls_micro.py``). Ciphertext
+is read in place through a read-only BIO (one copy less than a memory BIO). So the data given to
+:meth:`TlsSession.receive` must be drained before its buffer is reused. The implementation below these few calls
+can be replaced without changing callers.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _REASONS: Final = (
 
 
 def sealed_bytes(plain_bytes: int) -> int:
-    """Room that ``plain_bytes`` of plaintext, and what waits with it, need as ciphertext."""
+    """Return the ciphertext room needed for ``plain_bytes`` of plaintext and the pending output."""
     return plain_bytes + (plain_bytes // RECORD_BYTES + 1) * RECORD_OVERHEAD + _SPARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFacts:
-    """What a finished handshake proved about the peer, and what was negotiated."""
+    """The facts about the peer that a finished handshake proved, and the negotiated parameters."""
 
     certificate: x509.Certificate | None = None
     chain: tuple[x509.Certificate, ...] = ()
-    """Verified chain, leaf first; empty without verification."""
+    """Verified chain, leaf first. Empty without verification."""
     uri_sans: tuple[str, ...] = ()
     version: str = ""
     cipher: str = ""
@@ -77,9 +77,9 @@ class TlsSession:
 
     Args:
         context: parameters and identity.
-        half_rtt_data: of a server: sent with its first flight, before the client has proved anything, so that the
-            client has it when it begins to speak (RFC 8446, 2; "0.5-RTT data"). Not with TLS 1.2, nor after a
-            HelloRetryRequest: see :attr:`half_rtt_sent`.
+        half_rtt_data: sent by a server with its first flight, before the client is authenticated, so that the
+            client has it before its first request (RFC 8446, 2; "0.5-RTT data"). Not sent with TLS 1.2, nor after
+            a HelloRetryRequest; see :attr:`half_rtt_sent`.
     """
 
     __slots__ = (
@@ -114,7 +114,7 @@ class TlsSession:
         self.half_rtt_sent = False
         """Whether the half-RTT data left with the first flight."""
         self.peer_closed = False
-        """Whether the peer sent close_notify; nothing more can be read then."""
+        """Whether the peer sent close_notify. No more bytes can be read then."""
 
     def receive(self, ciphertext: memoryview) -> None:
         """Offer ciphertext. It is read in place: drain the session before changing that buffer."""
@@ -150,7 +150,7 @@ class TlsSession:
         return True
 
     def _send_half_rtt_data(self) -> None:
-        """Advance to the end of our first flight and write the half-RTT data behind it; raises as
+        """Advance to the end of our first flight and append the half-RTT data. Raises the same errors as
         ``do_handshake``.
 
         OpenSSL stops between the flights only for callers that ask for 0-RTT data of the client. There never is
@@ -197,8 +197,8 @@ class TlsSession:
     def seal(self, plain: memoryview | bytes, out: memoryview) -> int:
         """Encrypt ``plain`` behind what already waits to be sent; bytes of ``out`` that were filled.
 
-        ``out`` must have :func:`sealed_bytes` of room. ``plain`` may be empty, before the handshake is
-        finished it must be.
+        ``out`` must have :func:`sealed_bytes` of room. ``plain`` can be empty, and must be empty before the
+        handshake is finished.
 
         Raises:
             TlsError: the connection cannot send any more.
@@ -279,12 +279,12 @@ class TlsSession:
 
 
 def uri_sans(certificate: x509.Certificate) -> tuple[str, ...]:
-    """The URI subject alternative names; empty also when the extension cannot be parsed."""
+    """Return the URI subject alternative names. Empty also if the extension cannot be parsed."""
     return _uri_sans(certificate.public_bytes(Encoding.DER))
 
 
-# Of the same peers, connection after connection. By octets: an entry with a certificate would keep all that was
-# parsed of it, some 80 objects, also when its successor has been in use for long.
+# A few peers open most connections. The key is the encoded certificate: an entry with the certificate object would
+# keep its parsed form, about 80 objects, long after the certificate's successor is in use.
 @lru_cache(maxsize=256)
 def _uri_sans(der: bytes) -> tuple[str, ...]:
     certificate = x509.load_der_x509_certificate(der)

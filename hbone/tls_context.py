@@ -34,14 +34,14 @@ class Refusal:
 
 
 Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | Refusal | None]
-"""Judges the peer's verified chain, leaf first and root last; what is wrong with its name, or None to accept."""
+"""Judges the peer's verified chain, leaf first and root last. Returns the fault in its name, or None to accept."""
 
 _MODE_NO_AUTO_CHAIN: Final = 8  # SSL_MODE_NO_AUTO_CHAIN
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 _EXPIRY_ERRORS: Final = frozenset((_NOT_YET_VALID, 10))  # and X509_V_ERR_CERT_HAS_EXPIRED
 _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
-# X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED: unknown status is no revocation, and
-# an old list still revokes what it names (as Rust ztunnel).
+# X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED: an unknown status is not a revocation, and an
+# expired list still revokes its certificates (like in the Rust ztunnel).
 _TOLERATED_CRL_ERRORS: Final = frozenset((3, 11, 12))
 _REVOKED: Final = 23  # X509_V_ERR_CERT_REVOKED
 _REJECTED: Final = 28  # X509_V_ERR_CERT_REJECTED: makes the alert bad_certificate
@@ -55,7 +55,7 @@ class TlsVersion(Enum):
 
 
 class ClientCertificate(Enum):
-    """What a server asks of clients."""
+    """A server's requirements for clients' certificates."""
 
     NONE = SSL.VERIFY_NONE
     OPTIONAL = SSL.VERIFY_PEER
@@ -67,16 +67,17 @@ class TlsSettings:
     """Everything a context is built from. PEM fields hold one or more blocks.
 
     Attributes:
-        certificate_chain_pem: leaf first; None: no certificate is presented.
+        certificate_chain_pem: leaf first. None presents no certificate.
         further: of a server, certificates to choose between beside the first: :mod:`hbone.tls_identities`.
-        trusted_ca_pem: roots or intermediates to end a chain at; None: the peer is not verified at all.
+        trusted_ca_pem: roots or intermediates at which a chain ends. None disables verification of the peer.
         crl_pem: revocation lists for any certificate of the chain.
-        client_certificate: asked by a server; a client always verifies when it has trusted certificates.
+        client_certificate: requested by a server. A client always verifies if it has trusted certificates.
         suites: of TLS 1.3, in order of preference. AES-128-GCM first: ChaCha20 costs 20 to 40 % more CPU.
-        groups: key exchange, in order; None: OpenSSL's choice, post-quantum hybrid first.
+        groups: key exchange groups in order of preference. None leaves the choice to OpenSSL, which prefers
+            post-quantum hybrids.
         alpn: protocols in order of preference.
-        alpn_required: a server refuses clients whose ALPN has none of ours (no ALPN at all is accepted); a
-            client refuses servers which did not select one of ours.
+        alpn_required: a server refuses clients whose ALPN has none of our protocols (no ALPN at all is accepted).
+            A client refuses servers that did not select one of ours.
         verify: see :data:`Verify`; needs ``trusted_ca_pem`` or ``any_chain``.
         any_chain: without ``trusted_ca_pem``, ask for the peer's certificate and have ``verify`` alone judge it.
             For pinned certificates and keys: the handshake proves the key, and the issuer does not matter.
@@ -126,7 +127,7 @@ class Verification:
 
 
 class TlsContext:
-    """An OpenSSL context for one role; cheap to share between connections, built anew on rotation.
+    """An OpenSSL context for one role. It is cheap to share between connections, and replaced on rotation.
 
     Args:
         role: of our end.
@@ -156,7 +157,7 @@ class TlsContext:
 
     @property
     def settings(self) -> TlsSettings:
-        """What this was built from."""
+        """The settings of this context."""
         return self._settings
 
     def expecting(self, verify: Verify) -> TlsContext:
@@ -166,7 +167,7 @@ class TlsContext:
         quarter of a millisecond and 20 KiB.
 
         Raises:
-            ValueError: this one judges nobody, so that the shared part asks for no judgement.
+            ValueError: this context does not verify peers, so the shared part requests no verification.
         """
         if self._settings.verify is None:
             raise ValueError("a context without verify cannot be shared")
@@ -228,8 +229,7 @@ class TlsContext:
         # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
         flags = crypto.X509StoreFlags.PARTIAL_CHAIN
         if settings.crl_pem is not None:
-            # OpenSSL refuses no peer for a list that it does not have, so that one which is not read here would
-            # revoke nothing.
+            # OpenSSL accepts peers for which it has no list, so an unreadable list would revoke no certificate.
             blocks = _pem_blocks(settings.crl_pem, b"X509 CRL")
             if not blocks:
                 raise ValueError("no certificate revocation list in PEM")
@@ -316,7 +316,7 @@ def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
 
 
 def _times(store: Any, error: int) -> str:
-    """Return the bound that does not hold, and our time: one of the two clocks may be wrong."""
+    """Return the violated bound, and our time, because one of the two clocks can be wrong."""
     certificate = _current_certificate(store)
     early = error == _NOT_YET_VALID
     bound = certificate.not_valid_before_utc if early else certificate.not_valid_after_utc

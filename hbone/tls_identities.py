@@ -1,9 +1,9 @@
-"""The certificates that one TLS context presents: one, or several that a server chooses between by handshake.
+"""The certificates that one TLS context presents: one, or several from which a server chooses in each handshake.
 
-With several, OpenSSL chooses by what the client can verify, among the first certificate of each key type, and
-prefers the shorter one of an elliptic key. The names of the certificates narrow that choice first, as in Envoy:
-those whose subject alternative names have the client's server name (RFC 6066, 3), then those whose wildcard
-matches it, then the first. A client that names no server chooses from all.
+With several, OpenSSL chooses by the client's signature algorithms, among the first certificate of each key type,
+and prefers the shorter elliptic key. The names of the certificates narrow that choice first, like in Envoy:
+certificates whose subject alternative names include the client's server name (RFC 6066, 3), then those with a
+matching wildcard, then the first. A client without a server name chooses from all.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Identity:
 def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
     """Return the identity with its issuers among trusted certificates, if it has none of its own.
 
-    A peer that trusts the root alone needs them. OpenSSL would look for them in each handshake, verify the chain
-    that it found, and send the root, too.
+    A peer that trusts only the root needs the intermediates. OpenSSL would search for them in each handshake,
+    verify the resulting chain, and send the root, too.
 
     Args:
-        identity: whose chain may be the leaf alone.
+        identity: its chain can consist of the leaf alone.
         trusted_pem: roots and intermediates; ``None``: there are none.
 
     Raises:
@@ -85,7 +85,9 @@ def load(raw: SSL.Context, identity: Identity) -> None:
 
 
 def load_each(raw: SSL.Context, identities: Iterable[Identity]) -> None:
-    """Present the first certificate of each key type, each with its own issuers. Raises as :func:`load`."""
+    """Present the first certificate of each key type, each with its own issuers. Raises the same errors as
+    :func:`load`.
+    """
     seen: set[type] = set()
     for identity in identities:
         kind = type(identity.leaf.public_key())

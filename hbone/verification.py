@@ -29,7 +29,7 @@ def verified_chain(
     Args:
         chain: as shown, the leaf first, then others in any order.
         anchors: roots, or intermediates that are trusted as such.
-        shown_by: the end that shows it: its leaf must be for that purpose.
+        shown_by: the role of the end that presents it. The leaf must be valid for that purpose.
     """
     if not chain or not anchors:
         return None

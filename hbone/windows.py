@@ -1,20 +1,20 @@
-"""How much of a peer's payload may wait here: the receive windows of a connection and of its streams.
+"""The receive windows of a connection and of its streams: how much payload of a peer can wait here.
 
-What a stream can pin is its window: bytes that arrived and that its reader does not take. So that live streams
-always move, the windows of all streams together stay within the connection's. A stream therefore starts with
-little (``initial_window_bytes``) and gets more as it is measured to need it: when half of its window was delivered
-within :data:`FAST_S` and hardly anything waits, the peer was waiting for credit and not for the reader. A stream
-that slows down gives the growth back.
+A stream can pin its window: bytes that arrived and that its reader does not take. So that live streams always make
+progress, the windows of all streams together stay within the connection's window. A stream therefore starts with a
+small window (``initial_window_bytes``), which grows on demand: if half of it was delivered within :data:`FAST_S`
+and few bytes wait, the peer was waiting for credit and not for the reader. A stream that slows down releases the
+growth.
 
-Growth comes from two pools of the connection. What a socket has accepted may still wait in the kernel, which takes
-some megabytes from a stream that nothing reads. Streams that have delivered less than :data:`PROVEN_BYTES` share a
-small pool, of which each may take a quarter of what is left; beyond that a stream has a live reader, and may take
-half of what is left of the rest. However many streams are pinned, the next one finds credit, and once it has
-proved itself it finds as much as it can use.
+Growth comes from two pools of the connection. Bytes that a socket has accepted can still wait in the kernel, which
+takes some megabytes of a stream without a reader. Streams that have delivered less than :data:`PROVEN_BYTES` share
+a small pool, and each can take a quarter of its rest. Above that a stream has a live reader, and can take half of
+the rest of the large pool. However many streams are pinned, the next one gets credit, and after proving its reader
+it gets as much as it can use.
 
-The connection's own window follows the streams: one that has few costs a peer little of the bytes that all of its
-connections may have waiting (:class:`hbone.flow.PeerShare`), and of those of its pod and of the process
-(:class:`hbone.flow.WindowPool`). When these are used up, nothing grows. That is backpressure and no error.
+The connection's own window follows the streams: with few streams it uses little of the peer's quota of waiting
+bytes (:class:`hbone.flow.PeerShare`), and of the quotas of its pod and of the process
+(:class:`hbone.flow.WindowPool`). If these are used up, no window grows. That is backpressure, not an error.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class StreamWindow:
 
     @property
     def used(self) -> bool:
-        """Whether the peer has sent anything that counts."""
+        """Whether the peer has sent payload."""
         return self.delivered > 0 or self.credit < self.size
 
 
 class ConnectionWindow:
-    """The receive window of a connection and the pools from which those of its streams grow."""
+    """A connection's receive window, and the pools from which the windows of its streams grow."""
 
     __slots__ = (
         "_grown",
@@ -84,7 +84,7 @@ class ConnectionWindow:
         self.initial = settings.first_window_bytes
         """The window that every stream starts with."""
         streams = settings.max_concurrent_streams or _MOST_STREAMS
-        # A configured window may be too small for that many streams. Half of it then stays for growth.
+        # A configured window can be too small for that many streams. Half of it then stays for growth.
         kept = min(self.initial * streams, self.most_bytes >> 1)
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven
@@ -92,7 +92,7 @@ class ConnectionWindow:
         self._share: PeerShare | None = None
         self._pod: WindowPool | None = None
         self.first = settings.first_connection_window_bytes
-        """The window that the connection starts with, whatever its peer."""
+        """The connection's initial window, for any peer."""
         self.size = self.first
         self.credit = self.size
         """Bytes that the peer may send on all streams."""
@@ -105,7 +105,7 @@ class ConnectionWindow:
         self._pod = pod
 
     def leave(self) -> None:
-        """Return everything to the share; the connection is over. Idempotent."""
+        """Return all windows to the share, because the connection is closed. Idempotent."""
         if self._share is not None:
             self._return_window(self._share, self.size - self.first)
             self._share = None
@@ -138,8 +138,8 @@ class ConnectionWindow:
         if elapsed_s <= FAST_S and waiting <= size >> 2:
             self._grow(stream, streams)
         elif elapsed_s > SLOW_S and size > _KEPT_BYTES and size > self.initial:
-            # By keeping credit back, since what a peer has cannot be taken from it (but by SETTINGS, from all of
-            # its streams at once).
+            # By withholding credit, because granted credit cannot be withdrawn (except by SETTINGS, from all
+            # streams at once).
             self._return(stream, size - max(size >> 1, _KEPT_BYTES, self.initial, size - consumed))
             self._fit(streams, self._grown)
         stream.step = stream.size >> 1
@@ -179,7 +179,9 @@ class ConnectionWindow:
         self._grown -= size
 
     def _fit(self, streams: int, grown: int) -> bool:
-        """Fit the window to ``streams`` that have grown by ``grown`` together; False: the peer may not have it."""
+        """Fit the window to ``streams`` with a total growth of ``grown``. Return False if the peer's quota does
+        not allow it.
+        """
         wanted = self.initial * (streams // _STREAM_STEP + 2) * _STREAM_STEP + grown
         wanted = min(max(wanted, self.first), self.most_bytes)
         change = wanted - self.size

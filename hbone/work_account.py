@@ -1,4 +1,4 @@
-"""What a peer pays for the work that its bytes cause: its connection's budget, and that of all its connections."""
+"""A peer's cost budget for the work that its bytes cause: one per connection, and one for all its connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WorkAccount:
     """The account of one connection.
 
     Attributes:
-        shared: the budget of all connections of the same peer; None until the peer is known.
+        shared: the budget of all connections of the same peer. None until the peer is known.
     """
 
     __slots__ = ("_stalls", "_work", "shared")
@@ -23,11 +23,11 @@ class WorkAccount:
         self.shared: Budget | None = None
 
     def pay(self, units: int, now_s: float) -> float:
-        """Pay for ``units`` of work and return how long to read nothing more, in seconds.
+        """Charge ``units`` of work and return how long to stop reading, in seconds.
 
-        Backpressure comes first: an honest peer that sends much in small frames sends fewer and larger ones when
-        it must wait, and one that is merely busy never notices. A peer that is slowed down for seconds on end
-        has been causing work for nothing all that time.
+        Backpressure comes first: an honest peer with many small frames sends fewer and larger ones when it must
+        wait, and a busy peer does not notice. A peer that is slowed down for many seconds has caused wasted work
+        all that time.
 
         Raises:
             Failure: it has been; the connection ends.
@@ -45,7 +45,7 @@ class WorkAccount:
         return pause_s
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to read nothing more, as of now: :meth:`earn` may have paid since."""
+        """Return how long to stop reading from now. :meth:`earn` can have refunded some of it since."""
         self._work.spend(now_s, 0.0)
         pause_s = self._work.overdrawn_s
         if self.shared is not None:
@@ -54,7 +54,7 @@ class WorkAccount:
         return pause_s
 
     def earn(self, units: int) -> None:
-        """Return ``units``: what they paid for was of use."""
+        """Refund ``units``, because the work was useful."""
         self._work.earn(units)
         if self.shared is not None:
             self.shared.earn(units)

@@ -21,8 +21,8 @@ class Flow:
 
     Attributes:
         family: of the addresses, ``AF_INET`` or ``AF_INET6``.
-        icmp: type and code of the first packet, of ICMP and ICMPv6; else zeros.
-        entry: the attributes by which the kernel finds the entry.
+        icmp: type and code of the first packet for ICMP and ICMPv6. Otherwise zeros.
+        entry: the attributes that identify the entry in the kernel.
     """
 
     family: int
@@ -74,7 +74,7 @@ def _tuple(payload: bytes) -> tuple[IpAddress, IpAddress, int, int, int, tuple[i
     if source is None or destination is None or len(ports.get(1, b"")) != 1:
         raise MalformedDump(payload)
     numbers = (int.from_bytes(ports.get(kind, b""), "big") for kind in (2, 3))
-    # CTA_PROTO_ICMP_TYPE and _CODE, and those of ICMPv6.
+    # CTA_PROTO_ICMP_TYPE and _CODE, and their ICMPv6 counterparts.
     icmp = next(
         ((ports[kind][0], ports[kind + 1][0]) for kind in (5, 8) if ports.get(kind) and ports.get(kind + 1)),
         (0, 0),

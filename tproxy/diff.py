@@ -1,6 +1,7 @@
-"""Compute the operations that lead from the found state to the wanted one; none when they are equal.
+"""Compute the operations that lead from the found state to the wanted one. Equal states need none.
 
-Removal is wanting nothing. The order of the operations keeps every state in between safe for traffic:
+A resource is removed by not wanting it. The order of the operations keeps every intermediate state safe for
+traffic:
 
 1. Delete policy rules that match every packet. They steer packets on their own, so they must not outlive
    the nftables rules that exempt some.
@@ -59,7 +60,7 @@ from tproxy.resources import (
 def diff(found: State, wanted: State) -> tuple[Operation, ...]:
     """Return the operations, in order, that make ``found`` equal to ``wanted``.
 
-    A namespace that only one of them names counts as empty in the other.
+    A namespace missing from one of them counts as empty there.
     """
     names = list(wanted.namespaces) + [name for name in found.namespaces if name not in wanted.namespaces]
     stale = sorted(found.pairs - wanted.pairs, key=repr)
@@ -187,7 +188,7 @@ def _nft_steps(found: Iterable[Table], wanted: Iterable[Table]) -> Iterator[NftS
 
 
 def table_steps(found: Table | None, wanted: Table | None) -> tuple[NftStep, ...]:
-    """Return the steps of one transaction that make a table what is wanted; None is no table."""
+    """Return the steps of one transaction that change a table to the wanted one. None is no table."""
     if wanted is None:
         return (DeleteTable(found.family, found.name),) if found is not None else ()
     return tuple(_nft_steps((found,) if found is not None else (), (wanted,)))
@@ -210,11 +211,11 @@ def _compatible(have: Table, want: Table) -> bool:
 def _change(have: Table, want: Table) -> Iterator[NftStep]:
     """Return the steps that change one table in place.
 
-    The rules of a changed chain are all written anew. The transaction makes that invisible to packets.
+    All rules of a changed chain are rewritten. The transaction makes that invisible to packets.
     """
-    # References decide the order: rules go before the chains and sets that they name, and come after them; so do
-    # elements of a map of verdicts, which name chains. A set that stays keeps its other elements, so that a member
-    # that joins costs one element, not the whole set. What is the same object on both sides is not compared.
+    # References decide the order: rules are removed before the chains and sets that they name, and added after
+    # them. So are elements of verdict maps, which name chains. An unchanged set keeps its other elements, so that
+    # a new member costs one element, not the whole set. Identical objects on both sides are not compared.
     where = (want.family, want.name)
     old = {chain.name: chain for chain in have.chains}
     new = {chain.name: chain for chain in want.chains}

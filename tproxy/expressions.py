@@ -1,10 +1,10 @@
 """The expressions of an nftables rule: programs on registers, exactly as the kernel runs and reports them.
 
 A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the wanted
-one is ``==``, with no text to interpret. The kernel's definitions are in
-``include/uapi/linux/netfilter/nf_tables.h``. A load writes a register, later expressions test or store
-it, and a failed test ends the rule. The functions at the end build common sequences
-(``source_in(Family.IPV4, "mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
+one is ``==``, without interpreting text. The kernel's definitions are in
+``include/uapi/linux/netfilter/nf_tables.h``. A load writes a register, later expressions test or store it, and a
+failed test ends the rule. The functions at the end build common sequences (``source_in(Family.IPV4,
+"mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
 
 Byte order: marks are in host order, ports, addresses and protocol numbers in network order, interface
 names 16 bytes padded with zeros.
@@ -56,7 +56,7 @@ class CtKey(IntEnum):
 
 
 class Base(IntEnum):
-    """The header from which an offset counts (``NFT_PAYLOAD_*_HEADER``)."""
+    """The header at which an offset starts (``NFT_PAYLOAD_*_HEADER``)."""
 
     NETWORK = 1
     TRANSPORT = 2
@@ -221,7 +221,7 @@ class SocketLookup:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """An expression of a dump that this module does not define; never equal to a wanted one."""
+    """A dumped expression that this module does not define. It never equals a wanted one."""
 
     name: str
     data: bytes
@@ -284,12 +284,12 @@ def output_interface(name: str, *, negate: bool = False) -> Phrase:
 
 
 def mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
-    """Match bits of the packet mark: ``meta mark & mask [!=] value``; without ``mask`` those of ``value``."""
+    """Match bits of the packet mark: ``meta mark & mask [!=] value``. ``mask`` defaults to ``value``."""
     return (Meta(MetaKey.MARK, dreg=1), *_masked(value, mask, negate=negate))
 
 
 def ct_mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
-    """Match bits of the connection mark: ``ct mark & mask [!=] value``; without ``mask`` those of ``value``."""
+    """Match bits of the connection mark: ``ct mark & mask [!=] value``. ``mask`` defaults to ``value``."""
     return (Ct(CtKey.MARK, dreg=1), *_masked(value, mask, negate=negate))
 
 
@@ -299,14 +299,16 @@ def _masked(value: int, mask: int | None, *, negate: bool) -> Phrase:
 
 
 def set_mark(value: int, mask: int | None = None) -> Phrase:
-    """Set bits of the packet mark: ``meta mark set``, the bits of ``mask`` or else of ``value``; others stay."""
+    """Set the bits of ``mask``, or by default of ``value``, in the packet mark (``meta mark set``). Others are
+    unchanged.
+    """
     if mask == ALL_BITS:
         return (Immediate(host_u32(value)), Meta(MetaKey.MARK, sreg=1))
     return (Meta(MetaKey.MARK, dreg=1), _replace_bits(value, mask), Meta(MetaKey.MARK, sreg=1))
 
 
 def set_ct_mark(value: int, mask: int | None = None) -> Phrase:
-    """Set bits of the connection mark (``ct mark set``), as :func:`set_mark` does."""
+    """Set bits of the connection mark (``ct mark set``), like :func:`set_mark`."""
     return (Ct(CtKey.MARK, dreg=1), _replace_bits(value, mask), Ct(CtKey.MARK, sreg=1))
 
 
@@ -398,7 +400,7 @@ def ports_between(offset: int, first: int, last: int) -> Phrase:
 
 
 def port_in(offset: int, set_name: str, *, negate: bool = False) -> Phrase:
-    """Match ports of a set; ``offset`` as in :func:`ports_between`."""
+    """Match ports of a set. ``offset`` has the meaning of :func:`ports_between`."""
     return (Payload(Base.TRANSPORT, offset, 2), Lookup(set_name, flags=1 if negate else None))
 
 
@@ -414,8 +416,8 @@ def verdict_by_address(family: Family, map_name: str, *, source: bool) -> Phrase
     return (*family_is(family), load, Lookup(map_name, dreg=VERDICT_REGISTER))
 
 
-# A concatenation fills 32-bit registers one after the other. The kernel reports those that begin a 128-bit
-# register under its number (nft_dump_register): 1 and 2, or else 8 and the position, 9 being the second.
+# A concatenation fills consecutive 32-bit registers. The kernel reports registers that start a 128-bit register
+# under its number (nft_dump_register): 1 and 2, otherwise 8 plus the position, so that 9 is the second.
 
 
 def address_and_port_in(family: Family, set_name: str, *, source: bool, negate: bool = False) -> Phrase:
@@ -515,7 +517,7 @@ def keep_destination(family: Family) -> Phrase:
 
 
 def keep_source(family: Family) -> Phrase:
-    """Translate the source to itself (``snat to saddr``), as :func:`keep_destination` does the destination."""
+    """Translate the source to itself (``snat to saddr``), like :func:`keep_destination` for the destination."""
     return (*family_is(family), _load_source(family), Nat(NatKind.SOURCE, family, 1, 1))
 
 
@@ -530,7 +532,7 @@ def accept() -> Phrase:
 
 
 def drop() -> Phrase:
-    """Drop the packet, whatever later base chains say."""
+    """Drop the packet, regardless of later base chains."""
     return (Verdict(VerdictCode.DROP),)
 
 

@@ -5,25 +5,25 @@ and incoming ones to 15006. Tunnels arrive at 15008 and are not redirected. Pack
 are the proxy's own and never redirected.
 
 The proxy connects to the application with the client's source address. Such a packet loops through ``lo`` and
-enters PREROUTING with the proxy's mark; a rule there stores 0x111 as the connection's mark. The application's
-reply takes 0x111 from the connection as its packet mark, and a policy rule routes 0x111 to ``lo``, where the
-proxy's socket is, instead of out to the client.
+enters PREROUTING with the proxy's mark, where a rule stores 0x111 as the connection's mark. The application's
+reply gets its packet mark 0x111 from the connection, and a policy rule routes 0x111 to ``lo``, where the proxy's
+socket is, instead of out to the client.
 
-DNS over UDP that the proxy forwards is tracked in a conntrack zone of its own: the application's redirected query
-and the proxy's forwarded one may have equal tuples.
+Forwarded DNS over UDP is tracked in a conntrack zone of its own: the application's redirected query and the
+proxy's forwarded query can have equal tuples.
 
 A pod leaves in two steps. Deleting a table also removes its nat hooks, so that every redirected connection stalls.
 ``draining`` therefore first removes the redirects, and keeps the base chains, which translate open connections,
 and the marks, on which open connections to the application depend.
 
 The node has one table, for probes: connections of its kubelet to captured pods get a source address that the pods'
-rules let pass. nftables cannot match the sending process, only its user. So all connections of that user to pods
+rules accept. nftables cannot match the sending process, only its user. So all connections of that user to pods
 bypass the mesh.
 
 Rules and numbers are those of istio-cni's nftables variant, in one table for both IP versions, so that a change of
-rules is one transaction. If any one rule is removed, some flow of ``tests/netns`` fails, with three exceptions:
-the two ``accept`` for replies (nat chains see only the first packet of a tracked connection) and the zone of
-answers. They stay as upstream has them.
+rules is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three exceptions: the
+two ``accept`` for replies (nat chains see only the first packet of a tracked connection) and the zone of answers.
+These are kept for equality with istio-cni.
 """
 
 from collections.abc import Iterable
@@ -119,7 +119,7 @@ class Capture:
             the pod.
         new_connections_only: connections that are open at enrolment bypass the proxy until they end. Otherwise
             they break: conntrack takes their next packet for the first of a connection and redirects it.
-        probe_sources: the node's addresses for kubelet probes, one per version; not captured.
+        probe_sources: the node's addresses for kubelet probes, one per version, which are not captured.
         draining: the first step of leaving, see the module.
     """
 
@@ -134,7 +134,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """A captured pod to which the node's kubelet may send probes."""
+    """A captured pod that the node's kubelet can probe."""
 
     uid: str
     addresses: tuple[IpAddress, ...]
@@ -153,7 +153,7 @@ def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = P
     sets = []
     for source in sources:
         name = f"probed_pods{source.version}"
-        # A reused address belongs to two pods while the earlier one drains; a set has one element per key.
+        # A reused address belongs to two pods while the earlier one drains. A set has one element per key.
         owners = {address: member.uid for member in members for address in member.addresses}
         elements = frozenset(
             Element(address.packed, _comment(uid))
@@ -203,7 +203,7 @@ def _table(wanted: Capture) -> Table:
     reply = Rule((*ct_mark_is(RETURN_MARK, MASK), *copy_ct_mark_to_mark()), "its reply")
     chains = [
         _base("mangle_prerouting", [from_proxy], "filter", HookPoint.PREROUTING, MANGLE),
-        # Type route: a filter chain would set the mark too late for the packet to be routed by it.
+        # Type route: a filter chain would set the mark too late for routing.
         _base("mangle_output", [reply], "route", HookPoint.OUTPUT, MANGLE),
         _base("nat_prerouting", _received(wanted), "nat", HookPoint.PREROUTING, DSTNAT),
         _base("nat_output", _sent(wanted), "nat", HookPoint.OUTPUT, DSTNAT),

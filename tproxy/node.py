@@ -1,4 +1,4 @@
-"""The wanted resources of a node whose member pods' TCP passes through one ztunnel in a namespace of its own.
+"""The wanted resources of a node whose member pods' TCP passes through one ztunnel in a separate namespace.
 
 This is the layout of the early ambient releases, with a veth pair in place of each Geneve tunnel. Packets from
 members are routed to the proxy's namespace ("out"), packets to members too ("in"). Replies to connections that the
@@ -8,16 +8,15 @@ The marks on the host share bits on purpose: 0x200 "route normally" is part of 0
 foreign source" and of 0x220 "skip both directions of this connection". One test for 0x200 ends the chain for
 all three.
 
-If any one resource is removed, some flow of ``tests/netns`` fails, with three exceptions: accept_local, the
-connection mark 0x220, and the ztunnel's rules 20001 and 20002. They stay as upstream has them, for hosts with less
-simple routes.
+If any resource is removed, some flow of ``tests/netns`` fails, with three exceptions: accept_local, the connection
+mark 0x220, and the ztunnel's rules 20001 and 20002. These are kept for hosts with less simple routes.
 
 IPv6 has the same rules, with three differences:
 
 - It has neither rp_filter nor accept_local, and needs neither: IPv6 input does not check the route to a source.
 - A host answers neighbour solicitations only on the interface that has the address. So the route of the host's
   address directly on eth0 exists for IPv4 only; IPv6 replies return through the pair.
-- The pairs skip duplicate address detection: until it ends the kernel solicits nothing for forwarded packets.
+- The pairs skip duplicate address detection, during which the kernel solicits no neighbours for forwarded packets.
 """
 
 from collections.abc import Iterable, Iterator
@@ -225,7 +224,7 @@ def _host_table(wanted: Node) -> Table:
             _base("prerouting", prerouting, HookPoint.PREROUTING),
             _base("forward", [Rule(jump("save"))], HookPoint.FORWARD),
             _base("input", [Rule(jump("save"))], HookPoint.INPUT),
-            # Type route: a filter chain would set the mark too late for the packet to be routed by it.
+            # Type route: a filter chain would set the mark too late for routing.
             Chain("output", tuple(output), Hook(kind="route", point=HookPoint.OUTPUT, priority=MANGLE)),
             Chain(
                 "keepvip",

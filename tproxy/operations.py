@@ -83,7 +83,7 @@ class AddSet:
 
 @dataclass(frozen=True, slots=True)
 class DeleteSet:
-    """Delete a set to which no rule refers."""
+    """Delete an unreferenced set."""
 
     family: Family
     table: str
@@ -92,7 +92,7 @@ class DeleteSet:
 
 @dataclass(frozen=True, slots=True)
 class AddElements:
-    """Add elements, sorted by key, to a set; ``last`` and ``verdict`` tell of its shape."""
+    """Add elements, sorted by key, to a set. ``last`` and ``verdict`` describe the set's shape."""
 
     family: Family
     table: str
@@ -141,7 +141,7 @@ class CreatePair:
 
 @dataclass(frozen=True, slots=True)
 class DeletePair:
-    """Delete one of our devices; its other end, and the routes and addresses of both, go with it."""
+    """Delete one of our devices, with its other end, and the routes and addresses of both."""
 
     pair: VethPair
 

@@ -46,7 +46,7 @@ class Packet:
     Attributes:
         state: of its connection, ``CT_*``.
         tcp_flags: of a TCP packet.
-        icmp_type, icmp_code: of an ICMP or ICMPv6 packet; a flow of conntrack has those of its first packet.
+        icmp_type, icmp_code: of an ICMP or ICMPv6 packet. A conntrack flow has those of its first packet.
     """
 
     source: IpAddress
@@ -77,7 +77,7 @@ class Decision:
 
 
 class Unreadable(Exception):
-    """A rule has an expression that this module does not evaluate; it is in ``args``."""
+    """A rule has an expression that this module does not evaluate. It is in ``args``."""
 
 
 class Interpreter:
@@ -109,7 +109,7 @@ class Interpreter:
         return decision
 
     def _chain(self, chain: Chain, packet: Packet, steps: list[Step], depth: int) -> Verdict | None:
-        """Return ACCEPT or DROP, or None if the chain has ended without one of them."""
+        """Return ACCEPT or DROP, or None if the chain ends without either."""
         if depth > 16:  # NFT_JUMP_STACK_SIZE; the kernel refuses such a table
             raise Unreadable(chain.name)
         for rule in chain.rules:
@@ -225,7 +225,7 @@ def _step(expression: Expression, registers: bytearray, packet: Packet) -> bool:
 
 
 def _header(packet: Packet, base: int, offset: int, length: int) -> bytes | None:
-    """Return bytes of a header; None if the packet has no such header."""
+    """Return bytes of a header, or None if the packet does not have it."""
     family = family_of(packet.source)
     if base == Base.NETWORK:
         places = {

@@ -1,4 +1,4 @@
-"""Kernel resources as values: a :class:`State` is wanted or found, and two states can be compared.
+"""Kernel resources as values. A :class:`State` is wanted or found, and two states can be compared.
 
 A state covers several network namespaces, named by the caller ("host", "ztunnel"), and the veth pairs
 between them. All values are frozen and have an order only where the kernel has one. So two states are equal
@@ -105,7 +105,7 @@ class Element:
     Attributes:
         key: the register's bytes (``address.packed``); of an interval its first key.
         last: of an interval its last key, inclusive; of a single key in a set of intervals equal to ``key``.
-        verdict: what a map of verdicts has for the key.
+        verdict: the verdict of a verdict map for this key.
     """
 
     key: bytes
@@ -131,13 +131,13 @@ class Set:
 
     @property
     def shape(self) -> tuple[SetKey, bool, bool]:
-        """What the kernel cannot change of a set."""
+        """The attributes of a set that the kernel cannot change."""
         return (self.key, self.interval, self.verdicts)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An nftables table with all its chains and sets; anything else in it is unwanted."""
+    """An nftables table with all its chains and sets. Other objects in it are unwanted."""
 
     name: str
     family: Family = Family.INET
@@ -147,7 +147,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpRule:
-    """A policy routing rule; it looks up ``table``, or continues at priority ``goto``."""
+    """A policy routing rule. It looks up ``table``, or continues at priority ``goto``."""
 
     version: Version
     priority: int
@@ -182,7 +182,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address of one of our devices. IPv6 ones skip duplicate address detection: a pair has two ends only."""
+    """An address of one of our devices. IPv6 addresses skip duplicate address detection, because a pair has only
+    two ends.
+    """
 
     device: str
     interface: IpInterface
@@ -227,9 +229,9 @@ class SysctlKey:
 class Namespace:
     """Our resources in one network namespace.
 
-    ``remembered`` holds the values that sysctls had before ours. It is found, never wanted. It is stored in the
-    kernel, in an nftables table, so that any later process can restore the values, even after a crash; and in a
-    file, for the case that somebody flushes the ruleset.
+    ``remembered`` has the values of sysctls before ours. It is found, never wanted. It is stored in the kernel, in
+    an nftables table, so that any later process can restore the values, even after a crash. A file has a copy in
+    case another program flushes the ruleset.
     """
 
     tables: tuple[Table, ...] = ()
@@ -243,7 +245,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The names and the number by which our resources are recognised in every namespace of a state.
+    """The names and the number that identify our resources in every namespace of a state.
 
     ``protocol`` goes into FRA_PROTOCOL and rtm_protocol; 162 is in no ``rt_protos`` file that we know.
     """
@@ -256,7 +258,7 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Namespaces in the order in which they are set up, and the pairs between them.
+    """Namespaces in the order of their setup, and the pairs between them.
 
     Later namespaces lead traffic into earlier ones, so they are changed last and cleared first.
     """

@@ -1,18 +1,19 @@
-"""The wanted rules of a pod with a proxy beside the application, which needs no capability: they match its user.
+"""The wanted rules of a pod with a proxy beside the application. The proxy needs no capability, because the rules
+match its user.
 
-An application's connections are redirected to 15001, what comes to the pod to 15006, unless excluded. The proxy
-runs as a user of its own, and what that user sends passes. To the application the proxy connects from 127.0.0.6 or
+An application's connections are redirected to 15001, connections to the pod to 15006, unless excluded. The proxy
+runs as its own user, whose packets pass. To the application the proxy connects from 127.0.0.6 or
 ::6 (``PASSTHROUGH``), which the rules let pass as well; without that source a connection of the proxy to the pod's
 own address would count as the application's call of itself through a service, and come back to 15006.
 
-Rules, their order and their numbers are those of ``istio-iptables`` with REDIRECT, flags and annotations included,
-so that a pod that was written for Istio's sidecar keeps its exceptions. With several users or groups one rule lets
-the loopback traffic of everybody else pass, where upstream has one for each, of which the first also takes what is
-meant for the others. IPv6 is captured wherever the namespace has it, and not only when the pod's first address is
+Rules, their order and their numbers are those of ``istio-iptables`` with REDIRECT, including flags and
+annotations, so that a pod written for Istio's sidecar keeps its exceptions. With several users or groups one rule
+lets the loopback traffic of all other users pass. Upstream has one such rule per user, and the first also matches
+traffic meant for the others. IPv6 is captured if the namespace has it, and not only if the pod's first address is
 IPv6.
 
-The steps are data with two readers: :func:`sidecar` makes nftables of them, in one table for both IP versions, and
-``render/iptables.py`` the text that reviewers of iptables know.
+The steps are data with two readers: :func:`sidecar` makes an nftables table for both IP versions, and
+``render/iptables.py`` makes the text that reviewers of iptables know.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,18 +73,18 @@ _PROXY_ZONE, _APPLICATION_ZONE = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """What is captured in one pod.
+    """What to capture in one pod.
 
     Attributes:
         versions: the IP versions. Leave out 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1.
         outbound_port, inbound_port, tunnel_port: where the proxy listens.
-        users, groups: of the proxy; what they send passes.
+        users, groups: of the proxy. Their packets pass.
         include_networks: destinations that are captured; ``None``: every one.
-        exclude_networks: and those that are not.
+        exclude_networks: destination networks that are not captured.
         include_inbound: ports of the pod whose connections are captured; ``None``: all.
-        exclude_inbound: and, with all, those that are not.
+        exclude_inbound: ports that are not captured if all others are.
         include_outbound: destination ports that are captured even outside ``include_networks``.
-        exclude_outbound: those that never are.
+        exclude_outbound: ports that are never captured.
         virtual_interfaces: devices whose incoming connections, of a virtual machine, count as sent by the pod.
         exclude_interfaces: devices whose traffic is not captured.
         only_groups: if any, only what these groups send is captured.
@@ -117,7 +118,7 @@ class Sidecar:
     drop_invalid: bool = False
 
 
-# What a step tests, all of which must hold.
+# The tests of a step, all of which must match.
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Invalid:
 Test: TypeAlias = Device | Transport | Networks | Owner | Invalid
 
 
-# What a step does.
+# The actions of a step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """Track the connection in a zone of its own, and go on."""
+    """Track the connection in its own zone, and continue."""
 
     number: int
 
@@ -292,7 +293,7 @@ def _sent(wanted: Sidecar) -> Iterator[Step]:
     for group in wanted.except_groups:
         yield Step((Owner(group, group=True),), Pass(), "excluded group")
     if wanted.dns:
-        # Before loopback passes: a resolver may be a cache on 127.0.0.53.
+        # Before the rule that lets loopback pass, because a resolver can be a cache on 127.0.0.53.
         for protocol in (UDP, TCP):
             where = _dns_servers(wanted)
             if where is not None:
@@ -330,8 +331,8 @@ def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
     return (Networks("dns_servers", tuple(ip_network(server) for server in wanted.dns_servers)),)
 
 
-# The proxy forwards queries that it got by a redirect. The application's flow and the proxy's may have equal
-# tuples, one of which conntrack would drop; each has a zone of its own.
+# The proxy forwards queries that it got by a redirect. The application's flow and the proxy's can have equal
+# tuples, and conntrack would drop one of them, so each has its own zone.
 
 
 def _asked_dns(wanted: Sidecar) -> Iterator[Step]:
@@ -356,7 +357,7 @@ def _answered_dns(wanted: Sidecar) -> Iterator[Step]:
 
 
 def sidecar(wanted: Sidecar) -> Table:
-    """Return the wanted table of the pod, which is all that it needs beside ``::6`` on ``lo``."""
+    """Return the wanted table of the pod. Besides it, the pod only needs ``::6`` on ``lo``."""
     sets: dict[str, Set] = {}
     chains = []
     for chain in steps(wanted):

@@ -60,7 +60,7 @@ def u32(kind: int, value: int) -> bytes:
 
 
 def be32(kind: int, value: int) -> bytes:
-    """Encode four bytes in network order, as nftables has them; a negative value becomes its two's complement."""
+    """Encode four bytes in network order, like nftables. A negative value is encoded as its two's complement."""
     return attribute(kind, struct.pack("!I", value & 0xFFFFFFFF))
 
 
@@ -85,7 +85,7 @@ def attribute_map(data: bytes) -> dict[int, bytes]:
     """Return the payloads by type; of repeated attributes the last one wins.
 
     Raises:
-        MalformedDump: as :func:`attributes`.
+        MalformedDump: see :func:`attributes`.
     """
     return dict(attributes(data))
 

@@ -29,7 +29,7 @@ log = logging.getLogger("ztunnel")
 #: Exit status as of other programs in a pipe whose reader has gone: by SIGPIPE, says a shell.
 _READER_IS_GONE = 141
 
-#: How alike a mistyped command is to the one that is meant; below it "get" is like "agent".
+#: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
 _NEAR: Final = 0.78
 
 #: The commands that the packages add, beside ``proxy`` and ``version``.
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _output_is_gone() -> bool:
-    """Return whether nobody reads our output any more, as behind ``| head``; then no more is written to it."""
+    """Return whether the reader of our output has closed, like in ``| head``. No more is written then."""
     output = sys.stdout.fileno()
     ends = select.poll()
     ends.register(output, 0)

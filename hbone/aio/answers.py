@@ -25,7 +25,7 @@ class PendingAnswers:
         return answer
 
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
-        """Resolve with the tunnel for 200; else fail with :class:`ConnectRefused` and close the tunnel."""
+        """Resolve with the tunnel for a 200. Otherwise fail with :class:`ConnectRefused` and close the tunnel."""
         entry = self._waiting.pop(stream_id, None)
         if entry is None or entry[1].done():
             return  # the caller was cancelled meanwhile
@@ -51,8 +51,8 @@ class PendingAnswers:
     def refused_by_tls(self, error: TlsError) -> None:
         """Raise ``error`` in every waiter whose request the peer cannot have acted on.
 
-        A server of TLS 1.3 that refuses our certificate says so after our side of the handshake, when requests may
-        be on their way. It has not read them, so early data is not lost with them, unless the failure is ours.
+        A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
+        under way. It has not read them, so early data is not lost with them, unless the failure is ours.
         """
         for tunnel, answer in self._waiting.values():
             if not answer.done() and (error.by_peer or tunnel.early_sent is None):

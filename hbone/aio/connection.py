@@ -62,19 +62,21 @@ _IN_HANDSHAKE: Final = "during the TLS handshake"
 _NOTHING: Final = memoryview(b"")
 _SMALL_BYTES: Final = 4096  # what a read of less costs is not in its bytes
 _LONGEST_PAUSE_S: Final = 0.05
-"""Of one pause, then it is reckoned anew: an answer of 200 pays back what its request has cost."""
+"""The longest single pause. Afterwards the debt is computed again, because a 200 refunds the cost
+of its request.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
     """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
 
-    ``first_request_timeout_s``: a server closes a connection without any request by then; None: never.
-    ``windows``: of all connections of a pod together; None: no such bound.
-    ``drain_grace_s``: a server takes requests for this time after its peer has acknowledged the end.
-    ``ping_interval_s`` None: no keepalive. Both times of pings are kept to a quarter of the shorter one. They are
-    not the Rust ztunnel's 10 and 20 s: a peer that vanished without a FIN is noticed within 20 s, not 35, and one
-    that stood still for 10 s goes on.
+    ``first_request_timeout_s``: a server closes a connection without a request after this time. None disables it.
+    ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
+    server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
+    disables keepalive. The two ping times are kept to a quarter of the shorter timeout. They differ from the Rust
+    ztunnel's 10 and 20 s: a peer that vanished without a FIN is detected within 20 s instead of 35, and a peer
+    that paused for 10 s is kept.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -98,7 +100,7 @@ class RequestSink(Protocol):
         """Handle a new stream; ``ended``: END_STREAM came with the request."""
 
     def cancel(self, tunnel: Tunnel) -> None:
-        """Stop handling: the stream is gone. Idempotent; nothing once the request was answered."""
+        """Stop handling, because the stream is closed. Idempotent; does nothing after the request was answered."""
 
 
 class Connection(TunnelCarrier):
@@ -145,8 +147,9 @@ class Connection(TunnelCarrier):
         self.engine = Engine(role, settings.http2, poller)
         tls = None
         if tls_context is not None:
-            # The announcement of early data must reach the client before its first CONNECT, so our SETTINGS leave
-            # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They tell an unproven client nothing else.
+            # The announcement of early data must reach the client before its first CONNECT. So our SETTINGS leave
+            # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They reveal no other information to an
+            # unauthenticated client.
             early = role is Role.SERVER and settings.http2.early_data
             tls = TlsSession(tls_context, self.engine.opening if early else b"")
         self.link = Link(sock, tls, poller)
@@ -185,8 +188,8 @@ class Connection(TunnelCarrier):
             TlsError: either side refused.
             PeerSilent: not within ``handshake_timeout_s``.
             ConnectionBroken: the network ended it.
-            Exception: what ``on_established`` raised; nothing of HTTP/2 was sent then but, by a server that
-                announces early data, its SETTINGS.
+            Exception: raised by ``on_established``. No HTTP/2 frame was sent then, except for the SETTINGS of a
+                server that announces early data.
         """
         begin = partial(self._handshake_step, None)
         return waits.handshake(begin, self._established, self.settings.handshake_timeout_s, self._end)
@@ -201,9 +204,9 @@ class Connection(TunnelCarrier):
                 try:
                     finished = tls.handshake()
                 finally:
-                    # The last flight of a server is session tickets, which no client of ours uses; it leaves in
-                    # one segment with the first frames. A client's last flight must leave at once: the server
-                    # waits.
+                    # A server's last flight has session tickets, which our clients do not use. It leaves in one
+                    # segment with the first frames. A client's last flight must leave at once, because the server
+                    # waits for it.
                     if not finished or self.role is Role.CLIENT:
                         self._send_handshake()
                 if not finished:
@@ -255,10 +258,10 @@ class Connection(TunnelCarrier):
             self.link.hang_up_seen()
         if mask & READABLE or not mask:
             self.link.readable = True
-            # A connection that had much to read has no claim to an event of its own beside others like it: new
-            # bytes come for it all the time. In line they have a share of each turn together, and small flows, of
-            # which every event is served at once, do not wait for all of them.
-            # A client in its handshake counts as such a one, and so does a peer with many connections.
+            # A connection with much to read gets no event of its own beside other such connections, because new
+            # bytes arrive for it all the time. In the run queue they share a part of each loop iteration, and
+            # small flows, whose events are served at once, do not wait for all of them. Clients in a handshake and
+            # peers with many connections also count as bulk.
             share = self._share
             greedy = self._greedy or (share is not None and share.greedy_s == self.poller.now_s)
             if mask and greedy and self._joins_line():
@@ -280,11 +283,11 @@ class Connection(TunnelCarrier):
         return False
 
     def _take_turn(self) -> None:
-        """Read and act for one slice; what is left then waits in line behind the other connections.
+        """Read and process one slice. The rest waits in the run queue behind other connections.
 
-        A slice ends by the work that the frames cause, which the engine counts, or by the clock, which is read
-        between reads only; for a connection that had much to read, reads are made to fit. Whoever has less to read
-        than a slice never asks for it.
+        A slice ends when its frames have caused enough work, counted by the engine, or by the clock, which is read
+        only between reads. Reads of a bulk connection are sized to fit. A connection with less than a slice to
+        read never reads the clock.
         """
         link, engine = self.link, self.engine
         limits = self.settings.http2.limits
@@ -332,7 +335,7 @@ class Connection(TunnelCarrier):
             self._share.note_read(self.poller.now_s, size)
 
     def _rest(self, pause_s: float) -> None:
-        """Read nothing for ``pause_s``: the peer waits for its budget, and TCP makes it stop sending."""
+        """Stop reading for ``pause_s``. The peer's budget recovers, and TCP flow control stops the peer."""
         if self._pause is None and self.error is None:
             self._pause = self.poller.loop.call_later(min(pause_s, _LONGEST_PAUSE_S), self._resume)
 
@@ -449,7 +452,7 @@ class Connection(TunnelCarrier):
     # Output
 
     def flush(self) -> None:
-        """Send everything queued as one TLS write, then resume the tunnels that waited for room."""
+        """Send all queued output as one TLS write, then resume the tunnels that waited for room."""
         self.dirty = False
         if self.error is not None or self._flushing:
             return
@@ -458,8 +461,8 @@ class Connection(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # In the order in which they ran out of room, each as much as it can. One that finds none puts
-                # itself at the end again, so that tunnels share a small window in turns.
+                # In the order in which they ran out of room, each as much as it can. A tunnel that finds no room
+                # goes to the end of the queue, so that tunnels take turns with a small window.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:
@@ -502,7 +505,7 @@ class Connection(TunnelCarrier):
         """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if not self.link.blocked:
             if not self.dirty:
-                # Also when the read that follows finds nothing: flush() gives the borrowed buffer back.
+                # Also if the following read returns no bytes, because flush() releases the borrowed buffer.
                 self.poller.schedule_flush(self)
             room = self.engine.reserve(tunnel.stream_id, limit)
             if room is None and self._made_room():
@@ -597,9 +600,9 @@ class Connection(TunnelCarrier):
 
         Raises:
             ConnectRefused: another status.
-            TunnelBroken: the stream or the connection ended before the answer.
-                ``unprocessed`` also when no stream could be opened, see :attr:`accepts_streams`, but not when
-                the connection ended before it carried any.
+            TunnelBroken: the stream or the connection ended before the answer. ``unprocessed`` is also set if no
+                stream could be opened (see :attr:`accepts_streams`), but not if the connection ended before its
+                first stream.
             TlsError: the peer refused our certificate, which a client of TLS 1.3 learns after its handshake.
         """
         if not self.accepts_streams:
@@ -628,10 +631,10 @@ class Connection(TunnelCarrier):
         """Take no new streams, and close with the last open one; idempotent.
 
         A server announces it in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING, and
-        some time after the PONG the final GOAWAY, so that no request which crossed the first one is lost. The time
-        is for clients with several threads: one of them answers the PING, while another has taken this connection
-        for a request that leaves only then (the Rust ztunnel's pool looks for GOAWAY when a connection is taken
-        from it, and fails the request when the final GOAWAY does not cover it).
+        some time after the PONG the final GOAWAY, so that no request which crossed the first GOAWAY is lost. The
+        delay is for multi-threaded clients: one thread answers the PING while another has already taken this
+        connection for a request that leaves later. (The Rust ztunnel's pool checks for GOAWAY when a connection is
+        taken from it, and fails the request if the final GOAWAY does not cover it.)
         """
         if self.error is None and not self._closing:
             self._closing = True
@@ -664,7 +667,9 @@ class Connection(TunnelCarrier):
         self._end(TunnelClosed("connection closed"))
 
     def abort(self, reason: str) -> None:
-        """Close at once and send nothing, as Rust ztunnel for a deleted pod or after its drain; idempotent."""
+        """Close at once without sending. The Rust ztunnel does this for a deleted pod and after its drain.
+        Idempotent.
+        """
         self._end(TunnelClosed(reason))
 
     def _has_ended(self) -> bool:

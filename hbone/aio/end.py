@@ -1,18 +1,18 @@
-"""What the two ends of a relay have in common.
+"""The common part of a relay's two ends.
 
 Two ends, ``a`` and ``b``, are each other's ``peer``. Each is a source (what its network sends goes into the
 peer) and a sink (what the peer gives goes out to its network). Data moves by direct calls:
 
 - An end that *pulls* from a socket asks ``peer.reserve(limit)`` for room, reads straight into it, and calls
   ``peer.commit(n)``. Without room (None) it stops reading until ``peer`` calls ``resume()``.
-- An end that is *pushed* to (a tunnel: its bytes arrive with those of other streams) calls
-  ``peer.write(chunks, size)``, then ``peer.flush()`` before the chunks' buffer is used again. The peer copies only
-  what its network does not take, and calls ``delivered(n)`` as bytes leave, which returns credit.
+- A *pushed* end (a tunnel, whose bytes arrive mixed with those of other streams) calls ``peer.write(chunks,
+  size)``, then ``peer.flush()`` before the chunks' buffer is reused. The peer copies only the bytes that its
+  network does not take, and calls ``delivered(n)`` as bytes leave, which returns credit.
 
-``write_eof`` passes a half-close on, ``write_reset`` an abortive close, which ends both directions. A sink whose
-network is gone discards what it is given until the relay is over, so that the other direction can still end in
-order. Which event leads where is one table for all ends, :mod:`hbone.end_state`; an end here says only how its
-network is told.
+``write_eof`` forwards a half-close, ``write_reset`` an abortive close, which ends both directions. A sink without
+a network discards its input until the relay is over, so that the other direction can still end in order. One table
+for all ends, :mod:`hbone.end_state`, has the result of each event. An end only implements how its network is
+notified.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CHUNK_BYTES = 256 * 1024
 def failure_after_end(sock: socket.socket) -> OSError | None:
     """What befell a socket after its other side ended its direction, or ``None``.
 
-    A receive cannot tell: after a FIN it says EOF, whatever came later. ``SO_ERROR`` does, once.
+    A receive cannot report it: after a FIN it returns EOF, whatever arrived later. ``SO_ERROR`` reports it, once.
     """
     number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return OSError(number, os.strerror(number)) if number else None
 
 
 class RelayObserver(ABC):
-    """What an end reports to; the relay that it belongs to."""
+    """The receiver of an end's reports: the relay that it belongs to."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def reset_sent(self) -> None:
-        """An end has sent a reset, and everything before it: neither direction can continue."""
+        """An end has sent a reset, and all bytes before it. Neither direction can continue."""
 
     @abstractmethod
     def sink_broken(self, end: End, error: Exception) -> None:
@@ -78,13 +78,13 @@ class End(ABC):
     # Called by the relay
 
     def join_relay(self, relay: RelayObserver, peer: End) -> None:
-        """Become part of a relay; nothing moves before :meth:`start`."""
+        """Become part of a relay. No bytes move before :meth:`start`."""
         self.relay = relay
         self.peer = peer
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to read; what was pushed back or came early goes first."""
+        """Start reading. Bytes that were pushed back or arrived early come first."""
 
     def leave_relay(self) -> None:
         """Forget relay and peer, which breaks the reference cycle; the relay is over."""
@@ -92,17 +92,21 @@ class End(ABC):
         self.peer = None
 
     def end_in_order(self) -> None:  # noqa: B027  streams need nothing: their owner's close is a CANCEL
-        """Have the close that follows look like an end, whatever the network has sent and was not read."""
+        """Make the following close look like an orderly end, even if received bytes were not read."""
 
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
-        """Release everything at once; idempotent. ``error`` tells the peer why where the protocol can."""
+        """Release all resources at once. Idempotent. ``error`` is sent to the peer if the protocol
+        can express it.
+        """
 
     # Called by the peer
 
     @abstractmethod
     def reserve(self, limit: int) -> memoryview | None:
-        """Return room for at most ``limit`` bytes; None: wait until this end calls ``resume`` of the caller."""
+        """Return room for at most ``limit`` bytes, or None if there is none. This end then calls the caller's
+        ``resume``.
+        """
 
     @property
     def scatters(self) -> bool:
@@ -110,7 +114,7 @@ class End(ABC):
         return False
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
-        """As :meth:`reserve`, in several views to be filled in order."""
+        """Like :meth:`reserve`, but with several views that must be filled in order."""
         room = self.reserve(limit)
         return None if room is None else [room]
 
@@ -132,7 +136,7 @@ class End(ABC):
 
     @abstractmethod
     def write_reset(self) -> None:
-        """Abort: what is pending leaves, then the network learns that this is no orderly end.
+        """Abort: pending bytes leave, then a reset shows the network that this is not an orderly end.
 
         RFC 9113, 8.5: a reset of TCP becomes CONNECT_ERROR, and an error of the stream or of its connection a
         reset of TCP. An end would make a truncated answer look complete.
@@ -151,9 +155,9 @@ class End(ABC):
     def advance(self, event: EndEvent, error: Exception | None = None, *, clean: bool = True) -> None:
         """Apply ``event``: change the states, then act. ``error`` and ``clean`` are for the relay's report.
 
-        The states change before the actions run, for an action may lead back here: an EOF passed to the peer can
-        end the relay, and its owner closes both ends. ``relay`` and ``peer`` are read anew for each action,
-        because any of them may be the relay's last.
+        States change before the actions run, because an action can lead back here: an EOF passed to the peer can
+        end the relay, whose owner then closes both ends. ``relay`` and ``peer`` are read again for each action,
+        because any action can be the relay's last.
         """
         transition = TRANSITIONS[self.source, self.sink, event]
         self.source, self.sink = transition.source, transition.sink
@@ -201,7 +205,7 @@ class End(ABC):
                 peer.resume()
 
     def _both_over(self) -> None:
-        """Nothing more can reach the network or come from it."""
+        """No more bytes can be sent to or received from the network."""
         if self.relay is not None:
             self.relay.write_ended(self)
 
@@ -211,11 +215,11 @@ class End(ABC):
 
     @abstractmethod
     def _send_eof(self) -> None:
-        """End our direction of the network; nothing is pending."""
+        """End our direction of the network. Called when no bytes are pending."""
 
     @abstractmethod
     def _send_reset(self) -> None:
-        """Cut the network off; nothing is pending."""
+        """Reset the network connection. Called when no bytes are pending."""
 
     def __enter__(self) -> End:
         return self

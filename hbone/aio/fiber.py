@@ -1,13 +1,13 @@
-"""Coroutines of connections, run by the poller: each resumes in the very turn that has something for it.
+"""Coroutines of connections, run by the poller. Each resumes in the iteration that completes what it awaits.
 
-A task of asyncio resumes in the next iteration of the loop, and what it then wants to send leaves in the turn
-after: two system calls, two scheduled callbacks and most of a turn for every step of every connection, and a
-client that waits is woken up as often. A :class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same
-turn, when the sockets have been read and before the output is flushed.
+An asyncio task resumes in the next loop iteration, and its output leaves in the one after. That costs two system
+calls, two scheduled callbacks and most of an iteration for each step of each connection, and wakes a waiting
+client equally often. A :class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same iteration, after
+the sockets were read and before the output is flushed.
 
-Anything else a coroutine awaits, futures of asyncio and its timeouts included, works as in a task: a fiber is one,
-by the protocol for foreign tasks (Python's documentation, "Extending asyncio"). Context variables are the
-exception: a fiber sees those of the callback that resumes it.
+All other awaitables, including asyncio's futures and timeouts, work as in a task, because a fiber implements the
+protocol for foreign tasks (Python's documentation, "Extending asyncio"). Context variables are the exception: a
+fiber has those of the callback that resumes it.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """
@@ -23,7 +23,7 @@ from hbone.aio.poller import Poller, Running
 
 T = TypeVar("T")
 
-# The protocol for foreign tasks: what makes current_task() and timeouts work. typeshed does not know it.
+# The protocol for foreign tasks, on which current_task() and timeouts rely. It is missing from typeshed.
 _enter: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._enter_task
 _leave: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._leave_task
 _register: Callable[[Any], None] = asyncio._register_task
@@ -109,7 +109,7 @@ class Fiber(asyncio.Future[None]):
         _register(self)
         poller.call_soon(self)
 
-    # As asyncio.Task
+    # Interface of asyncio.Task
 
     def get_name(self) -> str:
         """See :class:`asyncio.Task`."""
@@ -159,11 +159,11 @@ class Fiber(asyncio.Future[None]):
                     CancelledError(*(() if self._message is None else (self._message,)))
                 )
             else:
-                # Cancelled before its first step, a coroutine begins all the same, and its first await raises (see
-                # _wait). An error thrown into it here would skip its ``finally``, and what it was given (a socket,
-                # its entry in a table of running handlers) would leak: HEADERS and RST_STREAM in one read of a
-                # peer are enough for that. asyncio.Task throws at once; hbone.aio.started_task has one that does
-                # not.
+                # A coroutine that is cancelled before its first step starts nevertheless, and its first await
+                # raises (see _wait). An error thrown into it here would skip its ``finally`` and leak its
+                # arguments (a socket, an entry in a table of running handlers). HEADERS and RST_STREAM in one read
+                # of a peer are enough for that. asyncio.Task throws at once; hbone.aio.started_task has a task
+                # that does not.
                 self._begun = True
                 waits_for = self._coroutine.send(None)
         except StopIteration:
@@ -177,8 +177,8 @@ class Fiber(asyncio.Future[None]):
             super().set_exception(error)
             raise
         except BaseException as error:  # noqa: BLE001  the waiters of the fiber get it
-            # Without this frame, through which fiber and error would keep each other alive until the collector
-            # runs: errors are frequent (each reset is one), and nothing may outlive its connection.
+            # Without this frame, through which fiber and error would keep each other alive until the next garbage
+            # collection. Errors are frequent (each reset is an error), and no object may outlive its connection.
             super().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
             self._wait(waits_for)
@@ -205,8 +205,8 @@ class Fiber(asyncio.Future[None]):
             future.fiber = self
         else:
             future.add_done_callback(self._woken)
-        # Cancelled while it ran, or before its first step: delivered here, at the await, as asyncio does. A future
-        # that is done already refuses, and then the next step throws.
+        # It was cancelled while it ran or before its first step. The cancellation is delivered here, at the await,
+        # like in asyncio. A future that is already done refuses it, and then the next step throws.
         if self._must_cancel and future.cancel(self._message):
             self._must_cancel = False
 

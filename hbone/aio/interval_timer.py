@@ -10,14 +10,14 @@ import asyncio
 from collections import OrderedDict
 from typing import Final, Protocol
 
-#: Part of an interval by which a check may be late, so that it shares a timer with the checks due after it.
+#: The part of an interval by which a check can be late, so that it shares a timer with later checks.
 _SLACK: Final = 1 / 64
 #: Checks in one turn of the loop, before other callbacks run: some hundred microseconds.
 CHECKS_PER_TURN: Final = 256
 
 
 class Member(Protocol):
-    """An object that wants to be called once per interval."""
+    """An object that is called once per interval."""
 
     def on_interval(self) -> None:
         """Check; may unregister itself and other members."""
@@ -43,14 +43,15 @@ class IntervalTimer:
 
     def register(self, member: Member, now_s: float) -> None:
         """Call ``member`` from now on; ``now_s`` is the loop's time, or that of an earlier turn."""
-        # The poller's clock is as old as its turn, and a check may have run since. Without the maximum this member
-        # would come behind later ones in ``_due``, which must stay sorted: the timer is set by the first alone.
+        # The poller's clock has the time at which its iteration started, and a check can have run since. Without
+        # the maximum this member would be inserted behind later ones in ``_due``, which must stay sorted, because
+        # its first entry alone sets the timer.
         self._due[member] = max(now_s, self._checked_s) + self._interval_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._late(self._due[member]), self._check)
 
     def unregister(self, member: Member) -> None:
-        """Call ``member`` no more; idempotent. The timer keeps running, and finds nothing to do."""
+        """Stop calling ``member``. Idempotent. The timer keeps running without effect."""
         self._due.pop(member, None)
 
     def _check(self) -> None:
@@ -59,7 +60,7 @@ class IntervalTimer:
         due = self._due
         try:
             for _ in range(min(len(due), CHECKS_PER_TURN)):
-                # Read anew each time: the last call may have removed any member, this one included.
+                # Read again each time, because the last call can have removed any member, including this one.
                 member = next(iter(due), None)
                 if member is None or due[member] > now_s:
                     break
@@ -67,7 +68,7 @@ class IntervalTimer:
                 due[member] = now_s + self._interval_s
                 member.on_interval()
         finally:
-            # Also after a member has raised (the loop logs it): the others must still be called.
+            # Also after a member has raised (the loop logs it), because the other members must still be called.
             if due:
                 next_s = due[next(iter(due))]
                 # A member that is overdue was left over by the limit per turn, so it must not wait for the slack.

@@ -41,7 +41,7 @@ class Keepalive:
         self._timer.register(self, poller.now_s)
 
     def answered(self, payload: bytes) -> bool:
-        """Take a PONG; False: it answers no PING of this keepalive."""
+        """Process a PONG. Return False if it answers no PING of this keepalive."""
         # The payload is random, so that a peer cannot answer in advance and pass for alive.
         if not self._payload or payload != self._payload:
             return False

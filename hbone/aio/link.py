@@ -31,7 +31,7 @@ class Link:
         self.readable = True
         """False: the socket is known to be empty until the next event."""
         self.overhead = 0
-        """Octets of the last read that carried no payload, where that is more than an eighth of them."""
+        """Octets of the last read without payload, if they are more than an eighth of the read."""
         self.read_bytes = 0
         """Bytes read until now."""
         self._hung_up = False
@@ -49,11 +49,11 @@ class Link:
         return len(self._unsent)
 
     def hang_up_seen(self) -> None:
-        """Note that the poller reported an end: a short read no longer means that the socket is empty."""
+        """Record that the poller reported an end: a short read no longer means that the socket is empty."""
         self._hung_up = True
 
     def receive_raw(self, into: memoryview) -> int:
-        """Read once; 0: nothing has arrived.
+        """Read once. Return 0 if no bytes have arrived.
 
         Raises:
             LinkClosed: EOF.
@@ -75,7 +75,8 @@ class Link:
         return size
 
     def receive(self) -> memoryview | None:
-        """Read once and decrypt; the view is valid until the next read, and may be empty. None: nothing arrived.
+        """Read once and decrypt. The view is valid until the next read and can be empty. Return None if no bytes
+        have arrived.
 
         Raises:
             LinkClosed: EOF or close_notify.
@@ -94,37 +95,40 @@ class Link:
             return None
         tls.receive(poller.ciphertext[:size])
         overhead, size = size, tls.read_into(plain)
-        # Records of a few bytes each are dear to open. One record that came in two reads is none of them.
+        # Records of a few bytes each are expensive to decrypt. A single record split over two reads does not
+        # count.
         overhead -= size
         self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
-            # The alert was in the bytes just read, so the socket may have no event left, while a peer that wants
-            # the close_notify of both sides waits for ours before it sends a FIN. Read again, and find it.
+            # The alert was in the bytes just read. So the socket can be without a further event, while a peer that
+            # wants close_notify from both sides waits for ours before it sends a FIN. Read again to find it.
             self.readable = True
         return plain[:size]
 
     def fit(self, size: int, took_s: float, wanted_s: float) -> None:
         """Let a read take about ``wanted_s`` from now on, after one of ``size`` bytes took ``took_s``.
 
-        256 KiB that go to one application are done in a quarter of a millisecond. In frames for sixteen
-        applications they take up to three, which is as long as the others wait.
+        256 KiB for one application take a quarter of a millisecond. In frames for sixteen applications they take
+        up to three milliseconds, which is how long the other connections wait.
         """
         if size < BULK_BYTES:
             return
         fitting = int(size * wanted_s / took_s) if took_s > wanted_s else BUFFER_BYTES
-        # By half at most: the processor may have been with another process meanwhile.
+        # By half at most, because the processor can have run another process in between.
         smaller = max(BULK_BYTES, fitting, self._most >> 1)
         self._most = smaller if fitting < self._most else min(BUFFER_BYTES, 2 * self._most)
 
     def left_over(self) -> memoryview:
-        """Return the plaintext that came with the last bytes of the handshake; called once, after it."""
+        """Return the plaintext that arrived with the last bytes of the handshake. Called once, after the
+        handshake.
+        """
         plain = self.poller.plaintext
         assert self.tls is not None
         size = self.tls.read_into(plain)
         return plain[:size]
 
     def send(self, views: list[memoryview | bytes]) -> None:
-        """Encrypt and send everything; what the network does not take waits here.
+        """Encrypt and send. Bytes that the network does not take are kept here.
 
         Raises:
             TlsError: the session cannot send.
@@ -149,7 +153,7 @@ class Link:
                 self._put(self.poller.sealed[:size])
 
     def retry(self) -> bool:
-        """Send what waits; return whether nothing is left."""
+        """Send the kept bytes. Return whether all were sent."""
         if self._unsent:
             try:
                 sent = self.sock.send(self._unsent)

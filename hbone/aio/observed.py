@@ -1,11 +1,11 @@
 """An end of a relay whose bytes are shown to an observer as they pass.
 
-The owner of a relay puts an :class:`ObservedEnd` in the place of one of its ends; nothing else changes, and a
-relay without one pays nothing. It is what the other end sees; what the observed end sees in turn is a
-:class:`_FarSide`. Both pass every call on at once, so back pressure, half closes and resets are those of the two
-real ends, and no byte waits here. Two things differ. Plain sockets are not spliced, because their bytes must pass
-through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with a CONNECT pass no relay: the
-owner opens the tunnel without them.
+The owner of a relay puts an :class:`ObservedEnd` in the place of one of its ends. There is no other change, and
+relays without one pay no cost. It is the peer of the other end. The peer of the observed end is a
+:class:`_FarSide`. Both forward every call at once, so back pressure, half closes and resets are those of the two
+real ends, and no byte waits here. There are two differences. Plain sockets are not spliced, because their bytes
+must pass through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with a CONNECT do not
+pass through a relay, so the owner opens the tunnel without them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hbone.end_state import SINK_BROKEN, SinkState, SourceState
 
 
 class StreamObserver(Protocol):
-    """What is shown the bytes of an end; it must not raise, and copies what it keeps."""
+    """Receives the bytes of an end. It must not raise, and must copy the bytes that it keeps."""
 
     def received(self, chunk: memoryview) -> None:
         """Bytes of the end's network that go into the relay; valid until this returns."""
@@ -80,7 +80,7 @@ class ObservedEnd(End):
         """See :class:`End`."""
         self.inner.close(error)
 
-    # Called by the other end: what goes to the inner end's network
+    # Calls from the other end: bytes for the inner end's network
 
     def reserve(self, limit: int) -> memoryview | None:
         """See :class:`End`."""
@@ -136,7 +136,7 @@ class ObservedEnd(End):
         """See :class:`End`."""
         self.inner.delivered(size)
 
-    # Called by what stands for the other end: what comes from the inner end's network
+    # Calls from the stand-in of the other end: bytes from the inner end's network
 
     def show_received(self, chunks: list[memoryview], size: int) -> None:
         """Count and show ``size`` bytes of ``chunks``; they are passed on after this."""
@@ -147,7 +147,7 @@ class ObservedEnd(End):
         """Show that no more bytes come."""
         self._observer.receive_ended(reset=reset)
 
-    # The states are those of the inner end, which applies the events itself
+    # The states are those of the inner end, which applies the events itself.
 
     def _drop_pending(self) -> int:
         return 0
@@ -160,7 +160,7 @@ class ObservedEnd(End):
 
 
 class _FarSide(End):
-    """What an observed end has as its peer: shows what it is given, and passes it on to the real one."""
+    """The peer of an observed end: reports the bytes that it gets, and forwards them to the real peer."""
 
     __slots__ = ("_observed", "_rooms")
 
@@ -258,7 +258,7 @@ class _FarSide(End):
 
 
 class _Reports(RelayObserver):
-    """What an observed end has as its relay: reports to the real one, which knows the observed end only."""
+    """The relay of an observed end: reports to the real relay, which only has the observed end."""
 
     __slots__ = ("_observed",)
 

@@ -1,13 +1,14 @@
 """Readiness for the data path: a private edge-triggered epoll, itself watched by the asyncio loop.
 
-One wake-up of the loop serves every socket that is ready, by plain callbacks. A turn runs, in this order: the
-sockets that the fairness rule stopped in the turn before, the events of epoll, the coroutines that can resume
-(:mod:`hbone.aio.fiber`; as many as its time allows), and one flush for each object on the dirty list, also after
-each :data:`EVENTS_PER_FLUSH` events. Code that queues output outside a turn (a task, a timer) uses the same list,
-and a turn is scheduled for it. This works on uvloop and on asyncio's own loop: it needs only ``add_reader``.
+One wake-up of the loop serves every ready socket, by plain callbacks. An iteration runs, in this order: the
+sockets that the fairness rule stopped in the previous iteration, the events of epoll, the coroutines that can
+resume (:mod:`hbone.aio.fiber`, within a time limit), and one flush for each object on the dirty list, also after
+each :data:`EVENTS_PER_FLUSH` events. Code that queues output outside an iteration (a task, a timer) uses the same
+list, and an iteration is scheduled for it. This works on uvloop and on asyncio's own loop, because it only needs
+``add_reader``.
 
-A turn survives any callback. An edge comes once, so an error that ended the turn would leave the other sockets of
-the batch waiting for an event that never comes again. Errors are reported to their own handler and go no further.
+An iteration survives any callback. An edge is reported once, so an error that ended the iteration would leave the
+other sockets of the batch without their event. Each error is reported to its own handler only.
 
 Buffers: a turn handles one read to its end before the next, so that one set of scratch buffers serves all sockets
 (:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`). Output buffers are borrowed while
@@ -39,19 +40,22 @@ logger = logging.getLogger(__name__)
 
 READS_PER_TURN: Final = 4  # of one socket, before the others are read
 REQUEUED_S: Final = 0.001
-"""Time of a turn for the sockets that have much to read, all of them together."""
+"""The time per iteration for all sockets with much to read together."""
 BULK_BYTES: Final = 32 * 1024
-"""Whoever read as much in its last turn waits in line with its next event, once :data:`REQUEUED_S` is over."""
+"""A socket that read this much in its last turn puts its next event into the run queue, once :data:`REQUEUED_S` is
+used up.
+"""
 STEPS_S: Final = 0.002
-"""Time of a turn for coroutines, after which those that are left wait for the next. Without it a storm of
-connections, or the end of one with hundreds of tunnels, would hold up what small flows have to read."""
+"""The time per iteration for coroutines. The remaining ones wait for the next iteration. Without this limit a
+storm of connections, or the end of a connection with hundreds of tunnels, would delay small flows.
+"""
 _BATCH: Final = 256
-#: Two proxies that serve everything before they send work in turns, and their processors rest in turns. Of 8, 16,
-#: 32 and no limit, 16 had the most requests a second over 64 connections: 1.12 times those of no limit, at 1.05
-#: times the processor time each (more TLS records), with 7 instead of 21 % of the cores idle.
+#: Two proxies that serve all events before they send work alternately, and each leaves its core idle in between.
+#: Of 8, 16, 32 and no limit, 16 had the most requests a second over 64 connections: 1.12 times those of no limit,
+#: at 1.05 times the CPU time each (more TLS records), with 7 instead of 21 % of the cores idle.
 EVENTS_PER_FLUSH: Final = 16
-#: A step takes some 50 microseconds, in which the receivers of what earlier steps have queued are idle: of 4, 8,
-#: 16 and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
+#: A step takes about 50 microseconds, during which the receivers of earlier steps' output are idle. Of 4, 8, 16
+#: and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
 _STEPS_PER_FLUSH: Final = 8
 _KEPT_BUFFERS: Final = 64
 _FEW_BUFFERS: Final = 4  # kept in any case: an occasional write would allocate them again at once
@@ -70,7 +74,7 @@ class Handler(Protocol):
         """Handle ``mask`` of EPOLL bits; 0: a call that :meth:`Poller.requeue` asked for."""
 
     def on_bug(self, error: Exception) -> None:
-        """Release everything: a callback of this handler raised an unexpected error."""
+        """Release all resources, because a callback of this handler raised an unexpected error."""
 
 
 class Flushable(Protocol):
@@ -83,14 +87,14 @@ class Flushable(Protocol):
 
 
 class Steppable(Protocol):
-    """A coroutine that resumes after the events of a turn; a :class:`hbone.aio.fiber.Fiber`."""
+    """A coroutine that resumes after an iteration's events: a :class:`hbone.aio.fiber.Fiber`."""
 
     def step(self) -> None:
         """Run until the next await."""
 
 
 class Running(Protocol):
-    """What runs a coroutine: a :class:`hbone.aio.fiber.Fiber`, or a task of asyncio."""
+    """The object that runs a coroutine: a :class:`hbone.aio.fiber.Fiber`, or an asyncio task."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         """See :meth:`asyncio.Task.cancel`."""
@@ -125,11 +129,13 @@ class Poller:
         self._timers: dict[float, IntervalTimer] = {}
         self._spin = Spin(spin) if spin is not None and spin.limit_s > 0 else None
         self.ciphertext = memoryview(bytearray(BUFFER_BYTES))
-        # One record may have been left from the read before.
+        # One record can be left over from the previous read.
         self.plaintext = memoryview(bytearray(BUFFER_BYTES + 32 * 1024))
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.lent = False
-        """A connection acts on a read, of which frames still lie in the scratch buffers: nobody else may read."""
+        """A connection is processing a read whose frames are still in the scratch buffers, so no other connection
+        may read.
+        """
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
         self.running: Running | None = None
@@ -137,7 +143,7 @@ class Poller:
         self.handshake_s = 0.0
         """The turn, by its time, that had a step of a handshake for an event; see :meth:`Connection.on_event`."""
         self.peers = PeerShares()
-        """What the connections of each peer have together."""
+        """Per-peer quotas over all connections of a peer."""
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
         self._loop.add_reader(self._epoll.fileno(), self._turn)
@@ -153,7 +159,7 @@ class Poller:
         return len(self._handlers)
 
     def peak(self) -> int:
-        """Return the highest number of watched sockets since the last call, and start anew."""
+        """Return the highest number of watched sockets since the last call, and restart the count."""
         most, self._most = self._most, len(self._handlers)
         return most
 
@@ -197,7 +203,7 @@ class Poller:
             self._epoll.unregister(fd)
 
     def unregister_closing(self, fd: int) -> None:
-        """As :meth:`unregister`, for a descriptor that is closed next; saves a system call.
+        """Like :meth:`unregister`, for a descriptor that is closed next. Saves a system call.
 
         The kernel drops a closed descriptor from an epoll by itself, unless it was duplicated (epoll(7)).
         """
@@ -207,9 +213,9 @@ class Poller:
     def requeue(self, handler: Handler) -> None:
         """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty.
 
-        No edge would tell it again, because nothing new has arrived. Idempotent until that call, so that a socket
-        gets one turn however often its peer sends. Handlers are called in the order of their requests, as many in
-        a turn as fit into :data:`REQUEUED_S`; the others are first in the next.
+        There will be no further edge, because no new bytes have arrived. Idempotent until that call, so that a
+        socket gets one turn however often its peer sends. Handlers are called in the order of their requests, as
+        many per iteration as fit into :data:`REQUEUED_S`. The others come first in the next iteration.
         """
         if handler not in self._in_line:
             self._in_line.add(handler)
@@ -220,8 +226,8 @@ class Poller:
         """Whether a socket that has much to read waits in line with its event: the caller then calls
         :meth:`requeue`.
 
-        Events are served at once, so that those of small flows never wait. Without this, twenty bulk flows with an
-        event each would take a turn of twenty slices.
+        Events are served at once, so that those of small flows never wait. Without this limit, twenty bulk flows
+        with an event each would take an iteration of twenty slices.
         """
         if self._requeued:
             return True
@@ -277,7 +283,7 @@ class Poller:
         return dropped
 
     def close(self) -> None:
-        """Stop watching everything; idempotent. The sockets stay with their owners."""
+        """Stop watching all sockets. Idempotent. The owners keep the sockets."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._epoll.fileno())
@@ -291,8 +297,8 @@ class Poller:
             for each in self._timers.values():
                 each.close()
             self._timers.clear()
-            # Fibers outlive their poller: they are cancelled by a program that ends in whatever order, and must
-            # still run their clean-up. The loop takes over.
+            # Fibers can outlive their poller: a program cancels them in any order when it ends, and they must
+            # still run their clean-up. The loop runs them instead.
             for waiting in self._steps:
                 self._loop.call_soon(waiting.step)
             self._steps.clear()
@@ -317,8 +323,8 @@ class Poller:
     def _serve(self) -> bool:
         """Run one turn; return whether the next one has work already."""
         self.now_s = self._loop.time()
-        # Before the new events: a socket that always has more must not wait for those that have little, nor
-        # the other way round; each gets READS_PER_TURN reads per turn.
+        # Before the new events: sockets that always have more to read must not wait for those with little, nor the
+        # other way round. Each gets READS_PER_TURN reads per iteration.
         requeued = self._requeued
         left = len(requeued)
         self._bulk_until_s = 0.0
@@ -340,9 +346,8 @@ class Poller:
         ready = self._poll()
         handlers = self._handlers
         for number, (fd, mask) in enumerate(ready, start=1):
-            # An earlier event of this batch may have closed this socket. Its number may even be in use
-            # again, by a socket accepted since: that one gets an event too many, and a read that finds
-            # nothing.
+            # An earlier event of this batch can have closed this socket. Its number can even be in use again, by a
+            # socket accepted since. That socket gets a superfluous event, whose read returns no bytes.
             handler_at = handlers.get(fd)
             if handler_at is not None:
                 try:
@@ -353,9 +358,9 @@ class Poller:
                     return False
             if not number % EVENTS_PER_FLUSH:
                 self._flush()
-        # Coroutines before the flush, so that their output leaves in the same turn, and in slices, so that the
-        # network gets something to do in between. A step may queue further steps; output that a flush
-        # produces (a tunnel that has room again) is flushed in the next round of this loop.
+        # Coroutines run before the flush, so that their output leaves in the same iteration, and in slices, so
+        # that the network is kept busy in between. A step can queue further steps. Output produced by a flush (a
+        # tunnel that has room again) is flushed in the next round of this loop.
         steps = self._steps
         until_s = 0.0
         while steps or self._dirty:
@@ -379,8 +384,8 @@ class Poller:
         if spin is not None and ready:
             spin.worked(self.now_s, self.read_bytes)
             self.read_bytes = 0
-        # A full batch may have left events in epoll. The loop watches our epoll level-triggered and would come
-        # back by itself, but only after its own poll, which is a wake-up more.
+        # A full batch can have left events in epoll. The loop watches our epoll level-triggered and would return
+        # by itself, but only after its own poll, which is one more wake-up.
         return bool(
             steps
             or self._dirty
@@ -391,7 +396,7 @@ class Poller:
         )
 
     def _flush(self) -> None:
-        """Flush what is on the dirty list; what that puts there waits for the next time."""
+        """Flush the objects on the dirty list. Objects added meanwhile wait for the next flush."""
         dirty, self._dirty = self._dirty, []
         for flushable in dirty:
             try:
@@ -400,7 +405,7 @@ class Poller:
                 self._failed(flushable, error)
 
     def _poll(self) -> list[tuple[int, int]]:
-        """Return the events of a turn: descriptors and what epoll reports of them."""
+        """Return the events of an iteration: descriptors and their epoll masks."""
         spin = self._spin
         try:
             if self._edges_lost:
@@ -412,8 +417,8 @@ class Poller:
             else:
                 ready = self._epoll.poll(0, _BATCH)
         except Exception as error:  # noqa: BLE001
-            # Without memory for the list the events are gone, and with them their edges. All sockets get an event
-            # in the next turn, which most of them will find to be one too many.
+            # Without memory for the list the events and their edges are lost. All sockets get an event in the next
+            # iteration, which is superfluous for most.
             self._edges_lost = True
             self._report(self, error)
             return []

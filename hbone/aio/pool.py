@@ -52,8 +52,9 @@ class Pool:
     """Shares connections between tunnels of one key. Close it before the poller.
 
     Args:
-        dial: opens a connection for a key; its errors reach the :meth:`open` that asked for it, as raised.
-        poller: runs the dials, and resumes fibers that wait for a connection in the turn that has it.
+        dial: opens a connection for a key. Its errors are raised unchanged by the :meth:`open` that caused the
+            dial.
+        poller: runs the dials, and resumes waiting fibers in the iteration in which their connection is ready.
         settings: limits.
     """
 
@@ -95,8 +96,8 @@ class Pool:
     async def open(self, key: Hashable, request: Iterable[Header], client: PlainSocket | None = None) -> Tunnel:
         """Return a tunnel on a connection of ``key``, after its 200; the caller closes it.
 
-        A request that the peer certainly did not process (REFUSED_STREAM, a GOAWAY that crossed it) is sent
-        again, on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
+        A request that the peer certainly did not process (REFUSED_STREAM, a GOAWAY that crossed it) is repeated on
+        another connection (RFC 9113, 8.7). Cancelling is safe at any point.
 
         Args:
             key: tunnels with equal keys share connections.
@@ -216,9 +217,9 @@ class Pool:
             connection.close()
             return
         if isinstance(connection.error, TlsError):
-            # A client of TLS 1.3 has finished its handshake before the server judges its certificate, so the
-            # refusal may be here already. Handing the connection out would dial once more for each waiter, to
-            # the same end.
+            # A TLS 1.3 client has finished its handshake before the server judges its certificate, so a refusal
+            # can have arrived already. Using the connection would cause one more dial for each waiter, with the
+            # same result.
             self._dial_over(key, connection.error)
             return
         del self._dials[key]

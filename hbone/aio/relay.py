@@ -13,7 +13,7 @@ from hbone.aio.interval_timer import IntervalTimer
 from hbone.errors import TunnelClosed
 
 LINGER_S = 30.0
-"""How long an application may still write into a tunnel whose peer is gone (a guess)."""
+"""How long an application can continue to write into a tunnel whose peer is closed. A guess."""
 
 
 _CHECKS_PER_TIMEOUT = (
@@ -43,7 +43,7 @@ class ByteCounts:
         return self._b.read_bytes if self._b is not None else self._received
 
     def follow(self, a: End, b: End) -> None:
-        """Read the ends' own counters from now on: nothing is added per chunk."""
+        """Read the ends' own counters from now on, so that no work is done per chunk."""
         self._a, self._b = a, b
 
     def freeze(self) -> None:
@@ -57,9 +57,9 @@ class RelayEnd:
     """How a relay ended.
 
     Attributes:
-        first: the end that stopped first, as given to :func:`relay`; None: ended by us.
-        error: what an end reported beyond an orderly close; None: both directions ended in order.
-        timed_out: nothing moved for the idle time.
+        first: the end that stopped first, as given to :func:`relay`. None if this side ended the relay.
+        error: the failure that an end reported. None if both directions ended in order.
+        timed_out: no bytes moved for the idle time.
     """
 
     first: End | None
@@ -122,7 +122,9 @@ class Relay(RelayObserver):
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """As :meth:`abort`, so that each network can tell it from a failure; see :meth:`End.end_in_order`."""
+        """Like :meth:`abort`, but in a way that each network can distinguish from a failure. See
+        :meth:`End.end_in_order`.
+        """
         a, b = self._a, self._b
         self.abort(reason)
         for end in (a, b):
@@ -168,7 +170,9 @@ class Relay(RelayObserver):
         self._finish()
 
     def on_interval(self) -> None:
-        """End when nothing has moved for the whole idle time; called by the timer, eight times per idle time."""
+        """End the relay if no bytes have moved for the whole idle time. The timer calls it eight times per idle
+        time.
+        """
         moved = self._counts.sent + self._counts.received
         self._quiet = self._quiet + 1 if moved == self._seen else 0
         self._seen = moved

@@ -62,8 +62,8 @@ class Request:
     ) -> None:
         """Answer and end the stream; reset it as well when the client has not ended it.
 
-        The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)); Envoy's 503 has a body and
-        CONNECT_ERROR. Does nothing when the stream is gone.
+        The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)). Envoy's 503 has a body and
+        CONNECT_ERROR. Does nothing if the stream is closed.
         """
         if self.gone:
             self.answered = True
@@ -119,8 +119,8 @@ class Requests:
         except asyncio.CancelledError:
             pass  # by cancel() or wait(); there is no other caller to pass it on to
         except TunnelBroken as error:
-            # HEADERS and RST_STREAM may come in one read: the stream is gone before the first step of this fiber,
-            # and a handler that answers without waiting has met no await that could have ended it.
+            # HEADERS and RST_STREAM can arrive in one read: then the stream is closed before the first step of
+            # this fiber, and a handler that answers without waiting has met no await that could have ended it.
             if not request.gone:
                 logger.exception("request handler failed")
             else:

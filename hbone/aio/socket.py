@@ -17,10 +17,14 @@ from hbone.errors import TunnelClosed, bare
 
 CROWD_SOCKETS: Final = 128
 CROWDED_UNSENT_BYTES: Final = 128 * 1024
-"""What the kernel keeps, besides what is on its way, for an application that does not read, while so many sockets
-are open. It would be up to 4 MiB (tcp_wmem), for which our cgroup pays: 2,000 such streams took 1.3 GB."""
+"""The kernel's send buffer, besides bytes in flight, for an application that does not read, while this many
+sockets are open. It would grow up to 4 MiB (tcp_wmem), which is charged to our cgroup: 2,000 such streams took 1.3
+GB.
+"""
 LASTING_S: Final = 10.0
-"""A connection that has lived so long may need what few connections do, see :meth:`PlainSocket.when_lasting`."""
+"""The age after which a connection gets options that few connections need, see
+:meth:`PlainSocket.when_lasting`.
+"""
 _UNREAD_BYTES: Final = 1 << 30  # more than any receive buffer
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
 
@@ -38,7 +42,7 @@ class PlainSocket(End):
     :meth:`push_back` gives them back. The poller watches the socket from the first wait or the relay's start on.
 
     Args:
-        fresh: connected just now, so that nothing can have arrived; a relay waits for the first event.
+        fresh: just connected, so no bytes can have arrived. A relay waits for the first event.
     """
 
     __slots__ = (
@@ -138,7 +142,9 @@ class PlainSocket(End):
         self._pushed = data + self._pushed
 
     def peek_into(self, room: memoryview) -> int:
-        """Copy the bytes that have arrived into ``room``, consuming nothing; return how many. Never waits."""
+        """Copy the bytes that have arrived into ``room`` without consuming them, and return their number. Never
+        blocks.
+        """
         if self._pushed:
             size = min(len(self._pushed), len(room))
             room[:size] = self._pushed[:size]
@@ -146,7 +152,7 @@ class PlainSocket(End):
         return self._peek_into(room) or 0
 
     def _peek_into(self, room: memoryview) -> int | None:
-        """Return how much was copied; 0 at an EOF or a reset, None when nothing has arrived."""
+        """Return how many bytes were copied: 0 at an EOF or a reset, None if no bytes have arrived."""
         try:
             return self.sock.recv_into(room, 0, socket.MSG_PEEK)
         except BlockingIOError:
@@ -162,7 +168,7 @@ class PlainSocket(End):
             self._pushed = self._pushed[size:]
         elif not self.closed:
             try:
-                # All of it is still there, also after a reset. With MSG_TRUNC TCP copies nothing (tcp(7)).
+                # All bytes are still there, also after a reset. With MSG_TRUNC TCP copies none of them (tcp(7)).
                 self.sock.recv(size, socket.MSG_TRUNC)
             except OSError as error:
                 self.broken = bare(error)  # of this socket, not of the connection whose answer led here
@@ -283,7 +289,7 @@ class PlainSocket(End):
             self.poller.read_bytes += size
             peer.commit(size)
             if size < most and not self._hung_up:
-                # A short read of a stream emptied it; an EOF since then is a new edge (epoll(7)).
+                # A short read has emptied the stream. A later EOF is a new edge (epoll(7)).
                 self._readable = False
                 self._greedy = self.read_bytes - before >= BULK_BYTES
                 return
@@ -301,12 +307,14 @@ class PlainSocket(End):
         return True
 
     def _splice(self) -> None:
-        """As :meth:`_pump`, through the pipe, and once per turn: a pipe holds as much as several reads."""
+        """Like :meth:`_pump`, but through the pipe and once per iteration: a pipe holds as much as
+        several reads.
+        """
         pipe, peer = self._pipe, self.peer
         assert pipe is not None
         if type(peer) is not PlainSocket or not self._empty_pipe(pipe, peer):
             return
-        # The pipe is empty, so that "nothing there" can only mean the socket.
+        # The pipe is empty, so EAGAIN can only refer to the socket.
         try:
             size = pipe.fill(self.sock.fileno())
         except BlockingIOError:
@@ -324,7 +332,7 @@ class PlainSocket(End):
             self.poller.requeue(self)
 
     def _empty_pipe(self, pipe: SplicePipe, peer: PlainSocket) -> bool:
-        """Move what the pipe holds into the sink; False: the sink is full, and resumes this source later."""
+        """Move the pipe's bytes into the sink. Return False if the sink is full; it resumes this source later."""
         try:
             if pipe.empty(peer.sock.fileno()):
                 return True
@@ -350,9 +358,9 @@ class PlainSocket(End):
 
     def _end(self, error: OSError | None) -> None:
         self._readable = False
-        # The kernel reports a reset once, to a send or to a receive, and says EOF from then on: the callers pass
-        # what a send was told. EPIPE means that a FIN came before the reset (tcp(7)), so everything was read,
-        # and only our direction is broken.
+        # The kernel reports a reset once, to a send or to a receive, and EOF from then on. So callers pass the
+        # result of a send. EPIPE means that a FIN came before the reset (tcp(7)), so all bytes were read, and only
+        # our direction is broken.
         if error is None:
             self.advance(EndEvent.READ_EOF)
             if self._hung_up & FAILED:
@@ -514,11 +522,12 @@ class PlainSocket(End):
             return
         with contextlib.suppress(OSError):  # it is gone, or everything is read
             self.sock.shutdown(socket.SHUT_WR)
-            # What comes later is answered with a reset, which an application that ended with its FIN never meets.
+            # Later bytes are answered with a reset, which does not reach an application that has ended with its
+            # FIN.
             self.sock.recv(_UNREAD_BYTES, socket.MSG_TRUNC)
 
     def detach(self) -> socket.socket:
-        """Return the socket to a new owner, as it is; only before a relay, and with nothing pushed back."""
+        """Give the socket to a new owner unchanged. Allowed only before a relay, and without pushed-back bytes."""
         assert self.relay is None
         assert not self._pushed
         self.closed = True

@@ -1,20 +1,20 @@
 """Adaptive spin: whether the poller polls again instead of sleeping.
 
-To sleep costs a wake-up: the scheduler's work, cold caches and a pass through the event loop. To spin costs the
-processor for as long as the wait lasts. Which of them is cheaper depends on the machine, on the distance of peers
-and on the load. Where a client waits for each answer before it asks again, a proxy that is awake makes it ask
-twice as often. Where requests come at their own rate, the same spin gains nothing.
+Sleeping costs a wake-up: the scheduler's work, cold caches and a pass through the event loop. Spinning costs the
+processor for the duration of the wait. Which is cheaper depends on the machine, on the distance of peers and on
+the load. If a client waits for each answer before its next request, a proxy that spins can double its rate. If
+requests arrive at their own rate, the same spin has no benefit.
 
-So it is measured. A proxy has one of two habits, to sleep or to spin, and now and then tries the other one for
-some turns. It takes the habit with the smaller product of processor time per byte and the third power of elapsed
-time per byte, once that has won twice in a row. (Circuit design weighs energy against delay with such products.)
-The power says what a faster answer is worth: 2.3 times the processor time for two thirds of the elapsed time is a
-gain, a tenth less elapsed time may cost 1.15 times. Requests at their own rate take the same time per byte either
-way, so for them the habit with less processor time wins. While the other habit does not win and the load stays the
-same, it is tried ever more rarely.
+So it is measured. A proxy has one of two habits, sleeping or spinning, and sometimes tries the other for some
+iterations. It adopts the habit with the smaller product of CPU time per byte and the third power of elapsed time
+per byte, once that habit has won twice in a row. (Circuit design weighs energy against delay with such products.)
+The power is the worth of a faster answer: 2.3 times the CPU time for two thirds of the elapsed time is a gain, and
+a tenth less elapsed time is worth 1.15 times the CPU time. Requests at their own rate take the same time per byte
+either way, so for them the habit with less CPU time wins. While the other habit does not win and the load stays
+the same, it is tried less and less often.
 
-In a chain of proxies on one machine each wait is short only while the others are awake. Trials therefore begin at
-the same moments in all processes of a machine: at the periods of the monotonic clock.
+In a chain of proxies on one machine each wait is short only while the others are awake. So trials start at the
+same time in all processes of a machine: at multiples of a period of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ _LATE_S: Final = 500e-6  # between two polls in a row: another process had the p
 _HOLD_S: Final = 0.005  # at first; doubled each time up to
 _LONGEST_HOLD_S: Final = 3.2
 _WINDOW_TURNS: Final = 64
-"""Turns of a measurement; a trial is one measurement."""
+"""The number of iterations of a measurement. A trial is one measurement."""
 _ENOUGH_TURNS: Final = 32  # of a measurement that the next period has cut short
 _PERIOD_S: Final = 0.064
 _MOST_FAILURES: Final = 7  # trials in vain that double the time to the next: every 8 seconds
 _MOST_CONFIRMED: Final = 4  # the same while it spins: every second
 _SLOWEST_TURN_S: Final = 0.002  # with more than that from turn to turn there is nothing to gain by spinning
 _BETTER: Final = 0.85
-"""What a habit that is tried must cost of what the present one costs."""
+"""The highest cost of a tried habit, relative to the current one, for a change."""
 _WINS: Final = 2
-"""Trials in a row that a habit must win: requests that come at random do not come evenly in one of them."""
+"""The number of consecutive trials that a habit must win, because randomly arriving requests can be uneven within
+one trial.
+"""
 _CHANGED: Final = 1.6  # times as many bytes a second, or as few: another load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpinSettings:
-    """Adaptive spin: off while ``limit_s`` is 0; that bounds one spin after the last activity."""
+    """Adaptive spin, disabled if ``limit_s`` is 0. ``limit_s`` bounds one spin after the last activity."""
 
     limit_s: float = 0.0
 
@@ -53,9 +55,9 @@ class SpinSettings:
 class Spin:
     """Decides after each turn whether to poll again at once; see the module for the rule.
 
-    Between polls the processor is offered to other processes (sched_yield), because mostly it is their answer that
-    the poller waits for. After the processor came back late there is no spin for a while: the cores are contended,
-    and the scheduler serves a process that sleeps sooner than one that yields.
+    Between polls the processor is offered to other processes (sched_yield), because the poller mostly waits for
+    their answers. After the processor returned late, spinning pauses for some time: the cores are contended, and
+    the scheduler prefers a process that sleeps to one that yields.
     """
 
     __slots__ = (
@@ -120,7 +122,7 @@ class Spin:
         return []
 
     def worked(self, now_s: float, read_bytes: int) -> None:
-        """Take note of a turn that read so much; sets :attr:`on` for the wait that follows.
+        """Record the bytes read in an iteration, and set :attr:`on` for the following wait.
 
         Args:
             now_s: monotonic time, the same in all processes of the machine; milliseconds are exact enough.

@@ -38,7 +38,7 @@ class SplicePipe:
         """Move what the socket has into the pipe; return the number of bytes, 0 at the socket's end.
 
         Raises:
-            BlockingIOError: nothing there, or the pipe is full.
+            BlockingIOError: there are no bytes to read, or the pipe is full.
             OSError: the socket failed.
         """
         size = os.splice(fd, self._write_fd, _PIPE_BYTES, flags=_FLAGS)
@@ -59,7 +59,7 @@ class SplicePipe:
         return True
 
     def close(self) -> None:
-        """Close both ends of the pipe; what it holds is lost."""
+        """Close both ends of the pipe. Its bytes are lost."""
         os.close(self._read_fd)
         os.close(self._write_fd)
         self.held = 0

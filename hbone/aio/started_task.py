@@ -1,10 +1,9 @@
 """Tasks that reach their first await before they can be cancelled.
 
-asyncio throws a cancellation into a task also before its first step: the coroutine then never runs, and neither
-does its ``finally``. Code that hands something over in the call (a socket, an entry in a table) would leak it. A
-:class:`StartedTask` begins in any case, and its first await raises the CancelledError.
-:class:`hbone.aio.fiber.Fiber` keeps the same rule. Python 3.12's eager tasks begin inside the caller instead,
-whose buffers may be in use.
+asyncio throws a cancellation into a task also before its first step: then neither the coroutine nor its
+``finally`` runs. Code that passes ownership in the call (a socket, an entry in a table) would leak it. A
+:class:`StartedTask` always starts, and its first await raises the CancelledError. :class:`hbone.aio.fiber.Fiber`
+has the same rule. Python 3.12's eager tasks start inside the caller instead, whose buffers can be in use.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Start:
-    """Whether a task has begun, and the messages of cancellations that were asked for before."""
+    """Whether a task has started, and the messages of earlier cancellations."""
 
     __slots__ = ("begun", "cancellations")
 

@@ -26,9 +26,9 @@ def _broken(error: OSError | LinkClosed) -> ConnectionBroken:
 class TlsSocket(End):
     """Owns a connected, non-blocking socket; call :meth:`establish` before a relay.
 
-    Output of a turn is one TLS write. Plaintext that came with the handshake is kept for the relay; beyond
-    that nothing is read before it starts. Incoming records are decrypted into the poller's buffer and given
-    to the peer at once; while the peer has no room nothing is read from the socket.
+    The output of an iteration is one TLS write. Plaintext that arrived with the handshake is kept for the relay,
+    and no more is read before the relay starts. Incoming records are decrypted into the poller's buffer and given
+    to the peer at once. While the peer has no room, the socket is not read.
     """
 
     __slots__ = (
@@ -218,8 +218,8 @@ class TlsSocket(End):
         elif error.notified:
             self.advance(EndEvent.READ_EOF)
         else:
-            # A FIN without close_notify: an attacker may have cut the stream (RFC 8446, 6.1). Many applications
-            # end so, hence the peer gets an EOF all the same, and the relay the error.
+            # A FIN without close_notify: an attacker can have truncated the stream (RFC 8446, 6.1). Many
+            # applications end that way, so the peer gets an EOF nevertheless, and the relay gets the error.
             truncated = ConnectionBroken("peer ended TLS without close_notify")
             self.advance(EndEvent.READ_EOF, truncated, clean=False)
         if self._failed:

@@ -23,7 +23,7 @@ class EarlySource(Protocol):
     """Where a client's early data comes from: bytes that can be read twice."""
 
     def peek_into(self, room: memoryview) -> int:
-        """Copy what has come into ``room``, consuming nothing; return how much that was."""
+        """Copy the received bytes into ``room`` without consuming them, and return their number."""
 
     def discard(self, size: int) -> None:
         """Consume ``size`` bytes that :meth:`peek_into` has shown."""
@@ -41,13 +41,13 @@ class TunnelCarrier(ABC):
     error: Exception | None
     """Why the connection ended, once it has."""
     facts: PeerFacts | None
-    """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
+    """The peer facts proven by TLS. None without TLS, and before the end of the handshake."""
     local_name: tuple[str, int]
     """Address and port of our end, read once for all tunnels; ("", 0) for a socket pair."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Send everything queued; see :class:`hbone.aio.poller.Flushable`."""
+        """Send all queued output; see :class:`hbone.aio.poller.Flushable`."""
 
     @property
     @abstractmethod
@@ -56,11 +56,13 @@ class TunnelCarrier(ABC):
 
     @abstractmethod
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
-        """Return room for payload of ``tunnel``; None: :meth:`Tunnel.on_room` follows when there may be some."""
+        """Return room for payload of ``tunnel``, or None; :meth:`Tunnel.on_room` is then called when there might
+        be room.
+        """
 
     @abstractmethod
     def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
-        """As :meth:`reserve`, one view per frame."""
+        """Like :meth:`reserve`, with one view per frame."""
 
     @abstractmethod
     def flush_after_read(self, tunnel: Tunnel) -> None:
@@ -86,8 +88,9 @@ class TunnelCarrier(ABC):
 class Tunnel(End):
     """A stream after its 200; both roles.
 
-    What the peer sends before the relay starts is held: of a server all that its window allows, of a client, which
-    has no answer yet, at most ``early_bytes`` of the connection's HTTP/2 settings; more resets the stream.
+    Bytes that the peer sends before the relay starts are held: from a server as many as its window allows, from a
+    client, which has no answer yet, at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset
+    the stream.
     """
 
     __slots__ = (
@@ -129,7 +132,7 @@ class Tunnel(End):
 
     @property
     def gone(self) -> bool:
-        """The stream takes nothing any more: it was reset by either side, or its connection ended."""
+        """The stream accepts no more bytes: either side has reset it, or its connection has ended."""
         return self.sink is SINK_BROKEN or self.sink is SinkState.RESET_SENT
 
     # From the connection
@@ -163,9 +166,9 @@ class Tunnel(End):
         """Note RST_STREAM, or the end of the connection; idempotent."""
         if self.gone:
             return
-        # NO_ERROR and CANCEL end a stream that has done its work, as in Rust ztunnel: a server that answered in
-        # full before the request was (RFC 9113, 8.1), a client whose application closed. What came before is
-        # complete, so the application gets a FIN; with any other code it gets a RST.
+        # NO_ERROR and CANCEL end a completed stream, like in the Rust ztunnel: a server that has answered in full
+        # before the end of the request (RFC 9113, 8.1), or a client whose application has closed. The bytes before
+        # it are complete, so the application gets a FIN. With any other code it gets a RST.
         clean = error.code in _CLEAN_CODES
         if not clean:
             self.error = error
@@ -212,7 +215,7 @@ class Tunnel(End):
             self._both_over()
 
     def resume(self) -> None:
-        """Nothing: what arrives is pushed, and bounded by the window."""
+        """Does nothing: received bytes are pushed, and bounded by the window."""
 
     def delivered(self, size: int) -> None:
         """See :class:`End`; returns the credit."""
@@ -279,7 +282,7 @@ class Tunnel(End):
             self.advance(EndEvent.DRAINED)
 
     def on_room(self) -> None:
-        """Write on: the connection may have room again."""
+        """Continue writing, because the connection might have room again."""
         while self._pending:
             sent = self._copy(memoryview(bytes(self._pending[:CHUNK_BYTES])))
             if not sent:
@@ -315,24 +318,26 @@ class Tunnel(End):
         self.connection.reset(self, ErrorCode.CONNECT_ERROR)
 
     def _both_over(self) -> None:
-        # A client's stream that is gone is over: it reads nothing more. A server's last bytes may still wait in
-        # the kernel for our application, and a close under bytes of the application that nothing has read would
-        # reset that socket and destroy them. So a client's side of the tunnel discards until the application
-        # ends, or the relay's linger does.
+        # A client's stream that is closed reads no more. A server's last bytes can still be in the kernel for our
+        # application, and a close with unread bytes from the application would reset that socket and destroy them.
+        # So a client's side of the tunnel discards until the application ends, or until the relay's linger time is
+        # over.
         if self.connection.role is Role.SERVER:
             super()._both_over()
 
     def close(self, error: Exception | None = None) -> None:
-        """Release the stream: RST_STREAM unless both sides ended it (codes as Rust ztunnel); idempotent."""
+        """Release the stream, with RST_STREAM unless both sides have ended it (codes like in the Rust ztunnel).
+        Idempotent.
+        """
         early, self._early_bytes = self._early_bytes, 0
         self._early.clear()
-        # What the peer still held when the relay ended is lost; its credit must not be, or the connection's window
-        # would shrink with every tunnel that is cut off, until the connection stands still.
+        # Bytes that the peer still held when the relay ended are lost. Their credit must be returned, or the
+        # connection's window would shrink with every aborted tunnel, until the connection stalls.
         lost, self._owed = early + self._owed, 0
         if lost:
             self.connection.acknowledge(self.stream_id, lost)
         if not self.gone:
-            # Reported first: the relay leaves, and nothing of what follows reaches its other end.
+            # Reported first: the relay then detaches, and later events do not reach its other end.
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("tunnel closed during a relay"))
             code = self._close_code()
@@ -345,12 +350,12 @@ class Tunnel(End):
             closed()
 
     def _close_code(self) -> ErrorCode | None:
-        """The code of the RST_STREAM that releases the stream; None: both sides have ended it."""
+        """Return the code of the RST_STREAM that releases the stream, or None if both sides have ended it."""
         if self.sink is SinkState.RESET_PENDING:
             return ErrorCode.CONNECT_ERROR
         if self.sink is not SinkState.EOF_SENT:
             return ErrorCode.CANCEL
         if self.source is not SourceState.OPEN:
             return None
-        # A server that has answered in full asks the client to stop (RFC 9113, 8.1); a client has no such word.
+        # A server that has answered in full asks the client to stop (RFC 9113, 8.1). A client has no such code.
         return ErrorCode.NO_ERROR if self.connection.role is Role.SERVER else ErrorCode.CANCEL

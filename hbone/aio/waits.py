@@ -1,8 +1,8 @@
-"""Coroutines of classes that may be compiled (``make compiled``).
+"""Coroutines of classes that can be compiled (``make compiled``).
 
-mypyc keeps the exception that is being handled with the thread, not with the coroutine: one that waits inside
-``try`` may wake up with another's. Whatever has to wait there does it here, in a module that is never compiled;
-``tests/test_compiled.py`` sees to it.
+mypyc stores the handled exception per thread, not per coroutine: a coroutine that waits inside ``try`` can resume
+with another one's exception. So waits inside ``try`` are in this module, which is never compiled.
+``tests/test_compiled.py`` checks that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def answer(tunnel: Closable, answered: asyncio.Future[T]) -> T:
 
 
 async def relay_end(relay: Abortable, done: asyncio.Future[T]) -> T:
-    """Wait until a relay is over and return how it ended; a cancellation aborts the relay."""
+    """Wait for the end of a relay and return it. A cancellation aborts the relay."""
     try:
         return await done
     except asyncio.CancelledError:

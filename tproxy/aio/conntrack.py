@@ -1,4 +1,4 @@
-"""Ends tracked connections that are no longer wanted."""
+"""Ends unwanted tracked connections."""
 
 import errno
 from collections.abc import Callable

@@ -1,12 +1,12 @@
-"""Takes over what istio-cni wrote into a pod's network namespace, without a moment in which connections break.
+"""Takes over istio-cni's rules and routes in a pod's network namespace without breaking connections.
 
 istio-cni's routes and policy rules are those of :mod:`tproxy.inpod` under another protocol number. A route is
-replaced in one request. A policy rule cannot be: a rule of ours beside it holds its place meanwhile.
+replaced in one request. A policy rule cannot be replaced, so a rule of ours is added beside it first.
 
-Its nftables tables, or its chains in the tables of ``iptables-nft``, are removed once our table is there. Open
-connections live on: conntrack has their translation and their mark, and translates as long as any nat chain is
-registered (nf_nat_inet_fn in net/netfilter/nf_nat_core.c). Chains of ``iptables-legacy`` are not in nftables, and
-stay; beside ours they do the same. They are found by their names in what the kernel shows of these tables.
+Its nftables tables, or its chains in the tables of ``iptables-nft``, are removed after our table was added. Open
+connections survive: conntrack keeps their translation and their mark, and translates as long as any nat chain is
+registered (nf_nat_inet_fn in net/netfilter/nf_nat_core.c). Chains of ``iptables-legacy`` are outside nftables, and
+stay; they have the same effect as ours. All are found by name in the kernel's dump of these tables.
 """
 
 import contextlib
@@ -44,11 +44,12 @@ _GET_INFO, _GET_ENTRIES, _NAME_BYTES, _INFO_BYTES = 64, 65, 32, 84
 
 
 def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
-    """Make routes and policy rules ours that are as wanted but for their protocol number; idempotent.
+    """Make routes and policy rules ours that differ from the wanted ones in their protocol number only.
+    Idempotent.
 
     Args:
         netns: the pod's namespace.
-        wanted: its resources.
+        wanted: the pod's resources.
         protocol: our number.
 
     Returns:
@@ -85,7 +86,7 @@ def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
 def _take_over_rule(route: NetlinkSocket, rule: IpRule, protocol: int) -> None:
     beside = replace(rule, priority=rule.priority - 1)
     route.request(rtnetlink.rule_message(rtnetlink.RTM_NEWRULE, beside, protocol))
-    # istio-cni's has no protocol number, and a deletion without one takes any: one of ours, if it is there too.
+    # istio-cni's rule has no protocol number, and a deletion without one matches any rule, possibly ours.
     with contextlib.suppress(KernelRefused):
         while True:
             route.request(rtnetlink.rule_message(rtnetlink.RTM_DELRULE, rule, 0))
@@ -109,7 +110,7 @@ def _legacy_chains(netns: Netns) -> set[str]:
     with netns.entered():
         for family, level, path in _LEGACY:
             with contextlib.suppress(OSError):
-                # Only tables that are there: a request for another one would make it.
+                # Only existing tables, because a request for another table would create it.
                 names = Path(path).read_text().split()
                 with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                     for table in names:
@@ -145,10 +146,10 @@ def remove_chains(netns: Netns) -> set[str]:
     """Remove istio-cni's tables, or its chains and the jumps to them, in one transaction; idempotent.
 
     Returns:
-        The chains that were there.
+        The names of the removed chains.
 
     Raises:
-        TproxyError: the kernel refused; nothing has changed then.
+        TproxyError: the kernel refused, and nothing was changed.
     """
     with NetlinkSocket(NETLINK_NETFILTER, netns) as link:
         chains = _chains(link)

@@ -4,8 +4,8 @@
 other, so the event loop never waits for the kernel's RTNL or nftables lock. :class:`BlockingKernel` does the
 same work without a loop.
 
-Every apply ends with a read-back that is compared with the wanted state. A kernel that acknowledges a rule
-and stores something else is therefore an error of the apply, not a fault found later by its traffic.
+Every apply ends with a read-back that is compared with the wanted state. A kernel that acknowledges a rule and
+stores a different one is therefore an error of the apply, not a fault discovered later through traffic.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class _OpenNamespace:
             raise
         self.links: list[rtnetlink.Link] = []
         self.memory = SysctlMemory(cookie_of(netns))
-        #: Of the values that are remembered those that are in the nftables table, by the last read.
+        #: Of the remembered values, those in the nftables table at the last read.
         self.in_table: frozenset[SysctlKey] = frozenset()
 
     def read_links(self) -> list[rtnetlink.Link]:
@@ -146,7 +146,7 @@ class BlockingKernel:
     def read(self, wanted: State | None = None) -> State:
         """Return our resources as the kernel holds them.
 
-        Sysctls have no owner in the kernel: only those are read that ``wanted`` or the memory table names.
+        Sysctls have no owner in the kernel, so only those named by ``wanted`` or by the memory table are read.
 
         Raises:
             DumpInterrupted: others change the same tables faster than they can be read.
@@ -163,8 +163,8 @@ class BlockingKernel:
     def _pairs(self) -> frozenset[VethPair]:
         """Return our devices as pairs, joined where both ends name each other's index.
 
-        IFLA_LINK of a veth device is the index of its peer in the peer's own namespace, which is not unique:
-        two pairs may have equal numbers. So both directions must agree, and each device is used once.
+        IFLA_LINK of a veth device is the index of its peer in the peer's own namespace, which is not unique: two
+        pairs can have equal numbers. So both directions must agree, and each device is used once.
         """
         ours = [
             (place.name, link)
@@ -174,7 +174,7 @@ class BlockingKernel:
         ]
         pairs = set()
         used: set[tuple[NamespaceName, str]] = set()
-        # Later namespaces are the "left" ends, as in the wanted states.
+        # Later namespaces are the "left" ends, like in the wanted states.
         for name, link in reversed(ours):
             if (name, link.name) in used:
                 continue
@@ -227,8 +227,8 @@ class BlockingKernel:
             message = nftables.nft_message(kind, family, nftables.DUMP, *filters, about="read nftables")
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
-        # Dumps of chains and sets return those of every table, kube-proxy's thousands among them. Tables are
-        # dumped first, and without one of ours nothing else is requested.
+        # Dumps of chains and sets return those of every table, including kube-proxy's thousands. So tables are
+        # dumped first, and without a table of ours no more is requested.
         tables = get(nftables.NFT_GETTABLE)
         if not tables:
             return nftables_dump.NftDump((), (), (), (), {})
@@ -248,18 +248,18 @@ class BlockingKernel:
         return nftables_dump.NftDump(tables, get(nftables.NFT_GETCHAIN), rules, sets, elements)
 
     def apply(self, wanted: State) -> tuple[Operation, ...]:
-        """Change the kernel's state to ``wanted`` and return the operations that took; idempotent.
+        """Change the kernel's state to ``wanted`` and return the operations that were needed. Idempotent.
 
         Raises:
             TproxyError: the first operation that failed. Earlier ones stay applied, and the next call
                 continues from there.
         """
         done: list[Operation] = []
-        # Each round reads, applies the difference and reads again. An empty difference is the only success: it
-        # proves that the kernel stored what was sent. Further rounds are needed when others change the same
-        # resources meanwhile, and when one operation removes another's result: without its last IPv4 address a
-        # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that stays after
-        # four rounds is a resource that the kernel stores in another form; more rounds would not change that.
+        # Each round reads, applies the difference and reads again. Only an empty difference is success, because it
+        # proves that the kernel stored the sent values. Further rounds are needed if others change the same
+        # resources meanwhile, and if one operation removes another's result: without its last IPv4 address a
+        # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that remains after
+        # four rounds is a resource that the kernel stores in another form, and more rounds would not change that.
         for _ in range(_MAX_ROUNDS):
             operations = diff(self.read(wanted), wanted)
             if not operations:
@@ -272,11 +272,11 @@ class BlockingKernel:
         raise KernelRefused(f"to keep {'; '.join(operation_text(operations[0]))}", errno.EAGAIN)
 
     def _wait_until_running(self, wanted: State) -> None:
-        """Wait until the wanted devices are operational, at most ``_RUNNING_S``."""
-        # IFF_UP is administrative. A veth device passes packets once linkwatch has activated its queue, until
-        # then its noop qdisc drops them. linkwatch runs a device at once only when its carrier is urgent
-        # (linkwatch_urgent_event in net/core/link_watch.c); the others it handles once a second. Without this
-        # wait the first SYN after an apply is lost and costs the client its 1 s retransmission.
+        """Wait until the wanted devices are operational, for at most ``_RUNNING_S``."""
+        # IFF_UP is administrative. A veth device passes packets once linkwatch has activated its queue; until then
+        # its noop qdisc drops them. linkwatch handles a device at once only if its carrier is urgent
+        # (linkwatch_urgent_event in net/core/link_watch.c), and all others once a second. Without this wait the
+        # first SYN after an apply is lost and costs the client its retransmission time of 1 s.
         deadline = time.monotonic() + _RUNNING_S
         for name, namespace in wanted.namespaces.items():
             place = self._places[name]
@@ -340,7 +340,7 @@ class BlockingKernel:
                 assert_never(operation)
 
     def _forget(self, place: _OpenNamespace, values: Mapping[SysctlKey, str], *, everything: bool) -> None:
-        """Delete saved values from the table, as far as nobody has deleted it, and from the file."""
+        """Delete saved values from the table, unless it was already deleted, and from the file."""
         in_table = {key: value for key, value in values.items() if key in place.in_table}
         if in_table:
             steps = nftables.forget_steps(self.ownership.memory_table, in_table, everything=everything)
@@ -364,7 +364,7 @@ class BlockingKernel:
         try:
             place.route.request(message(place))
         except UnknownInterface:
-            # The device is gone, and what was to be removed went with it.
+            # The device was removed, and its resources with it.
             if not removes:
                 raise
         except KernelRefused as error:
@@ -483,13 +483,14 @@ class Kernel:
     ) -> AsyncGenerator[tuple[Operation, ...] | TproxyError, None]:
         """Apply ``wanted()`` now, after every change that the kernel reports, and every ``recheck_s`` seconds.
 
-        Yields the operations of each apply that changed something, or the error that prevented it. The next
-        change or recheck tries again. The kernel does not report changes of sysctls; they wait for the recheck.
+        Yields the operations of each apply that changed the kernel's state, or the error that prevented it. The
+        next change or recheck tries again. The kernel does not report changes of sysctls, so these wait for the
+        recheck.
 
         Args:
             wanted: called before each apply.
             recheck_s: see above.
-            changed: set by the caller when ``wanted`` may return something else; cleared here.
+            changed: set by the caller when the result of ``wanted`` has possibly changed. Cleared here.
         """
         changed = changed or asyncio.Event()
         with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ def put_address(address: IpAddress, netns: Netns | None = None) -> bool:
     """Put a host address on ``lo``; idempotent.
 
     Returns:
-        False if it was there.
+        Returns False if the address existed.
 
     Raises:
         NeedCapability: CAP_NET_ADMIN is missing.

@@ -58,7 +58,7 @@ class NetlinkSocket:
 
     @property
     def port(self) -> int:
-        """The number by which the kernel's notifications name this socket."""
+        """The number of this socket in the kernel's notifications."""
         return int(self._socket.getsockname()[0])
 
     def request(self, message: Message) -> None:
@@ -72,14 +72,14 @@ class NetlinkSocket:
         self._await_acks([message])
 
     def batch(self, messages: Sequence[Message]) -> None:
-        """Send an nftables transaction in one piece; a refused message undoes all of it.
+        """Send an nftables transaction in one piece. If a message is refused, all of it is undone.
 
         Raises:
             NeedCapability: EPERM or EACCES.
             KernelRefused: for the first refused message, named by ``about``.
         """
-        # A refusal is always reported; of thousands of acknowledgements most would not fit the receive buffer. So
-        # only the last message asks for one, which comes when the whole transaction has been committed.
+        # A refusal is always reported. Of thousands of acknowledgements most would not fit into the receive
+        # buffer. So only the last message requests one, which arrives when the whole transaction was committed.
         last = max((at for at, message in enumerate(messages) if not _is_frame(message)), default=-1)
         if last < 0:
             return
@@ -93,7 +93,7 @@ class NetlinkSocket:
             DumpInterrupted: the dumped table changed during each of ``_DUMP_ATTEMPTS`` attempts.
         """
         # A dump is delivered in several reads, and the kernel holds no lock between them. It flags a dump during
-        # which the table changed (NLM_F_DUMP_INTR); objects may be missing from it, so it is read anew.
+        # which the table changed (NLM_F_DUMP_INTR). Such a dump can lack objects, so it is repeated.
         for _ in range(_DUMP_ATTEMPTS):
             self._send([message], flags=0)
             bodies, interrupted = self._collect(message)
@@ -119,10 +119,10 @@ class NetlinkSocket:
     def _await_acks(self, messages: Sequence[Message], only: int | None = None) -> None:
         first = self._sequence - len(messages) + 1
         missing = set(range(first, first + len(messages))) if only is None else {first + only}
-        # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with the acknowledgements
-        # that were asked for. When a message is refused it rolls back, and sends errors for the refused messages
-        # and, for a fault of the batch as a whole, one with the sequence number of its begin. Which others are
-        # acknowledged then depends on the kernel. After a failure the queue is therefore drained, not counted: the
+        # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with the requested
+        # acknowledgements. If a message is refused, it rolls back and sends errors for the refused messages and,
+        # for a fault of the batch as a whole, one with the sequence number of its begin. Which others are
+        # acknowledged then depends on the kernel. So after a failure the queue is drained, not counted: the
         # answers were queued before sendmsg returned.
         failure: TproxyError | None = None
         while missing:
@@ -157,7 +157,7 @@ class NetlinkSocket:
 
     def _pending(self) -> bool:
         """Return whether more answers are queued."""
-        # MSG_DONTWAIT would not do: a Python socket with a time limit polls first, whatever the flags.
+        # MSG_DONTWAIT has no effect here: a Python socket with a timeout polls first, whatever the flags.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

@@ -120,7 +120,8 @@ class Netns:
 
     @classmethod
     def create(cls, name: str | None = None) -> "Netns":
-        """Create a namespace, with ``lo`` down; a named one also appears below /run/netns for ``ip netns``.
+        """Create a namespace with ``lo`` down. A named namespace also gets a file below /run/netns for ``ip
+        netns``.
 
         Raises:
             NeedCapability: no CAP_SYS_ADMIN.
@@ -154,11 +155,11 @@ class Netns:
         return type(self)(os.dup(self._fd), self.name)
 
     def remove_name(self) -> None:
-        """Remove the name below /run/netns; the namespace lives on while anything uses it."""
+        """Remove the name below /run/netns. The namespace exists as long as it is in use."""
         unpublish(self.name)
 
     def fileno(self) -> int:
-        """Return the descriptor, for ``select`` and IFLA_NET_NS_FD; it stays this object's."""
+        """Return the descriptor, for ``select`` and IFLA_NET_NS_FD. This object keeps ownership."""
         return self._fd
 
     @property
@@ -170,14 +171,14 @@ class Netns:
     def entered(self) -> Iterator[None]:
         """Run the ``with`` block in this namespace, in this thread; about 3 µs there and back.
 
-        The block must be synchronous. Blocks may be nested.
+        The block must be synchronous. Blocks can be nested.
 
         Raises:
             NeedCapability: no CAP_SYS_ADMIN.
         """
         # The thread's own namespace is opened once, and its descriptor kept. That saves an open and a close per
-        # socket, of which a busy node makes thousands a second. Inside another block the way back leads to that
-        # block's namespace, which only /proc names.
+        # socket, of which a busy node creates thousands a second. Inside another block the previous namespace is
+        # that block's, which only /proc names.
         inner = _thread.depth > 0
         if inner:
             home = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
@@ -192,8 +193,8 @@ class Netns:
                 yield
             finally:
                 _thread.depth -= 1
-                # A thread that cannot return would make its next sockets in a pod's namespace. That is worse than
-                # any error, so this one replaces the block's own and nothing catches it.
+                # A thread that cannot return would create its next sockets in a pod's namespace. That is worse
+                # than any other error, so this error replaces the block's own and must not be caught.
                 _setns(home)
         finally:
             if inner:
@@ -218,7 +219,7 @@ class Netns:
 
 
 def entered(netns: Netns | None) -> contextlib.AbstractContextManager[None]:
-    """Return :meth:`Netns.entered` of ``netns``, or for None a context that does nothing."""
+    """Return :meth:`Netns.entered` of ``netns``, or a context without effect for None."""
     return contextlib.nullcontext() if netns is None else netns.entered()
 
 

@@ -5,8 +5,8 @@ pyroute2 has the layouts of ``linux/{rtnetlink,if_link,if_addr,fib_rules}.h``. T
 that already runs one. The import costs 10 MiB and 0.12 s. Only the agent and ``ztunnel intercept`` pay them, the
 proxy does not import this module.
 
-Readers return None for resources that are not ours. Values that only the running kernel knows, device indexes and
-namespace descriptors, are arguments.
+Readers return None for resources that are not ours. Device indexes and namespace descriptors, which only the
+running kernel has, are arguments.
 """
 
 import struct
@@ -205,7 +205,7 @@ def join_bridge(index: int, bridge: int) -> Message:
 
 
 def delete_link(index: int) -> Message:
-    """Return the request to delete a device; a veth's other end goes with it."""
+    """Return the request to delete a device. The other end of a veth is deleted with it."""
     return _link(RTM_DELLINK, 0, index=index)
 
 

@@ -33,10 +33,10 @@ _SO_ATTACH_REUSEPORT_CBPF = 51
 _BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
 _SOL_IPV6 = socket.IPPROTO_IPV6
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-#: Source ports for connections in a client's name. Connection tracking cannot tell such a connection from one that
-#: the client itself opens to the same destination from the same port, and delivers the second one's packets to the
-#: first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when those are used up
-#: (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
+#: Source ports for connections in a client's name. Connection tracking cannot distinguish such a connection from
+#: one that the client itself opens to the same destination from the same port, and delivers the second one's
+#: packets to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when
+#: those are used up (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORTS_TRIED = 8
 #: The port and the address in ``sockaddr_in`` and ``sockaddr_in6``.
@@ -45,7 +45,7 @@ _NAME6 = struct.Struct("!2xH4x16s4x")
 
 
 class SocketAddress(NamedTuple):
-    """An address and a port; an IPv4-mapped address is stored as IPv4."""
+    """An address and a port. An IPv4-mapped address is stored as IPv4."""
 
     ip: IpAddress
     port: int
@@ -165,8 +165,8 @@ def leave_to_newer(sock: socket.socket) -> bool:
     # Without a filter the kernel hashes connections over all sockets of the group, and closing one resets the
     # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group that
     # returns the index of the socket to use, in the order in which they joined (reuseport_select_sock in
-    # net/core/sock_reuseport.c). This program always returns 1, the second socket. An index outside the group
-    # makes the kernel hash as before, so the filter, which stays with the group, is harmless once one is left.
+    # net/core/sock_reuseport.c). This program always returns 1, the second socket. For an index outside the group
+    # the kernel hashes as before, so the filter, which stays with the group, is harmless when one socket is left.
     instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 1))
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))
     try:
@@ -411,8 +411,8 @@ def original_destination(sock: socket.socket) -> OriginalDestination:
     Raises:
         OSError: the socket is closed.
     """
-    # conntrack answers for every tracked connection, translated or not: an answer that equals the socket's own
-    # name says nothing. TPROXY translates nothing, so there the socket's own name is the destination, with and
+    # conntrack answers for every tracked connection, translated or not, so an answer that equals the socket's own
+    # name proves nothing. TPROXY does not translate, so there the socket's own name is the destination, with and
     # without conntrack.
     own = local_address(sock)
     tracked = conntrack_destination(sock, own.ip.version)
@@ -422,7 +422,8 @@ def original_destination(sock: socket.socket) -> OriginalDestination:
 
 
 def dialled_address(sock: socket.socket, version: int) -> tuple[str, int]:
-    """Return what the peer of an accepted socket addressed, as :func:`original_destination`, without asking more.
+    """Return the address that the peer of an accepted socket dialled, like :func:`original_destination`, without
+    further system calls.
 
     Args:
         sock: an accepted socket.
@@ -445,15 +446,15 @@ def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | 
 
     Args:
         sock: an accepted socket.
-        version: 4 or 6, of the socket's own address without IPv4 mapping. The option of IPv4 also answers for
-            mapped addresses on an IPv6 socket; that of IPv6 does not.
+        version: 4 or 6, of the socket's own address without IPv4 mapping. The IPv4 option also answers for mapped
+            addresses on an IPv6 socket, the IPv6 option does not.
     """
     found = _tracked(sock, version)
     return SocketAddress(_unpacked(found[0]), found[1]) if found is not None else None
 
 
 def _tracked(sock: socket.socket, version: int) -> tuple[bytes, int] | None:
-    """Return address, packed, and port before translation; None if the connection is not tracked."""
+    """Return the packed address and the port before translation. None if the connection is not tracked."""
     try:
         if version == 4:
             port, packed = _NAME4.unpack(sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, _NAME4.size))

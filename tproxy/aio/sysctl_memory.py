@@ -1,9 +1,9 @@
 """Values that sysctls had before ours, in a file: the second memory beside the nftables table.
 
-``nft flush ruleset`` by somebody else takes the table along, and with it what a later removal must put back. The
-file is named by the namespace's cookie, which no other namespace gets while the machine runs
-(``SO_NETNS_COOKIE``, Linux 5.14; an older kernel has no file), and lies where a reboot clears it. It is a help
-and no condition: a folder that cannot be written leaves the table alone to remember.
+``nft flush ruleset`` by another program deletes the table, and with it the values that a later removal must
+restore. The file is named by the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``,
+Linux 5.14; an older kernel gets no file), and is in a folder that a reboot clears. The file is optional: if its
+folder is not writable, only the table remembers.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _SO_NETNS_COOKIE: Final = 71
 
 
 def cookie_of(netns: Netns) -> int | None:
-    """Return the number of a namespace; None from kernels that have none."""
+    """Return the cookie of a namespace, or None on kernels without cookies."""
     with netns.entered(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         try:
             return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8), "little")
@@ -39,7 +39,7 @@ class SysctlMemory:
         self._path = None if cookie is None else folder / f"{cookie}.json"
 
     def load(self) -> dict[SysctlKey, str]:
-        """Return what is remembered; nothing from a file that is missing or damaged."""
+        """Return the remembered values, which are empty for a missing or damaged file."""
         if self._path is None:
             return {}
         try:
@@ -64,7 +64,7 @@ class SysctlMemory:
         self._write({key: value for key, value in self.load().items() if key not in gone})
 
     def forget_all(self) -> None:
-        """Drop every value: the namespace ends, and nothing in it will be put back."""
+        """Drop every value: the namespace is being removed, so no value will be restored."""
         self._write({})
 
     def _write(self, values: Mapping[SysctlKey, str]) -> None:

@@ -1,9 +1,9 @@
-"""Keeps one nftables table as it is wanted, changing only what differs, and notices when others change it.
+"""Keeps one nftables table in its wanted state with minimal changes, and detects changes by others.
 
-:class:`~tproxy.aio.kernel.BlockingKernel` reads everything before and after each change, which is right for a few
-dozen rules. A table of policies has thousands of sets: this keeper remembers what it has put there, sends the
-difference in one transaction, and reads back only the chains and sets that it has changed. What others do to the
-table arrives as notifications; then, and after any failure, it reads the whole table.
+:class:`~tproxy.aio.kernel.BlockingKernel` reads all resources before and after each change, which is right for a
+few dozen rules. A table of policies has thousands of sets: this class remembers the table's content, sends the
+difference in one transaction, and reads back only the changed chains and sets. Changes by others arrive as
+notifications. Then, and after any failure, it reads the whole table.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class BlockingTable:
     """One table in one network namespace; use it from one thread.
 
     Args:
-        netns: where; None is the caller's own. The caller closes it, after this object.
+        netns: the table's namespace. None is the caller's own. The caller closes it, after this object.
         name: of the table, which is ours alone.
 
     Raises:
@@ -64,7 +64,7 @@ class BlockingTable:
 
     @property
     def port(self) -> int:
-        """The number by which notifications name who made a change."""
+        """The number by which notifications identify the author of a change."""
         return self._nft.port
 
     def close(self) -> None:
@@ -72,11 +72,11 @@ class BlockingTable:
         self._nft.close()
 
     def forget(self) -> None:
-        """Read the whole table before the next change: somebody else may have changed it."""
+        """Read the whole table before the next change, because another program can have changed it."""
         self._known = False
 
     def read(self) -> Table | None:
-        """Return the table as the kernel holds it, with its counters; None if there is none.
+        """Return the kernel's table with its counters, or None if there is no table.
 
         Raises:
             DumpInterrupted: others change tables faster than they can be read.
@@ -113,11 +113,11 @@ class BlockingTable:
         return self._nft.dump(message)
 
     def apply(self, wanted: Table | None) -> tuple[NftStep, ...]:
-        """Make the table what is wanted, None for no table, and return the steps; idempotent.
+        """Make the table equal to ``wanted``, with None for no table, and return the steps. Idempotent.
 
         Raises:
-            TproxyError: nothing has changed then, or, if the kernel holds something else than was sent
-                (KernelRefused with EAGAIN), the next call begins by reading the whole table.
+            TproxyError: nothing was changed. Or, if the kernel stored other values than those sent (KernelRefused
+                with EAGAIN), the next call starts by reading the whole table.
         """
         if not self._known:
             self._found = self.read()
@@ -189,7 +189,7 @@ def _touched(steps: tuple[NftStep, ...]) -> tuple[set[str], set[str]]:
 
 
 def _table_of(body: bytes) -> str:
-    """Return the table that a message is about: attribute 1 of every one of them but those of generations."""
+    """Return the table of a message: attribute 1 of all messages except those of generations."""
     return read_text(attribute_map(body[4:]).get(nf.NFTA_TABLE_NAME, b""))
 
 
@@ -199,7 +199,7 @@ class KeptTable:
     Use it as ``async with KeptTable(...) as table``.
 
     Attributes:
-        disturbed: is set when somebody else has changed the table; :meth:`apply` then reads all of it. The user
+        disturbed: set when another program has changed the table. :meth:`apply` then reads all of it. The user
             clears it.
     """
 

@@ -1,8 +1,8 @@
 """Encode and decode expressions as ``NFTA_EXPR_*`` attributes, with one table for both directions.
 
-An expression with attributes that the table lacks is decoded as :class:`~tproxy.expressions.Opaque`, so that a
-rule which another program changed is never mistaken for ours. Attributes that the kernel adds by itself are
-ignored: those that are zero (NFTA_BITWISE_OP), and the two range flags that it derives from the registers.
+An expression with attributes missing from the table is decoded as :class:`~tproxy.expressions.Opaque`, so that a
+rule changed by another program is never mistaken for ours. Attributes that the kernel adds by itself are ignored:
+zeros (NFTA_BITWISE_OP), and the two range flags that it derives from the registers.
 """
 
 from dataclasses import fields
@@ -133,7 +133,7 @@ def encode(expression: Expression) -> bytes:
             ]
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "immediate"), nest(nf.NFTA_EXPR_DATA, *data))
         case Counter():
-            # The kernel wants the nest, and starts from zero when it is empty (nft_counter_do_init).
+            # The kernel requires the nest, and starts at zero if it is empty (nft_counter_do_init).
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "counter"), nest(nf.NFTA_EXPR_DATA))
         case _:
             layout = _LAYOUTS[type(expression)]
@@ -214,7 +214,7 @@ def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
 
 
 def verdict_data(verdict: Verdict) -> bytes:
-    """Return a verdict as the attribute in which rules and elements of maps carry it."""
+    """Return a verdict as the attribute used in rules and in elements of maps."""
     parts = [be32(nf.NFTA_VERDICT_CODE, verdict.code)]
     if verdict.chain:
         parts.append(text(nf.NFTA_VERDICT_CHAIN, verdict.chain))
@@ -226,7 +226,7 @@ def _verdict(found: dict[int, bytes]) -> Verdict | None:
 
 
 def read_verdict(payload: bytes) -> Verdict | None:
-    """Return the verdict that data holds; None if it holds a value.
+    """Return the verdict in data, or None if data has a value.
 
     Raises:
         MalformedDump: a verdict without its code.

@@ -1,4 +1,4 @@
-"""A sidecar's rules in iptables' language, for reviewers and for comparison; nothing here loads it.
+"""A sidecar's rules in iptables' language, for reviewers and for comparison. It is never loaded.
 
 One document for each IP version, as ``iptables-restore --noflush`` and ``ip6tables-restore --noflush`` read it:
 the rules in chains of their own, and one jump to each of these.

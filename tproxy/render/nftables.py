@@ -36,7 +36,7 @@ NFT_NEWSETELEM, NFT_GETSETELEM, NFT_DELSETELEM = 12, 13, 14
 BATCH_BEGIN, BATCH_END = 16, 17
 NF_DROP, NF_ACCEPT = 0, 1
 
-# An attribute's length is 16 bits; an element with a full comment and a verdict takes under 250 bytes.
+# An attribute's length has 16 bits. An element with a full comment and a verdict takes under 250 bytes.
 ELEMENTS_PER_MESSAGE = 256
 _COMMENT_BYTES = 120
 
@@ -48,7 +48,7 @@ def nft_message(kind: int, family: Family | int, flags: int, *attributes: bytes,
 
 
 def nft_batch(steps: Iterable[NftStep]) -> Sequence[Message]:
-    """Return the messages of one transaction, begin and end included; the kernel applies all of it or none."""
+    """Return the messages of one transaction, including begin and end. The kernel applies all of it or none."""
     header = struct.pack("!BBH", 0, 0, NFT_SUBSYSTEM)
     set_ids = count(1)
     messages = [Message(BATCH_BEGIN, REQUEST, header)]
@@ -159,14 +159,14 @@ def _chunks(elements: Sequence[Element]) -> Iterator[Sequence[Element]]:
 
 
 def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
-    """Yield an element as the kernel has it; an interval is two, of which the second marks where it has ended."""
+    """Yield an element in the kernel's form. An interval is two elements, of which the second marks its end."""
     parts = [nest(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, item.key))]
     if item.verdict is not None:
         parts.append(nest(nf.NFTA_SET_ELEM_DATA, verdict_data(item.verdict)))
     if whole and item.comment:
         parts.append(attribute(nf.NFTA_SET_ELEM_USERDATA, _comment(item.comment)))
     yield nest(nf.NFTA_LIST_ELEM, *parts)
-    # An interval up to the highest key has no mark: there is no key after it (nft_rbtree keeps it open).
+    # An interval up to the highest key has no end mark, because no key follows it (nft_rbtree keeps it open).
     if item.last and (after := int.from_bytes(item.last, "big") + 1) >> 8 * len(item.last) == 0:
         key = attribute(nf.NFTA_DATA_VALUE, after.to_bytes(len(item.last), "big"))
         flags = be32(nf.NFTA_SET_ELEM_FLAGS, nf.NFT_SET_ELEM_INTERVAL_END)
@@ -205,7 +205,7 @@ def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, 
 
 
 def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: bool) -> tuple[NftStep, ...]:
-    """Return the steps that delete saved values; with ``everything`` the whole memory table."""
+    """Return the steps that delete saved values, or with ``everything`` the whole memory table."""
     if everything:
         return (DeleteTable(Family.INET, table),)
     return tuple(

@@ -60,7 +60,7 @@ def set_key(body: bytes) -> tuple[int, str, str]:
     """Return family, table and name of a dumped set, by which its elements are requested.
 
     Raises:
-        MalformedDump: the message lacks one of them.
+        MalformedDump: one of them is missing.
     """
     family, parts = nft_parts(body)
     return family, _name(parts, nf.NFTA_SET_TABLE), _name(parts, nf.NFTA_SET_NAME)
@@ -107,7 +107,7 @@ def read_rule(body: bytes) -> Rule:
     """Return a dumped rule.
 
     Raises:
-        MalformedDump: as :func:`read_tables`.
+        MalformedDump: see :func:`read_tables`.
     """
     return _rule(nft_parts(body)[1])
 
@@ -151,7 +151,7 @@ def read_elements(bodies: Iterable[bytes], *, interval: bool) -> frozenset[Eleme
     """Return the members in dumps of one set's elements.
 
     Raises:
-        MalformedDump: as :func:`read_tables`.
+        MalformedDump: see :func:`read_tables`.
     """
     found = []
     ends = set()

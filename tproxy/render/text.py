@@ -1,8 +1,8 @@
 """Print resources for operators: tables as nft prints them, rules and routes as ip does.
 
-Register programs are read back into nft's language by following what each register holds. The result is
-valid input for ``nft -f``; a program that makes no sense in that language is shown as nft's own debug
-output would show it, in brackets.
+Register programs are translated back into nft's language by tracking the content of each register. The result is
+valid input for ``nft -f``. A program that cannot be expressed in that language is printed like nft's own debug
+output, in brackets.
 """
 
 from collections.abc import Iterable, Iterator
@@ -160,7 +160,7 @@ def _raw(expression: Expression) -> str:
 def _clauses(phrase: Phrase) -> Iterator[str]:
     registers: dict[int, _Value] = {}
     protocol: str | None = None
-    #: What has been loaded and not been used, in order: several are a concatenation.
+    #: The loaded and still unused values, in order. Several are a concatenation.
     loaded: list[str] = []
     for expression in phrase:
         if isinstance(expression, Compare | Immediate):

@@ -1,4 +1,4 @@
-"""Decodes nftables' trace events (``enum nft_trace_attributes``): what a marked packet meets. Pure."""
+"""Decodes nftables' trace events (``enum nft_trace_attributes``): the rules that a marked packet matches. Pure."""
 
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -33,7 +33,7 @@ class TraceEvent:
     """One rule that a packet has matched, or the policy of a base chain.
 
     Attributes:
-        packet: tells the events of one packet at one hook from others.
+        packet: identifies one packet at one hook.
         handle: of the rule, 0 for a policy.
         header: with the first event of a packet only.
     """
@@ -47,7 +47,7 @@ class TraceEvent:
 
 
 def read_event(kind: int, body: bytes) -> TraceEvent | None:
-    """Decode one notification; None for what is no match of a rule and no policy.
+    """Decode one notification. Return None if it is neither a match of a rule nor a policy.
 
     Raises:
         MalformedDump: it breaks the layout.
@@ -89,7 +89,7 @@ def _header(network: bytes, transport: bytes) -> Header | None:
 
 
 def verdict_text(verdict: Verdict | None) -> str:
-    """Return a verdict in nft's words; a rule without one continues."""
+    """Return a verdict in nft's words. A rule without a verdict continues."""
     if verdict is None:
         return "continue"
     try:

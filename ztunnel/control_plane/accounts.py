@@ -1,8 +1,8 @@
-"""Tokens of Kubernetes' service accounts: what a reviewed one proves, and what its owner may have. Pure.
+"""Tokens of Kubernetes' service accounts: the claims of a reviewed token, and its owner's rights. Pure.
 
-The API server says whose a token is (TokenReview). A proxy beside its application shows the token of the pod's own
-account, and gets the certificate of that account and the description of the mesh, no more. The accounts of node
-proxies get certificates for the pods of the node that their token is bound to: such tokens name it since
+The API server identifies the owner of a token (TokenReview). A proxy beside its application shows the token of the
+pod's own account, and gets only that account's certificate and the description of the mesh. The accounts of node
+proxies get certificates for the pods of the node that their token is bound to; such tokens name the node since
 Kubernetes 1.30 (``authentication.kubernetes.io/node-name``).
 """
 
@@ -27,8 +27,8 @@ class Account:
 
     Attributes:
         namespace, name: of the service account.
-        pod: that the token is bound to; empty: none.
-        node: where that pod is; empty: the API server did not say.
+        pod: the pod that the token is bound to. Empty means none.
+        node: that pod's node. Empty if the API server did not name it.
     """
 
     namespace: str
@@ -46,13 +46,13 @@ def account_of(status: Mapping[str, Any], audience: str) -> Account:
     """Return the owner of a token, by the status of its TokenReview.
 
     Raises:
-        NotAdmitted: the API server does not know it, or it is for somebody else.
+        NotAdmitted: the API server does not know the token, or its audience is another service.
     """
     if status.get("authenticated") is not True:
         said = str(status.get("error") or "it is not authenticated").partition("\n")[0]
         raise NotAdmitted(f"the API server refuses the token: {said}")
     audiences = status.get("audiences")
-    # An API server that knows nothing of audiences returns none: the token is its own, and not meant for us.
+    # An API server without support for audiences returns none: the token is the server's own, not ours.
     if not isinstance(audiences, list) or audience not in audiences:
         raise NotAdmitted(f"the token is not for the audience {audience}")
     user = status.get("user")
@@ -90,7 +90,7 @@ def check_certificate(account: Account, wanted: SpiffeId, trust_domain: str) -> 
     """Judge the request of a proxy beside its application.
 
     Raises:
-        NotAdmitted: it asks for another identity than its own.
+        NotAdmitted: it requests another identity than its own.
     """
     own = SpiffeId(trust_domain, account.namespace, account.name)
     if wanted != own:

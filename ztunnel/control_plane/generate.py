@@ -1,10 +1,9 @@
 """From a mesh to what one node's proxy is sent: listeners, clusters, endpoints. Pure.
 
-The output is that of the ambient control plane of late 2022 (its names, its order, its structure), with three
-things it left out: servers are verified, clients must show a certificate, and no session is resumed, so that
-each connection does both. A real Envoy has no
-``set_dst_address`` listener filter and no workload metadata; for it, stock filters that do the same take
-their place (``Flavour.STOCK_ENVOY``).
+The output is that of the ambient control plane of late 2022 (its names, order and structure), with three
+additions: servers are verified, clients must present a certificate, and sessions are not resumed, so that each
+connection does both. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It gets
+equivalent stock filters instead (``Flavour.STOCK_ENVOY``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -51,7 +50,7 @@ class NodeConfig:
     Args:
         mesh: the mesh.
         node: the node's name.
-        flavour: see there.
+        flavour: the variant for this kind of proxy.
         access_log: path of the access logs.
         log_json: lines as JSON objects, with identities, instead of the text format of 2022.
     """

@@ -1,9 +1,10 @@
-"""The part of the control plane that Istio's node proxies need beyond xDS: who they are, and their certificates.
+"""The part of the control plane that Istio's node proxies need beyond xDS: their authentication and their
+certificates.
 
-What each caller may have. A caller on a Unix socket, or in plain text on this host, is trusted as the socket
-is: it may say which node it is, and get the certificate of any pod of the mesh. Everybody else shows a bearer
-token (:mod:`ztunnel.control_plane.tokens`), which names the node; it gets what is for that node, and
-certificates of pods there. A token that is shown locally counts, too.
+The rights of callers: a caller on a Unix socket, or in plain text on this host, is trusted like the socket. It can
+name its node, and get the certificate of any pod of the mesh. All other callers need a bearer token
+(:mod:`ztunnel.control_plane.tokens`), which names the node, and get the resources of that node and certificates of
+its pods. A token that is shown locally counts, too.
 
 Unlike istiod, a request without ``ImpersonatedIdentity`` is for the identity its CSR names: a token here stands
 for a node and has none of its own. And trust domains are checked, since this authority serves one.
@@ -35,7 +36,7 @@ _LEAST_RSA_BITS = 2048
 
 
 def node_name(node: Node) -> str:
-    """The node's name, as every kind of proxy says it in its metadata; empty when it does not."""
+    """The node's name from the metadata of any kind of proxy. Empty if it is missing."""
     fields = node.metadata.fields
     return fields["NODE_NAME"].string_value if "NODE_NAME" in fields else ""
 
@@ -44,7 +45,7 @@ def is_node_proxy(node: Node) -> bool:
     """Whether this is Istio's node proxy (or ours in its place).
 
     Raises:
-        ConfigError: an id that begins like Istio's and does not go on so; istiod refuses it, too.
+        ConfigError: an id with a valid beginning and an invalid rest, which istiod also refuses.
     """
     kind, *rest = node.id.split("~")
     if kind != "ztunnel":
@@ -101,7 +102,7 @@ class Registrar:
             self._same_node(proven, node_name(node))
 
     def check_node(self, proven: str, claimed: str) -> None:
-        """Judge a node proxy by the node that it is on and the one that it says it is.
+        """Compare the proven node of a node proxy with the claimed one.
 
         Raises:
             NotAdmitted: they differ, or the mesh has no such node.
@@ -146,7 +147,7 @@ class Registrar:
 
         Args:
             data: the request.
-            check: raises NotAdmitted for an identity that the caller may not have.
+            check: raises NotAdmitted for an identity that the caller is not authorised to use.
             who: for the log.
         """
         try:
@@ -166,7 +167,7 @@ class Registrar:
         return IstioCertificateResponse(cert_chain=chain).SerializeToString()
 
     def _proven_node(self, caller: Caller) -> str | None:
-        """The node a token proves; None: no token, and none needed."""
+        """The node that a token proves. None without a token, if none is needed."""
         token = bearer_token(caller)
         if token is None:
             return None

@@ -44,7 +44,7 @@
       metadata: {name: reviews}
       spec: {selector: app == 'reviews', ingress: [{action: Allow, source: {selector: app == 'productpage'}}]}
 
-Names without a namespace are in ``default``. Every fault is reported with its place, all of them together.
+Names without a namespace are in ``default``. All faults are reported together, each with its place.
 """
 
 import ipaddress
@@ -120,7 +120,7 @@ class Waypoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRule:
-    """Sources and destinations of one rule; an empty list takes anything. ``not_`` lists exclude."""
+    """Sources and destinations of one rule. An empty list matches any. ``not_`` lists exclude."""
 
     principals: tuple[str, ...] = ()
     not_principals: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Serving a mesh: snapshots per node and flavour, edits of the file applied live, certificates renewed.
 
-Which flavour a proxy gets, its node tells: Envoy by its user agent, Istio's node proxy by the form of its id, and
-what is left is this project's proxy in Envoy's dialect.
+A proxy's node selects its flavour: Envoy by its user agent, Istio's node proxy by the form of its id. Every other
+proxy is this project's in Envoy's dialect.
 """
 
 import asyncio
@@ -110,13 +110,13 @@ class ControlPlane:
         path: the mesh file; edits in place and atomic renames are both noticed.
         addresses: where to serve, ``unix:/path`` or ``host:port``.
         ca_directory: where the root is, or is made.
-        lifetime: of leaves; they are renewed at half of it.
+        lifetime: of leaf certificates, which are renewed at half of it.
         access_log: path the proxies' access logs get; ``log_json``: as JSON lines.
         tls_hosts: names and addresses this is reached by: TCP then has TLS, and callers need tokens. Clients trust
             ``root-cert.pem`` of the authority's directory.
-        reviews: of tokens of service accounts; None: they are refused.
-        policy_folder: has a socket for each node, ``NODE.sock``, where PolicySync serves the file's policies to
-            that node's proxy; None: they are served to nobody.
+        reviews: reviews tokens of service accounts. None refuses them.
+        policy_folder: has a socket for each node, ``NODE.sock``, on which PolicySync serves the file's policies to
+            that node's proxy. None serves them to no proxy.
         ready: set once serving.
     """
 
@@ -204,7 +204,7 @@ class ControlPlane:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it is served, once it is: port 0 replaced by the one that was free."""
+        """The addresses after the start, with port 0 replaced by the actual port."""
         return self._server.addresses
 
     def _serving_tls(self, hosts: Sequence[str]) -> grpc.ServerCredentials:
@@ -213,7 +213,7 @@ class ControlPlane:
         return server_tls(certificate.key_pem, certificate.chain_pem)
 
     def _reload(self) -> bool:
-        """Read the file again if it changed; a faulty one leaves the last good mesh current."""
+        """Read the file again if it changed. If it is faulty, the last good mesh stays current."""
         try:
             text = read_text(self._path)
         except OSError as error:

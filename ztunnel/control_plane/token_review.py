@@ -37,7 +37,7 @@ class KubeRegistrar:
     """A :class:`Registrar` that takes tokens of service accounts, too.
 
     Args:
-        registrar: judges everybody else, and signs.
+        registrar: judges all other callers, and signs.
         api: its role needs ``create`` of tokenreviews (``system:auth-delegator``).
         trust_domain: the current one.
         audience: that tokens must be for.

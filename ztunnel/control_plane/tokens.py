@@ -1,7 +1,7 @@
-"""Bearer tokens of nodes: what a proxy shows where more than this host can connect. Pure.
+"""Bearer tokens of nodes, for a control plane that other hosts can reach. Pure.
 
-A token names one node and when it ends, and is signed with a secret that only the control plane has. It is worth
-what the node is worth: who holds it gets certificates for the identities of pods on that node, and no others.
+A token names one node and its expiry, and is signed with a secret that only the control plane has. Its holder gets
+certificates for the identities of pods on that node, and no others.
 """
 
 import base64
@@ -25,7 +25,7 @@ def node_token(secret: bytes, node: str, expires_s: float) -> str:
 
 
 def is_node_token(token: str) -> bool:
-    """Whether a token has the form of ours; it may be forged."""
+    """Return whether a token has our form. It can be forged."""
     return token.startswith(f"{_VERSION}.")
 
 

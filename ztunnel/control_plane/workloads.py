@@ -1,8 +1,9 @@
 """From a mesh to what Istio's node proxies are sent: workloads, services, authorization. Pure.
 
-Every node gets the same resources. Waypoints of the mesh file are written in today's terms: a waypoint is a
-service without addresses, and what is behind it refers to it. As for Envoy, a waypoint judges what is behind it:
-only the waypoint is let in there by policies that allow, and no policy that denies applies to it.
+Every node gets the same resources. Waypoints of the mesh file are translated to today's terms: a waypoint is a
+service without addresses, and the workloads behind it refer to it. As with Envoy, a waypoint enforces the policies
+of the workloads behind it: policies that allow admit only the waypoint there, and no policy that denies applies to
+it.
 """
 
 import ipaddress
@@ -29,7 +30,7 @@ class WorkloadConfig:
     mesh: Mesh
 
     def resources(self) -> Iterator[Named]:
-        """Every resource; names, aliases and companions as istiod gives them."""
+        """Return every resource, with istiod's names, aliases and companions."""
         for pod in self.mesh.pods.values():
             aliases = tuple(f"/{address}" for address in pod.addresses)
             yield Named(name=self.uid(pod), message=wds.Address(workload=self._workload(pod)), aliases=aliases)
@@ -55,7 +56,7 @@ class WorkloadConfig:
         return f"{self.mesh.cluster}//Pod/{pod.namespace}/{pod.name}"
 
     def uids_on(self, node: str) -> frozenset[str]:
-        """Workloads of a node: what its proxy gets without asking."""
+        """Return the workloads of a node, which its proxy gets without requesting them."""
         return frozenset(self.uid(pod) for pod in self.mesh.pods.values() if pod.node == node)
 
     # Waypoints
@@ -65,7 +66,7 @@ class WorkloadConfig:
         return {waypoint.identity: waypoint for waypoint in self.mesh.waypoints}
 
     def _waypoint_of(self, pod: Pod) -> Waypoint | None:
-        """What a pod is behind. A waypoint's own pods run as the account they are for and are behind nothing."""
+        """Return a pod's waypoint. A waypoint's own pods run as its account and have no waypoint."""
         waypoint = self._waypoints.get(pod.identity)
         return waypoint if waypoint is not None and pod.mesh and pod.key not in waypoint.pods else None
 
@@ -131,7 +132,7 @@ class WorkloadConfig:
 
     @cached_property
     def _references(self) -> Mapping[str, list[str]]:
-        """Return, per pod, the policies it must name: those that are not for its whole namespace."""
+        """Return, per pod, the policies that it must name: those that do not apply to its whole namespace."""
         references: dict[str, list[str]] = {key: [] for key in self.mesh.pods}
         for policy in self.mesh.policies:
             if policy.action not in _ACTIONS or self._for_namespace(policy):
@@ -151,7 +152,7 @@ class WorkloadConfig:
         return references
 
     def _for_namespace(self, policy: Policy) -> bool:
-        """Whether a policy applies by its scope: to the whole namespace, none of which is behind a waypoint."""
+        """Return whether a policy applies by its scope: to a whole namespace without waypoints."""
         if policy.pods or policy.service_account:
             return False
         inside = (pod for pod in self.mesh.pods.values() if pod.namespace == policy.namespace)
@@ -209,7 +210,7 @@ def _reference(waypoint: Waypoint) -> wds.GatewayAddress:
     return wds.GatewayAddress(hostname=hostname, hbone_mtls_port=_HBONE_PORT)
 
 
-# The mesh file allows no two dots in a row: these names are never those of policies somebody wrote.
+# The mesh file forbids two dots in a row, so these names never collide with those of policies in the file.
 
 
 def _behind(policy: Policy, waypoint: Waypoint) -> str:
@@ -254,7 +255,7 @@ def _match(rule: PolicyRule) -> security.Match:
 
 
 def _string(value: str) -> security.StringMatch:
-    """As Istio reads its policies: ``*`` alone is anything there is, at one end anything before or behind."""
+    """Like in Istio's policies, ``*`` alone matches any value, and at one end any prefix or suffix."""
     if value == "*":
         match = security.StringMatch()
         match.presence.SetInParent()

@@ -1,8 +1,8 @@
 """The connection to a Kubernetes API server: lists in pages, watches, writes. Objects are dictionaries.
 
-lightkube has the kubeconfig, the credentials (a service account's token is read again when the API server refuses
-the old one) and the transport, httpx. Its typed models are left out: readers here look at a few fields, which may
-be wrong in any way, and 20,000 pods as model objects cost the loop and the heap more than the dictionaries.
+lightkube provides the kubeconfig, the credentials (it reads a service account's token again when the API server
+refuses the old one) and the transport, httpx. Its typed models are not used: readers here look at a few fields,
+which can be wrong in any way, and 20,000 pods as model objects cost the loop and the heap more than dictionaries.
 
 Commands that read a cluster import this module when they run. A proxy never does (tests/test_architecture.py).
 """
@@ -69,8 +69,8 @@ class ListPage:
 
     Attributes:
         items: as the API server writes them: without ``apiVersion`` and ``kind``.
-        resource_version: of the whole list; a watch starts there.
-        continued: the token for the next page; empty on the last.
+        resource_version: of the whole list. A watch starts there.
+        continued: the token for the next page. Empty on the last page.
     """
 
     items: Sequence[Object]
@@ -88,17 +88,17 @@ class WatchEvent:
 
 @contextlib.asynccontextmanager
 async def connect(kubeconfig: Path | None = None, *, context: str | None = None) -> AsyncIterator["Client"]:
-    """Yield a client of the API server; nothing is sent before the first request.
+    """Yield a client of the API server. The first request opens the connection.
 
     Args:
-        kubeconfig: the file; None is the pod's service account where there is one, else $KUBECONFIG, else
-            ~/.kube/config, as lightkube looks for them.
-        context: a context of the file; None is its current one.
+        kubeconfig: the file. None is the pod's service account if there is one, else $KUBECONFIG, else
+            ~/.kube/config, in lightkube's order.
+        context: a context of the file. None is its current one.
 
     Raises:
-        BadKubeconfig: before anything is sent, one line that names the file.
+        BadKubeconfig: before any request, with one line that names the file.
     """
-    # Each request is a line at INFO there; a log of its own for what our own lines say already.
+    # lightkube logs a line at INFO per request. Our own lines have the same information.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     place = "the kubeconfig" if kubeconfig is None else str(kubeconfig)
     try:
@@ -108,7 +108,7 @@ async def connect(kubeconfig: Path | None = None, *, context: str | None = None)
             raise ConfigError("it has no current context")
         place = str(config.fname or place)
         _check_ca(config.cluster.certificate_auth_data)
-        # Proxies of the environment are not used: an agent inside the cluster has its API server beside it.
+        # Proxies of the environment are not used: an agent inside the cluster is close to its API server.
         http = AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(_REQUEST_TIMEOUT_S), trust_env=False))
     except (ConfigError, yaml.YAMLError, msgspec.MsgspecError, httpx2.InvalidURL) as error:
         raise BadKubeconfig(place, " ".join(str(error).split())) from error
@@ -143,7 +143,9 @@ class Client:
         self.server = server
 
     async def list_page(self, selection: Selection, continued: str = "", limit: int = PAGE) -> ListPage:
-        """Return a page; the first if ``continued`` is empty. 410 means that the token is too old: begin anew."""
+        """Return a page, or the first if ``continued`` is empty. 410 means that the token is too
+        old: start over.
+        """
         params = {**selection.params(), "limit": str(limit)}
         if continued:
             params["continue"] = continued
@@ -279,12 +281,12 @@ class Client:
         except httpx2.HTTPError as error:
             raise ApiUnreachable(self.server, f"{request}: {error or type(error).__name__}") from error
         except ConfigError as error:
-            # The token's file is read again when the API server refuses the token, and may be gone by then.
+            # The token's file is read again when the API server refuses the token, and can be missing by then.
             raise ApiUnreachable(self.server, f"{request}: {error}") from error
 
 
 async def _lines(pieces: AsyncIterator[bytes], server: str, path: str) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream; what is left at its end was cut off, and is not an event."""
+    """Yield the lines of a stream. An incomplete last line is not an event."""
     held: list[bytes] = []
     size = 0
     async for piece in pieces:

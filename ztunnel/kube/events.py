@@ -1,8 +1,8 @@
 """Writes Events about objects, where ``kubectl describe`` shows them. Implements EventSink.
 
-An event is remembered by object, reason and message. What repeats before it was written is one event with a count,
-and so is what repeats later: the same Event gets a higher count, at most once a minute. All writes of a process
-share one rate. Events help people and decide nothing: what cannot be written is dropped, and said once in the log.
+An event is identified by object, reason and message. Repetitions before it was written are one event with a count,
+and later repetitions increase the count of the same Event, at most once a minute. All writes of a process share
+one rate. Events help people and decide nothing: an event that cannot be written is dropped, which is logged once.
 """
 
 import asyncio
@@ -23,11 +23,12 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: Different events that wait to be written, and that are remembered for their count; a guess at a bad day.
+#: The number of different events that wait to be written, and that are remembered for their count. A guess at a
+#: bad day.
 _MOST: Final = 1000
 #: The API's limit for a message (validateEventMessage).
 _MAX_MESSAGE: Final = 1024
-#: Events about objects outside namespaces are in this one, as those of the controllers of Kubernetes.
+#: Events about cluster-scoped objects are in this namespace, like those of Kubernetes' controllers.
 _CLUSTER_NAMESPACE: Final = "default"
 
 _What: TypeAlias = tuple[ObjectKey, str, str]
@@ -42,12 +43,12 @@ class _Written:
 
 
 class EventWriter:
-    """Writes events while entered; what waits at the end is dropped.
+    """Writes events while entered. Events that wait at the end are dropped.
 
     Args:
         client: of the API server; its role needs ``create`` and ``patch`` of events.
         component: what reports, such as ``ztunnel-netpol``.
-        instance: which of them, such as the node's name.
+        instance: distinguishes writers of the same component, for example the node's name.
         known: an informer's, for uid and version: without its uid, ``kubectl describe`` does not find an event.
         interval_s: the shortest time between two writes.
         repeat_s: the shortest time between two writes of the same event.
@@ -136,7 +137,7 @@ class EventWriter:
                 # The API server forgets events after an hour.
                 written = None
         if written is None:
-            # Named by content and time, so that an answer that was lost does not make a second event.
+            # Named by content and time, so that a lost answer does not cause a second event.
             digest = hashlib.sha256(f"{what}{self._instance}{now}".encode()).hexdigest()[:16]
             written = _Written(f"{key.name[:200]}.{digest}", now, 0)
             body = self._body(key, reason, message, written, count, now)

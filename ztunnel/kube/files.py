@@ -23,7 +23,7 @@ _NAMED: Final = 8
 
 
 class _Unrecognised(Exception):
-    """A part of a file is no object that can be told; the text says why."""
+    """A part of a file cannot be read as an object. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Fault:
     """Why a part of a file is left out.
 
     Attributes:
-        place: document and line; empty for the whole file.
+        place: document and line. Empty for the whole file.
         named: the object, as far as it can be recognised.
     """
 
@@ -46,18 +46,18 @@ class _Fault:
 class FileObjects:
     """An :class:`~ztunnel.kube.objects.ObjectSource` over files; subfolders are not entered.
 
-    A document, or an item of a list, that cannot be recognised as an object is left out alone and reported once.
-    As it can be any object, those that disappear in the same reading keep their last good form until it is mended,
-    and the other documents and files apply at once. If such a part is there from the start, the source is not
-    synced before it has been mended: what it holds could be what closes a pod.
+    A document, or an item of a list, that is not recognisable as an object is left out alone and reported once. As
+    it can be any object, objects that disappear in the same reading keep their last good form until it is
+    repaired. The other documents and files apply at once. If such a part exists from the start, the source is not
+    synced before it is repaired, because it could be the policy that closes a pod.
 
     Args:
         paths: folders and files. Files in a folder whose names end in one of ``suffixes`` hold objects, ``---``
             between them, or in lists. Of two files with the same object, the first by name has it. Two different
             forms in one file are a fault.
-        kinds: kinds that are told; None for all.
-        refused: called with API group and kind of an object of another kind; returns why it is a fault, or nothing
-            if it is to be passed over. None passes all of them over.
+        kinds: the kinds to report. None reports all.
+        refused: called with API group and kind of an object of another kind. Returns why that is a fault, or the
+            empty string to ignore the object. None ignores all of them.
         suffixes: of file names.
     """
 
@@ -87,17 +87,17 @@ class FileObjects:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Why parts of a file, or all of it, are not followed at this moment, by its path."""
+        """Why parts of a file, or all of it, are currently not followed, by its path."""
         return self._faults
 
     def place_of(self, key: ObjectKey) -> str:
-        """Return the file that has an object, with document and line; empty if none has it now."""
+        """Return the file, document and line of an object. Empty if no file has it now."""
         having = (path for path in sorted(self._places) if key in self._places[path])
         path = next(having, None)
         return "" if path is None else f"{path}: {self._places[path][key]}"
 
     def require_all(self) -> None:
-        """Read the files now; what they hold is told by :meth:`next`.
+        """Read the files now. :meth:`next` reports their objects.
 
         Raises:
             ConfigError: some cannot be read; each is named.
@@ -144,7 +144,7 @@ class FileObjects:
     def _look(self) -> bool:
         """Read the files that have changed; return whether any has.
 
-        A folder that cannot be read is logged once, and changes nothing.
+        An unreadable folder is logged once and causes no change.
         """
         try:
             listed = self._listed()
@@ -241,7 +241,7 @@ class FileObjects:
         return {key: value for key, value in found.items() if key not in unclear}, places, faults
 
     def _recognised(self, item: object) -> tuple[ObjectKey, Object] | None:
-        """Return an object with its key; None if it is not followed."""
+        """Return an object with its key, or None if its kind is not followed."""
         if not isinstance(item, Mapping):
             raise _Unrecognised(f"must be objects, not {item!r}")
         kind, metadata = str(item.get("kind", "")), item.get("metadata")
@@ -257,7 +257,7 @@ class FileObjects:
         namespace = (
             "" if kind in _CLUSTER_WIDE or kind.startswith("Global") else metadata.get("namespace", "default")
         )
-        # Kubernetes' and Calico's NetworkPolicy may have one name in one namespace.
+        # Kubernetes' and Calico's NetworkPolicy can have the same name in the same namespace.
         called = (
             f"{kind}.{group.removeprefix('crd.')}"
             if kind == "NetworkPolicy" and group != "networking.k8s.io"

@@ -6,8 +6,8 @@ that the API server no longer has (410 Gone, after compaction) or not yet (it wa
 list due again. Whatever fails is tried again, with growing random waits; the objects that are known stay known
 meanwhile.
 
-The reader gets the latest state of each object that changed, so that a slow reader costs one entry per object. An
-object that came and went unseen by the reader is not reported at all.
+The reader gets the latest state of each changed object, so a slow reader costs one entry per object. An object
+that was added and removed between two reads is not reported.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 _FIRST_RETRY_S: Final = 0.2
 _LONGEST_RETRY_S: Final = 30.0
 _SPREAD: Final = 0.5
-#: The API server ends a watch after between one and two of these, so that those of many nodes do not end together;
-#: as client-go.
+#: The API server ends a watch after between one and two of these, so that those of many nodes do not end together,
+#: like in client-go.
 _WATCH_S: Final = 300
-#: A kind that the API does not have may be installed later.
+#: The wait before a kind that the API does not have is tried again, because it can be installed later.
 _MISSING_KIND_S: Final = 60.0
 #: Objects handled between two turns of the loop: some milliseconds.
 _SLICE: Final = 100
@@ -43,7 +43,7 @@ _SLICE: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What identifies a state of an object: an unchanged version is not reported again."""
+    """The identity of an object's state: an unchanged version is not reported again."""
 
     uid: str
     version: str
@@ -59,7 +59,7 @@ class Informer:
 
     Args:
         client: from :func:`ztunnel.kube.client.connect`.
-        kinds: what to follow; a bare kind means all its objects.
+        kinds: the objects to follow. A bare kind means all its objects.
         page: objects in a page of a list.
         first_retry_s: the first wait after a failure; later ones double up to 30 s.
         random: in [0, 1), for the waits.
@@ -106,7 +106,7 @@ class Informer:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Why a kind is not followed at this moment, by its plural; empty when all is well."""
+        """Why a kind is currently not followed, by its plural. Empty if all are followed."""
         return {self._selections[index].kind.plural: fault for index, fault in self._faults.items()}
 
     def known(self, key: ObjectKey) -> Known | None:
@@ -114,7 +114,7 @@ class Informer:
         return next((known[key] for known in self._known if key in known), None)
 
     async def next(self) -> Changes:
-        """Wait until something has changed, or the source has just synced, and return all of it."""
+        """Wait for changes, or for the source to have just synced, and return all of them."""
         await self._news.wait()
         self._news.clear()
         objects, self._pending = self._pending, {}

@@ -1,4 +1,4 @@
-"""Kinds of objects, where they are in the API, and which of them a reader wants. Pure."""
+"""Kinds of objects, their places in the API, and a reader's selection of them. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,16 +74,18 @@ DAEMON_SET: Final = Kind("DaemonSet", "apps/v1", "daemonsets")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The objects of a kind that a reader wants.
+    """A reader's selection of the objects of a kind.
 
     Attributes:
-        namespace: only of this one; empty for all.
+        namespace: only objects of this namespace. Empty for all.
         labels: a label selector in the API's notation, such as ``app=web,tier!=test``.
         fields: a field selector, such as ``spec.nodeName=worker``.
-        keep: makes of an object what the reader needs of it, for the heap: called once for each change. What it
-            raises for a misshapen object is logged, and the object is passed whole, so that its reader judges it.
-        optional: the API may not have the kind (a custom resource that is not installed): there are none then.
-        dispensable: a role that lacks the kind holds nothing up. It is a fault, and there are none meanwhile.
+        keep: reduces an object to the reader's needs, to save heap. Called once for each change. If it raises for
+            a malformed object, that is logged, and the whole object is passed, so that its reader judges it.
+        optional: the API might not have the kind (a custom resource that is not installed). Then there are no
+            objects.
+        dispensable: a role without access to the kind delays nothing. It is reported as a fault, and there are no
+            objects in the meantime.
     """
 
     kind: Kind

@@ -31,10 +31,10 @@ class ObjectKey:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed since the reader last asked: the latest state of each object, not each step to it.
+    """The changes since the last read: the latest state of each object, without intermediate ones.
 
     Attributes:
-        objects: by key; None for an object that is gone.
+        objects: by key. None for a deleted object.
         synced: every object that existed when the source started has been told, now or before. Once true, it
             stays true: while the API server is away the last known state is the best one.
     """
@@ -46,14 +46,14 @@ class Changes:
 class ObjectSource(Protocol):
     """Where objects of some kinds come from.
 
-    An object whose deletion nobody saw (the stream was away) is told as gone when the source next lists.
+    A deletion that was missed (while the stream was down) is reported when the source next lists the objects.
     """
 
     async def next(self) -> Changes:
-        """Wait until something has changed, or the source has just synced, and return all of it.
+        """Wait for changes, or for the source to have just synced, and return all of them.
 
-        Changes are merged by key while the reader is busy, so a slow reader costs one entry per object. One
-        reader at a time; cancelling loses nothing.
+        Changes are merged by key while the reader is busy, so a slow reader costs one entry per object. There can
+        be one reader at a time. Cancelling loses no changes.
         """
         ...
 
@@ -68,7 +68,7 @@ class WatchedSource(ObjectSource, Protocol):
 
 
 class EventSink(Protocol):
-    """Tells the owner of an object what is wrong with it, where ``kubectl describe`` shows it."""
+    """Reports faults of an object to its owner, who finds them by ``kubectl describe``."""
 
     def event(self, key: ObjectKey, reason: str, message: str) -> None:
         """Record a warning about an object; never waits, never raises. Repeats are merged.

@@ -13,17 +13,17 @@ from xds.model.address import SocketAddress
 
 log = logging.getLogger(__name__)
 
-#: Accepts per event and listener, so that a storm on one does not starve the bytes of the others.
+#: Accepts per event and listener, so that a storm on one does not starve the other sockets.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: The time in which another process may accept a connection first; a guess between an idle process's tenth of it
-#: and a delay that a client would notice.
+#: The time for another process to accept a connection first. A guess between an idle process's need, a tenth of
+#: it, and a delay that clients would notice.
 _COURTESY_S = 0.001
-#: Between directing new connections to a successor and closing: time for handshakes under way; a guess.
+#: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
 #: Errors of the connection that accept(2) would have returned: "already-pending network errors" in its manual, and
 #: those of a firewall or security module that forbids it. The next connection can be accepted. The epoll is
-#: edge-triggered, so if the loop ended here that one would wait until yet another arrives.
+#: edge-triggered, so if the loop ended here, that connection would wait until another one arrives.
 _PENDING_ERRORS = (
     errno.EPERM,
     errno.EACCES,
@@ -45,17 +45,17 @@ Accepted = Callable[[socket.socket, tuple[str, int]], None]
 
 
 class Gate(Protocol):
-    """What a listener asks before it accepts."""
+    """Decides whether a listener accepts now."""
 
     def admits(self) -> bool:
-        """Return whether to accept a connection now; False: the listener asks again in ``_PAUSE_S``."""
+        """Return whether to accept a connection now. If False, the listener asks again in ``_PAUSE_S``."""
 
     def accepted(self, number: int) -> None:
-        """Take note of the descriptor of an accepted connection."""
+        """Called with the descriptor of an accepted connection."""
 
 
 class Gates:
-    """Several gates as one; each must admit a connection, and is asked only if those before it do."""
+    """Several gates as one. All must admit a connection; each is asked only if its predecessors admit it."""
 
     def __init__(self, *gates: Gate) -> None:
         self._gates = gates
@@ -65,7 +65,7 @@ class Gates:
         return all(gate.admits() for gate in self._gates)
 
     def accepted(self, number: int) -> None:
-        """Take note of the descriptor of an accepted connection."""
+        """Called with the descriptor of an accepted connection."""
         for gate in self._gates:
             gate.accepted(number)
 
@@ -104,7 +104,7 @@ class ListeningSocket:
         self._waiting = self._waited = self._paused = False
 
     def start(self, accepted: Accepted) -> None:
-        """Listen, and pass each connection to ``accepted``; a further call replaces the callback only."""
+        """Listen, and pass each connection to ``accepted``. A further call only replaces the callback."""
         self._accepted = accepted
         if not self._registered:
             self._registered = True
@@ -113,8 +113,9 @@ class ListeningSocket:
 
     def on_event(self, mask: int) -> None:
         """Accept connections; see :class:`hbone.aio.poller.Handler`."""
-        # A shared socket wakes every process that waits for it. The one that is not next waits a moment, and then
-        # accepts what is still queued: a busy or stopped process must not delay connections for longer.
+        # A shared socket wakes every process that waits for it. A process that is not next waits briefly, and then
+        # accepts the connections that are still queued, because a busy or stopped process must not delay
+        # connections for longer.
         if not (mask & READABLE or not mask):
             return
         if self._paused:
@@ -145,7 +146,7 @@ class ListeningSocket:
             self._accept(self._backlog + 1, None)
 
     def _accept(self, most: int, gate: Gate | None) -> bool:
-        """Accept at most ``most`` connections; return whether more may be queued."""
+        """Accept at most ``most`` connections. Return whether more might be queued."""
         for _ in range(most):
             if gate is not None and not gate.admits():
                 self._pause()
@@ -158,7 +159,7 @@ class ListeningSocket:
                 if error.errno in _PENDING_ERRORS:
                     continue
                 # The connection stays in the queue, and an edge-triggered epoll does not report it again. So a
-                # timer tries again, when other connections may have ended and freed descriptors.
+                # timer tries again, when other connections can have ended and freed descriptors.
                 hint = " (raise the limit of open files)" if error.errno in _OUT_OF_DESCRIPTORS else ""
                 log.error("accept on %s: %s; waiting %g s%s", self.address, error.strerror, _PAUSE_S, hint)
                 self._pause()
@@ -210,8 +211,8 @@ async def hand_over(listening: Sequence[ListeningSocket]) -> None:
     New connections are directed to a successor, if there is one. Those in the queues are accepted here.
     """
     # The kernel chooses the socket when the SYN arrives, and queues the connection there when its handshake ends.
-    # So handshakes that began before the change still come to this queue for a moment, and closing would reset
-    # them.
+    # So handshakes that started before the change still arrive in this queue shortly after it, and closing would
+    # reset them.
     shared = [each.leave_to_successor() for each in listening]
     if any(shared):
         await asyncio.sleep(_HANDOVER_S)

@@ -1,4 +1,4 @@
-"""Exponential back-off, as Rust ztunnel's for the node agent."""
+"""Exponential back-off, like the Rust ztunnel's for the node agent."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Backoff:
     Attributes:
         first_s: the first wait.
         limit_s: the longest wait.
-        spread: the largest random deviation of a wait, as a fraction of it.
+        spread: the largest random deviation of a wait, as a fraction of the wait.
     """
 
     first_s: float

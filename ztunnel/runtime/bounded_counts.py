@@ -5,12 +5,12 @@ from typing import Final, TypeVar
 
 LabelsT = TypeVar("LabelsT", bound=Hashable)
 
-#: Sets of labels that are counted at a time, of one family of metrics.
+#: The number of label sets counted at a time in one family of metrics.
 MOST_COUNTS: Final = 2_000
 
 
 class BoundedCounts(dict[LabelsT, int]):
-    """Counts by labels, in the order in which they were last counted; at most :data:`MOST_COUNTS`."""
+    """Counts by labels, in the order of their last use, at most :data:`MOST_COUNTS`."""
 
     def count(self, labels: LabelsT, by: int = 1) -> None:
         """Add to a count."""

@@ -30,7 +30,7 @@ def utc(pattern: str, second: int) -> str:
     """Format a second since the epoch by ``strftime``, in UTC; names are English, as long as no locale is set.
 
     Code that formats every second uses this, not ``datetime``. An aware ``datetime`` looks up its zone's offset by
-    a name that is made anew. Python keeps that name in its cache of methods, and the allocator keeps the megabyte
-    around it (see :mod:`ztunnel.runtime.heap`).
+    a newly created name. Python keeps that name in its method cache, and the allocator keeps the megabyte around
+    it (see :mod:`ztunnel.runtime.heap`).
     """
     return time.strftime(pattern, time.gmtime(second))

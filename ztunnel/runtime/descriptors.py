@@ -1,8 +1,8 @@
-"""Shares of the process's descriptors: a pod that uses most of them stops accepting, before there are none.
+"""Shares of the process's descriptors: a pod that uses most of them stops accepting before they run out.
 
-A part of the descriptors is kept back. Below it, every pod accepts. Within its first half, pods that have less
-than an equal share accept; the others wait, and their clients with them, in the accept queue. The second half is
-for dials of established connections, readiness, metrics and the control plane.
+A part of the descriptors is reserved. Below it, every pod accepts. Within its first half, pods with less than an
+equal share accept; the others wait, and their clients wait in the accept queue. The second half is for dials of
+established connections, readiness, metrics and the control plane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _UNLIMITED: Final = 1 << 20
 #: Above these many used descriptors, in parts of all, they are counted before each accept.
 _WATCHED: Final = 0.5
-#: Entries of the kernel's table, at 8 bytes; it grows by itself beyond.
+#: The initial size of the kernel's table, with 8 bytes per entry. It grows by itself.
 _TABLE: Final = 16_384
 
 
@@ -34,8 +34,8 @@ def raise_limit() -> None:
     """Raise the process's limit as far as it may, and make the kernel's table of descriptors large.
 
     Called before the process starts its first thread. The table doubles with the first descriptor that does not
-    fit: from the 65th on, the 257th, the 513th and so on. In a process with threads, the system call that needs it
-    then waits until every processor has let go of the old table, for 5 to 15 ms, and all pods wait with it.
+    fit: the 65th, the 257th, the 513th and so on. In a process with threads, the system call then waits for 5 to
+    15 ms until no processor uses the old table, and all pods wait with it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -45,7 +45,7 @@ def raise_limit() -> None:
 
 
 def reserve_of(limit: int) -> int:
-    """Return how many of a process's descriptors are kept back."""
+    """Return how many of a process's descriptors are reserved."""
     return max(16, min(1024, limit // 8))
 
 
@@ -63,11 +63,11 @@ class Descriptors:
 
     Args:
         limit: see :func:`limit_of_process`.
-        shed: closes a connection that has proved nothing; False: there is none.
+        shed: closes an unauthenticated connection. Returns False if there is none.
         in_use: see :func:`lowest_free`; tests give their own.
 
     Attributes:
-        reserve: descriptors that are kept back.
+        reserve: the number of reserved descriptors.
         paused: how often a pod was not allowed to accept, ever.
     """
 
@@ -95,7 +95,7 @@ class Descriptors:
 
     @property
     def crowded(self) -> bool:
-        """Whether the part that is kept back has been touched."""
+        """Whether the reserved part is in use."""
         return self._seen >= self.limit - self.reserve
 
     def has_most(self, used: int, users: int) -> bool:
@@ -108,7 +108,7 @@ class Descriptors:
         return any(share.waiting for share in self._users)
 
     def note(self, number: int) -> None:
-        """Take note of a descriptor that was opened just now: as many are in use."""
+        """Record a newly opened descriptor: its number shows how many are in use."""
         self._seen = number
 
     def admits(self, share: DescriptorShare) -> bool:
@@ -130,7 +130,7 @@ class Descriptors:
 
 
 class DescriptorShare:
-    """What one pod may have; asked before each accept (:class:`ztunnel.runtime.accepting.Gate`).
+    """One pod's share, checked before each accept (:class:`ztunnel.runtime.accepting.Gate`).
 
     Attributes:
         used: how many it has.

@@ -13,26 +13,26 @@ from typing import Final
 
 from hbone.aio.poller import Poller
 
-#: Time without changes after which free pages are returned; a guess.
+#: Free pages are returned after this time without changes. A guess.
 _CALM_S: Final = 2.0
-#: Between two checks whether load has dropped; a guess.
+#: The time between two checks whether load has dropped. A guess.
 _CHECK_S: Final = 5.0
-#: Load has dropped if at least this part of a peak of at least this many sockets is closed; a smaller peak leaves
-#: too little memory.
+#: Load has dropped if this part of a peak of at least this many sockets is closed. A smaller peak leaves too
+#: little memory.
 _MANY: Final = 32
 _GONE: Final = 0.75
-#: Up to this number of open sockets a full collection takes some 3 ms. It finds no garbage (see :func:`settle`),
-#: but empties the interpreter's free lists, whose objects may be the last ones in their megabytes.
+#: Up to this number of open sockets a full collection takes about 3 ms. It finds no garbage (see :func:`settle`),
+#: but empties the interpreter's free lists, whose objects can be the last ones in their megabytes.
 _FEW: Final = 500
-#: The part of the time that trimming may take; collections take longer in a mesh that has changed much.
+#: The part of the time that trimming can take. Collections take longer in a mesh that has changed much.
 _SHARE: Final = 0.001
 
 
 def expect_growth() -> None:
     """Make the garbage collector run rarely; called before the first configuration is read.
 
-    A big mesh creates millions of objects that stay. By default the collector traverses all of them each time
-    their number has grown by a quarter.
+    A big mesh creates millions of permanent objects. By default the collector traverses all of them whenever their
+    number has grown by a quarter.
     """
     gc.set_threshold(100_000, 50, 1000)
 
@@ -43,8 +43,8 @@ def settle() -> None:
     Without a collection before: it takes 16 to 60 ms of a start, longer in a big mesh, during which no pod is
     served, and finds 9 objects in an Istio mesh, some 400 in Envoy's dialect.
 
-    Connections create no reference cycles (``tests/ztunnel/proxy/envoy/test_cycles.py``), so collections find
-    nothing. At the default thresholds they took 5 % of a connection's time.
+    Connections create no reference cycles (``tests/ztunnel/proxy/envoy/test_cycles.py``), so collections find no
+    garbage. With the default thresholds they took 5 % of a connection's time.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -63,9 +63,9 @@ def _malloc_trim() -> Callable[[int], int] | None:
 def give_back() -> bool:
     """Return free pages to the system if the C library can; return whether there were any.
 
-    glibc returns memory by itself only from the top of the heap. Messages of a big mesh take tens of megabytes for
-    a moment, and the gaps that they leave between small blocks would stay. malloc_trim(3) returns their pages.
-    After the start with 20,000 services it takes 8 ms and returns 127 of 811 MiB.
+    glibc by itself returns only memory at the top of the heap. Messages of a big mesh temporarily take tens of
+    megabytes, and the gaps between small blocks would stay. malloc_trim(3) returns their pages. After the start
+    with 20,000 services it takes 8 ms and returns 127 of 811 MiB.
     """
     trim = _malloc_trim()
     return trim is not None and bool(trim(0))
@@ -91,7 +91,7 @@ class MemoryTrimmer:
         self._next = self._loop.call_later(_CHECK_S, self._check)
 
     def changed(self) -> None:
-        """Trim once no further change has come for ``_CALM_S``; called after each change of the configuration."""
+        """Trim after ``_CALM_S`` without a further change. Called after each change of the configuration."""
         if self._calm is not None:
             self._calm.cancel()
         self._calm = self._loop.call_later(_CALM_S, give_back)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 class Latch:
     """A flag that is set once and never cleared.
 
-    A mesh has two of these per cluster, most of them without waiters. :class:`asyncio.Event` takes 700 bytes, most
-    of them for its queue; this stores the current waiters only.
+    A mesh has two of these per cluster, most of them without waiters. :class:`asyncio.Event` takes 700 bytes,
+    mainly for its queue. This class stores the current waiters only.
     """
 
     __slots__ = ("_set", "_then")

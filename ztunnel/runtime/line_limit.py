@@ -1,4 +1,4 @@
-"""A limit on log lines that strangers can cause: who has proved nothing yet can connect as fast as it likes."""
+"""A rate limit on log lines caused by unauthenticated clients, which can connect as fast as they like."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from hbone.flow import Budget
 from ztunnel.runtime.clock import Clock
 
-#: Lines at once and per second. A person reads the first few; the count says what the others would.
+#: Burst and rate per second. A person reads the first few lines; the count replaces the others.
 BURST = 50
 RATE = 5.0
 
 
 class LineLimit:
-    """Admits lines at a rate, and counts the others.
+    """Admits lines at a rate, and counts the suppressed ones.
 
-    One for each kind of line and each pod that it is about, so that what one pod is sent hides no line of another.
+    Use one limit per kind of line and per pod, so that traffic of one pod does not suppress lines about another.
 
     Args:
         clock: for durations.

@@ -1,9 +1,8 @@
 """Has new connections wait while the log is written too slowly, for a limited time. Pure.
 
-Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy that would rather delay
-connections than lose lines stops accepting at half of that; clients wait in the accept queue. A log that stands
-still must not stop the node, so after a time limit connections are accepted and lines are dropped, until the log
-has caught up.
+Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy that must not lose lines stops
+accepting at half of that, and clients wait in the accept queue. A blocked log must not stop the node, so after a
+time limit connections are accepted and lines are dropped, until the log has caught up.
 """
 
 import logging
@@ -17,7 +16,7 @@ class LogPressure:
 
     Args:
         is_behind: whether too much of the log is not written.
-        limit_s: the longest time for which it is closed without a pause.
+        limit_s: the longest time without accepting.
         now: a monotonic clock.
     """
 
@@ -44,4 +43,4 @@ class LogPressure:
         return self._given_up
 
     def accepted(self, number: int) -> None:
-        """Do nothing; see :class:`~ztunnel.runtime.accepting.Gate`."""
+        """Do nothing. See :class:`~ztunnel.runtime.accepting.Gate`."""

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_BYTES: Final = 64 * 1024
 MAX_PENDING: Final = 16 * 1024 * 1024
-#: Seconds between two reports of write errors of one file; a guess between noise and silence.
+#: Seconds between two reports of write errors of one file. A guess between noise and silence.
 COMPLAIN_EVERY_S: Final = 60.0
 _STANDARD: Final = {"/dev/stdout": 1, "/dev/stderr": 2}
 
@@ -94,7 +94,7 @@ class LogFile:
             try:
                 view = view[os.write(self._fd, view) :]
             except BlockingIOError:
-                # Standard output may be a pipe that the parent process set to non-blocking.
+                # Standard output can be a pipe that the parent process made non-blocking.
                 waiting = select.poll()
                 waiting.register(self._fd, select.POLLOUT)
                 waiting.poll()
@@ -109,7 +109,7 @@ class LogFile:
         return f"{self.path}: {error.strerror}; {total} bytes lost"
 
     def reopen(self) -> None:
-        """Open the path anew after a rotation; standard streams stay as they are.
+        """Reopen the path after a rotation. Standard streams are unchanged.
 
         Raises:
             OSError: it cannot be opened; the old file stays in use.
@@ -153,7 +153,7 @@ class LogWriter:
 
     @property
     def is_behind(self) -> bool:
-        """Whether half of the bytes that may wait to be written do."""
+        """Whether the queue of unwritten bytes is half full."""
         return self._bytes_queued - self._bytes_done > MAX_PENDING // 2
 
     def file(self, path: str) -> LogFile:

@@ -1,4 +1,4 @@
-"""How much memory this process may have: its cgroup's limit, or the machine's memory."""
+"""The memory available to this process: its cgroup's limit, or the machine's memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
-#: Shares of it for bytes that wait for applications: of all connections, and of one pod's.
+#: Its shares for bytes that wait for applications: of all connections, and of one pod's.
 _WAITING: Final = 4
 _WAITING_OF_POD: Final = 4
 _LEAST_WAITING: Final = 16 * 1024 * 1024
 
 
 def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
-    """Return the least of the limits of this process's cgroup and of those above it, and the machine's memory.
+    """Return the smallest of the limits of this process's cgroup and of its parents, and the machine's memory.
 
-    Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``); what cannot be read is no limit.
+    Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``). An unreadable file is no limit.
     """
     limits = [_machine_bytes(proc)]
     for line in _text(proc / "self/cgroup").splitlines():
@@ -25,7 +25,8 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
             continue
         root = cgroups / "memory" if controllers else cgroups
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # Inside a container the path may be the host's, which is not there; its own limit is at the root then.
+        # Inside a container the path can be the host's, which does not exist there. The container's own limit is
+        # at the root then.
         folder = root / path.strip("/")
         for each in (folder, *folder.parents):
             limit = _text(each / name).strip()
@@ -37,7 +38,7 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
 
 
 def waiting_bytes(limit: int) -> tuple[int, int]:
-    """Return how many bytes may wait for applications in a process of ``limit`` bytes, and in one pod of it."""
+    """Return how many bytes can wait for applications in a process of ``limit`` bytes, and in one pod of it."""
     in_all = max(_LEAST_WAITING, limit // _WAITING)
     return in_all, max(_LEAST_WAITING // 2, in_all // _WAITING_OF_POD)
 

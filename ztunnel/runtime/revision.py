@@ -25,12 +25,12 @@ class Revision(NamedTuple):
 
 @cache
 def revision() -> Revision:
-    """Return the revision of the running program; it is looked up once."""
+    """Return the revision of the running program. It is looked up once."""
     return revision_of(Path(__file__).parents[1])
 
 
 def revision_of(package: Path) -> Revision:
-    """Return the revision of a package in a folder: as recorded, or that of the checkout that contains it."""
+    """Return the revision of a package in a folder: the recorded one, or that of the checkout that contains it."""
     recorded = _text(package / RECORD)
     if recorded:
         return Revision(recorded.removesuffix(_DIRTY), "Modified" if recorded.endswith(_DIRTY) else "Clean")
@@ -38,7 +38,7 @@ def revision_of(package: Path) -> Revision:
 
 
 def _checked_out(git: Path) -> str:
-    """Return the commit at HEAD of a repository; empty without one.
+    """Return the commit at HEAD of a repository, or the empty string without one.
 
     The files are read as gitrepository-layout(5) describes them: a proxy starts no other program for its version.
     """
@@ -58,7 +58,7 @@ def _checked_out(git: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text without the spaces around it; empty if it cannot be read."""
+    """Return a file's text without surrounding spaces, or the empty string if it is unreadable."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

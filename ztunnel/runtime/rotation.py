@@ -1,7 +1,7 @@
-"""The signals of log rotation: SIGUSR1 reopens log files, and SIGHUP changes nothing.
+"""The signals of log rotation: SIGUSR1 reopens log files, and SIGHUP has no effect.
 
-The recipes for Envoy send SIGUSR1 after a rename, and daemons in general get SIGHUP when their terminal or their
-session ends. Without a handler either ends the process, and with it every connection of the node.
+Envoy's logrotate recipes send SIGUSR1 after a rename, and daemons get SIGHUP when their terminal or session ends.
+Without a handler either signal ends the process, and with it every connection of the node.
 """
 
 import asyncio

@@ -3,11 +3,11 @@
 import re
 from typing import Final
 
-#: Default of ``ZTUNNEL_SPIN_US``: long enough for the answer of a nearby peer. Polling longer gained
-#: nothing (``bench.compare --only "rr, 1"``).
+#: Default of ``ZTUNNEL_SPIN_US``: long enough for the answer of a nearby peer. Longer polling had no benefit
+#: (``bench.compare --only "rr, 1"``).
 SPIN_US: Final = 200
 
-#: Unit names of durations and their seconds, as Rust ztunnel's parser accepts them (crate ``duration-str``).
+#: Unit names of durations and their seconds, as accepted by the Rust ztunnel's parser (crate ``duration-str``).
 _UNITS: Final = {
     name: seconds
     for seconds, names in (
@@ -28,7 +28,7 @@ _PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 
-#: Names of the variables for a Service ``ztunnel`` or ``ztunnel-*``; ``url`` are those that hold one, and whose
+#: Names of the variables for a Service ``ztunnel`` or ``ztunnel-*``. Those in ``url`` hold a URL, because their
 #: name alone could be that of a setting.
 _SERVICE_LINK: Final = re.compile(
     r"ZTUNNEL(_[A-Z0-9_]+?)??_"
@@ -64,7 +64,7 @@ def plain_reason(error: Exception) -> str:
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Return whether a variable is one that Kubernetes makes of a Service ``ztunnel`` or ``ztunnel-*``."""
+    """Return whether Kubernetes sets this variable for a Service ``ztunnel`` or ``ztunnel-*``."""
     found = _SERVICE_LINK.fullmatch(name)
     return found is not None and (found["url"] is None or _SERVICE_URL.match(value) is not None)
 
@@ -73,7 +73,7 @@ def count(text: str) -> int:
     """Parse a number that is not negative.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text has another form.
     """
     if not (text.isascii() and text.isdigit()):
         raise ValueError("must be a whole number, not negative")
@@ -84,7 +84,7 @@ def boolean(text: str) -> bool:
     """Parse ``true`` or ``false``.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text has another form.
     """
     if text not in ("true", "false"):
         raise ValueError("must be true or false")
@@ -92,10 +92,10 @@ def boolean(text: str) -> bool:
 
 
 def socket_path(text: str) -> str:
-    """Parse the absolute path of a Unix socket; empty stays empty and means none.
+    """Parse the absolute path of a Unix socket. Empty stays empty and means none.
 
     Raises:
-        ValueError: it is relative, or longer than an address of unix(7) may be.
+        ValueError: the path is relative, or longer than an address of unix(7).
     """
     if text and not text.startswith("/"):
         raise ValueError("must be an absolute path")
@@ -108,7 +108,7 @@ def duration_s(text: str) -> float:
     """Parse a duration such as ``90``, ``10s``, ``1500ms``, ``24hour``, ``1h30m`` or ``1h 30m`` as seconds.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text has another form.
     """
     if _NUMBER.fullmatch(text):
         return float(text)

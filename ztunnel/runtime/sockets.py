@@ -18,7 +18,7 @@ def socket_mode(text: str) -> int:
 
 
 async def ready(sock: socket.socket, *, writing: bool) -> None:
-    """Wait until a socket is readable, or writable; at most one task may wait for each."""
+    """Wait until a socket is readable, or writable. At most one task can wait for each."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 

@@ -25,10 +25,10 @@ _owners: Final[weakref.WeakSet["Tasks"]] = weakref.WeakSet()
 class Tasks:
     """The tasks and fibers of one object, which closes them when it ends.
 
-    A task that fails is a bug of ours: it is logged with its traceback, and the others continue. What the process
-    cannot be without for the rest of its life, such as a connection to the control plane or an accept loop, is
-    started by :meth:`keep`, and again when it fails. Each task reaches its first await before it can be cancelled,
-    so that its ``finally`` releases the resources it was given.
+    A task that fails is a bug of ours: it is logged with its traceback, and the others continue. Tasks that the
+    process needs for its whole life, such as a connection to the control plane or an accept loop, are started by
+    :meth:`keep`, and restarted after a failure. Each task reaches its first await before it can be cancelled, so
+    that its ``finally`` releases the resources passed to it.
     """
 
     def __init__(self, owner: str) -> None:
@@ -66,10 +66,10 @@ class Tasks:
         Not for what carries connections: half of a connection's state cannot be continued by a second attempt.
 
         Args:
-            work: called for each attempt; it releases in its ``finally`` what an attempt holds.
+            work: called for each attempt. Its ``finally`` releases the resources of the attempt.
             name: for logs.
-            first_s: the wait before the second attempt; later ones double up to 15 s, and begin anew once an
-                attempt has lasted longer than that.
+            first_s: the wait before the second attempt. Later waits double up to 15 s, and restart at the first
+                once an attempt has lasted longer than that.
         """
         return self.start(self._kept(work, name, Backoff(first_s, _LONGEST_RESTART_S)), name)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 
 def read_text(path: Path, *, newline: str | None = None) -> str:
-    """Return the text of a file in UTF-8, whatever the locale.
+    """Return the text of a UTF-8 file in any locale.
 
     Args:
         path: the file.
-        newline: as of :func:`open`; empty keeps the line ends that the file has.
+        newline: the parameter of :func:`open`. Empty keeps the line ends of the file.
 
     Raises:
         OSError: it cannot be read; ``EILSEQ`` when it is no text, so that who reports an unreadable file has both.

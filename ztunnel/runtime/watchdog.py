@@ -1,13 +1,13 @@
 """Watches the event loop of a process: a stall is logged with the stack that caused it, and counted.
 
-A timer on the loop beats every :data:`BEAT_S`; a thread checks that it did. Only the thread can report while the
-loop stands still, and only then does the loop's stack show why. The loop counts: each beat knows how late it is.
-A stall that ends is one further line with its length.
+A timer on the loop ticks every :data:`BEAT_S`, and a thread checks that it did. Only the thread can report while
+the loop is blocked, and only then does the loop's stack show why. The loop counts delays, because each tick
+measures its own. The end of a stall is one further line with its length.
 
 A process that was stopped (SIGSTOP, a frozen control group, a machine without a free core) is late everywhere, so
-its stack would accuse whatever the loop did at that moment. The thread notices that it was late itself while the
-process used no processor, and reports no stack. A C function that keeps the interpreter's lock also delays the
-thread, but uses the processor; its caller is still at the top of the stack then.
+its stack would blame an innocent function. The thread detects that it was late itself while the process used no
+processor, and reports no stack. A C function that keeps the interpreter's lock also delays the thread, but uses
+the processor. Its caller is still at the top of the stack then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ STALL_S: Final = 1.0
 MISS_S: Final = 0.2
 #: The innermost frames of the stack that the report has.
 _FRAMES: Final = 25
-#: The part of a delay of the thread that the process must have used a processor in, to count as running.
+#: The part of a delay of the thread during which the process must have used a processor in order to count as
+#: running.
 _RAN: Final = 0.5
 
 

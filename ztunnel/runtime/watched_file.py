@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TypeAlias
 
-#: Device, inode, size and modification time of the file that a path leads to; None if there is none.
+#: Device, inode, size and modification time of the file at a path. None if there is none.
 FileState: TypeAlias = tuple[int, int, int, int] | None
 
 

@@ -1,1 +1,1 @@
-"""What commands share: arguments, sub-commands, and output for terminals."""
+"""The common part of commands: arguments, sub-commands, and output for terminals."""

@@ -1,4 +1,4 @@
-"""Values of command lines, for ``argparse``: what is wrong with one is told in words, not as Python has it."""
+"""Values of command lines for ``argparse``, with error messages in plain words instead of Python's."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ def seconds(text: str) -> float:
 
 
 def some_seconds(text: str) -> float:
-    """Return a time that is more than nothing.
+    """Return a positive time.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
@@ -45,7 +45,7 @@ def port(text: str) -> int:
 
 
 def port_or_any(text: str) -> int:
-    """Return a port, or 0, for which the kernel chooses one.
+    """Return a port, or 0 to let the kernel choose one.
 
     Raises:
         argparse.ArgumentTypeError: it is neither.

@@ -1,7 +1,7 @@
 """The flags of ``ztunnel proxy`` with their variables and help, and which dialect they mean.
 
-Apart from their readers (``ztunnel/proxy/envoy/config/settings.py``), so that a proxy of an Istio mesh imports
-nothing of Envoy's dialect.
+Separate from their readers (``ztunnel/proxy/envoy/config/settings.py``), so that a proxy of an Istio mesh does not
+import Envoy's dialect.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 #: The flags that also go with a proxy of an Istio mesh, which reads their variables.
 POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
 
-#: As above, for the deliberate differences from Envoy.
+#: The same for the deliberate differences from Envoy.
 SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "route_timeouts": (
         "ZTUNNEL_ROUTE_TIMEOUTS",
@@ -92,5 +92,7 @@ SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def names_a_source(flags: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
-    """Return whether a bootstrap or a control plane of Envoy's dialect is named; else this is an Istio proxy."""
+    """Return whether a bootstrap or a control plane of Envoy's dialect is named. Otherwise this is
+    an Istio proxy.
+    """
     return any(flags.get(name) or env.get(FLAGS[name][0]) for name in ("bootstrap", "control_plane"))

@@ -1,4 +1,4 @@
-"""What commands print for people: plain through a pipe, with colour and in the terminal's width on a terminal.
+"""Output of commands for people: plain in a pipe, with colour and in the terminal's width on a terminal.
 
 rich draws on a terminal, and is imported there only. It obeys ``NO_COLOR``, ``TERM`` and ``COLUMNS``. Text comes
 from control planes and peers: on a terminal its control characters are shown as escapes, never sent.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _GOOD, _BAD, _DOUBTFUL, _NAME, _HEADING = "green", "bold red", "yellow", "cyan", "bold"
-#: Values of cells, and names of rows of the status, that a person looks for.
+#: Cell values, and row names of the status, that are highlighted.
 _STYLES: Final = (
     dict.fromkeys(("Healthy", "Available", "Up", "LIVE", "ok", "newly allowed"), _GOOD)
     | dict.fromkeys(("Unhealthy", "wrong", "missing", "newly refused", "denied", "no certificate"), _BAD)
@@ -28,7 +28,7 @@ _STYLES: Final = (
 )
 #: Columns of numbers that are worth a look when they are not zero.
 _COUNTS_OF_REFUSALS: Final = ("DENIED",)
-#: What the values of an outline's verdicts begin with.
+#: The first words of verdicts in an outline.
 _VERDICTS: Final = {"allowed": _GOOD, "refused": _BAD, "closed": _BAD, "not known": _DOUBTFUL}
 _NO: Final = ("allowed", "holds")
 _GAP: Final = 2
@@ -37,9 +37,9 @@ _LEAST_WIDTH: Final = 20
 
 
 def print_table(rows: Iterable[Sequence[str]], *, heading: bool = True, out: TextIO | None = None) -> None:
-    """Print a table; a pipe gets its lines as :func:`aligned` makes them.
+    """Print a table. A pipe gets its lines in the form of :func:`aligned`.
 
-    Cells are folded between words where a terminal is too narrow. Where that is not enough, each row is printed as
+    Cells are folded between words if the terminal is too narrow. If that is not enough, each row is printed as
     names and values below each other, so that addresses stay whole.
 
     Args:
@@ -120,7 +120,7 @@ def _console(out: TextIO) -> Console:
 
 
 def _draw(console: Console, drawn: RenderableType) -> None:
-    """Print without the blanks with which rich fills lines: they would be copied with a selection."""
+    """Print without rich's padding at the ends of lines, which would be copied with a selection."""
     from rich.segment import Segment, Segments
 
     for line in console.render_lines(drawn, pad=False):
@@ -133,7 +133,7 @@ def _draw(console: Console, drawn: RenderableType) -> None:
 
 
 def _narrowest(rows: Iterable[Sequence[str]]) -> int:
-    """Return the width of a table in which no word is broken."""
+    """Return the width of a table without broken words."""
     longest = [[max(map(len, cell.split()), default=0) for cell in row] for row in rows]
     widths: list[int] = [max(column) for column in zip(*longest, strict=True)]
     return sum(widths) + _GAP * (len(widths) - 1)
@@ -181,7 +181,7 @@ def _text(text: str, style: str) -> Text:
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters as escapes, so that a terminal obeys none of them."""
+    """Return a text with escaped control characters, so that a terminal does not interpret them."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

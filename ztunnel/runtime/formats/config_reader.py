@@ -28,7 +28,7 @@ class Faults(Exception):
 
 
 def _but(value: object) -> str:
-    """Return the end of a sentence that began with what a value must be: what it is instead, as written."""
+    """Return the end of a sentence that started with the expected value: the actual value, as written."""
     if value is None:
         return ", and is missing"
     return f", not {value!r}" if isinstance(value, str) else f", not {json.dumps(value, default=str)}"
@@ -58,7 +58,7 @@ class ConfigReader:
         return self.mapping(loaded, "file", known)
 
     def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        """Return a mapping, empty if there is none; ``known`` lists the keys it may have, None permits any."""
+        """Return a mapping, or an empty one if it is missing. ``known`` lists its valid keys; None permits any."""
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -81,7 +81,7 @@ class ConfigReader:
         return value
 
     def texts(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[str, ...]:
-        """Return a list of texts, none of them empty."""
+        """Return a list of non-empty texts."""
         values = self.items(entry, key, place)
         for value in values:
             if not isinstance(value, str) or not value:

@@ -1,6 +1,6 @@
 """Recognises the file of another command by its keys, for an error that says where it belongs. Pure.
 
-A file that is read by the wrong command has a fault in nearly every line, of which none helps.
+A file that is read by the wrong command has a fault in nearly every line, and none of these faults helps.
 """
 
 import json
@@ -28,7 +28,7 @@ class FileKind(Enum):
     OBJECTS = _Described("a file of Kubernetes objects", "kubectl apply -f")
 
 
-#: A key at the beginning of a line of YAML.
+#: A key at the start of a line of YAML.
 _KEY = re.compile(r"^(?:- )?([A-Za-z_][\w.-]*|\"[\w.-]+\"):(?:\s|$)", re.MULTILINE)
 
 
@@ -55,7 +55,9 @@ def looks_like(text: str) -> FileKind | None:
 
 
 def belongs_elsewhere(text: str, wanted: FileKind) -> str:
-    """Return a sentence for a faulty file that looks like another kind than the wanted one; empty otherwise."""
+    """Return a sentence if a faulty file looks like another kind than the wanted one, otherwise the
+    empty string.
+    """
     found = looks_like(text)
     if found is None or found is wanted:
         return ""
@@ -63,7 +65,9 @@ def belongs_elsewhere(text: str, wanted: FileKind) -> str:
 
 
 def explained(faults: list[str], text: str, wanted: FileKind) -> list[str]:
-    """Return the faults of a file, or if it looks like another kind that alone: it is behind all of them."""
+    """Return the faults of a file. If it looks like another kind, return only that, because it
+    causes all of them.
+    """
     elsewhere = belongs_elsewhere(text, wanted)
     return [f"file: {elsewhere}"] if elsewhere else faults
 

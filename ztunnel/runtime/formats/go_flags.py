@@ -86,7 +86,7 @@ def _value(switch: bool, left: list[str], shown: str) -> str:
 def read_as_go(parser: argparse.ArgumentParser) -> None:
     """Make a parser read its command line by these rules.
 
-    Its options need a long name; those with ``nargs="?"`` are switches. Words that are no flags are ignored.
+    Its options need a long name, and those with ``nargs="?"`` are switches. Words that are not flags are ignored.
     """
     read = parser.parse_known_args
 

@@ -39,7 +39,7 @@ def parse_cidr(text: str) -> IpNetwork:
     """Return a network with the bits behind its prefix cleared, as ``net.ParseCIDR``.
 
     Raises:
-        ValueError: no address with a prefix length; a netmask is none.
+        ValueError: not an address with a prefix length. Netmasks are refused.
     """
     network = parse_network(text) if "/" in text else None
     if network is None:
@@ -48,7 +48,7 @@ def parse_cidr(text: str) -> IpNetwork:
 
 
 def parse_cidr_or_address(text: str) -> IpNetwork:
-    """Return a network as :func:`parse_cidr`; an address alone is a network of one.
+    """Return a network like :func:`parse_cidr`. A single address is a network of one.
 
     Raises:
         ValueError: neither.

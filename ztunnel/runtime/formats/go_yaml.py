@@ -1,11 +1,11 @@
-"""Reads and writes YAML as Kubernetes does (``sigs.k8s.io/yaml``, which ``kubectl`` and the API server use). Pure.
+"""Reads and writes YAML like Kubernetes (``sigs.k8s.io/yaml``, which ``kubectl`` and the API server use). Pure.
 
 Values become those of JSON: mapping keys are text, ``yes`` and ``y`` are booleans, ``0644``, ``0o17``, ``0x1F``
 and ``1_000`` are integers, ``08`` and ``1e3`` are numbers, and ``=``, ``10:00`` and dates are text. The writer
-quotes each string that this reader, or a reader of YAML 1.1 or 1.2, would take for something else.
+quotes each string that this reader, or a reader of YAML 1.1 or 1.2, would read as another value.
 
-Three departures, all towards a refusal: a key that is given twice, values that JSON cannot express (``.inf``), and
-aliases that contain themselves or multiply a document (:data:`~xds.proto.core_yaml.MOST_VALUES`).
+Three deviations, all of them refusals: a repeated key, values that JSON cannot express (``.inf``), and aliases
+that contain themselves or multiply a document (:data:`~xds.proto.core_yaml.MOST_VALUES`).
 """
 
 import base64
@@ -48,7 +48,7 @@ _BASES: Final = (("hex", 16), ("binary", 2), ("octal", 8), ("decimal", 10))
 _SEPARATOR: Final = re.compile(r"^(?:%[^\n]*\n)*---(?=[ \t\r\n]|\Z)", re.MULTILINE)
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
-#: More digits are out of range in any base, and Python refuses to read thousands of them.
+#: More digits are out of range in any base, and Python refuses to convert thousands of them.
 _MOST_DIGITS: Final = 400
 #: Integral numbers below this are written without an exponent in JSON by Go, so that integer fields take them.
 _EXPONENT_FROM: Final = 1e21
@@ -62,7 +62,7 @@ class Span:
 
     Attributes:
         start: index of its first character.
-        end: index behind its last one; comments and blank lines that follow are not part of it.
+        end: index after its last line. Following comments and blank lines are not part of it.
         flow: it is written in brackets.
     """
 
@@ -76,9 +76,9 @@ class Document:
     """One document of a file.
 
     Attributes:
-        value: JSON values; None for an empty document.
+        value: JSON values. None for an empty document.
         start: index of its ``---`` or directive; 0 for the first document.
-        root: span of its value; None for an empty document or a scalar.
+        root: span of its value. None for an empty document or a scalar.
         spans: spans of its mappings and lists by the ``id`` of their value.
         aliased: it has anchors, so that its parts cannot be replaced one by one.
     """
@@ -96,8 +96,8 @@ class Part:
 
     Attributes:
         line: the line on which it begins, from 1; its ``---`` if it has one.
-        value: JSON values; None for an empty document, or one with a fault.
-        fault: why it cannot be read; empty if it can be.
+        value: JSON values. None for an empty document, or one with a fault.
+        fault: why it cannot be read. Empty if it can be read.
     """
 
     line: int
@@ -109,7 +109,7 @@ def load(text: str) -> object:
     """Return the only document of a text as JSON values.
 
     Raises:
-        ConfigError: as :func:`load_all`, or there is another document.
+        ConfigError: see :func:`load_all`; also if there is a second document.
     """
     documents = load_all(text)
     if len(documents) > 1:
@@ -120,7 +120,7 @@ def load(text: str) -> object:
 def load_all(text: str) -> list[object]:
     """Return the documents of a file as JSON values, an empty one as None.
 
-    A text that begins with ``{`` is read as JSON values, one after the other, if it is that.
+    A text that begins with ``{`` is read as a sequence of JSON values, if it is valid as such.
 
     Raises:
         ConfigError: a syntax error, a key given twice, or a value without an equivalent in JSON; with its place.
@@ -180,11 +180,11 @@ def load_documents(text: str, *, finite: bool = False, lines_before: int = 0) ->
 
     Args:
         text: YAML, which can be JSON.
-        finite: refuse ``.inf`` and ``.nan``; else they are passed on, for a text that is written again.
+        finite: refuse ``.inf`` and ``.nan``. Otherwise they are passed on, for a text that is written back.
         lines_before: lines of the file before the text, which the places of faults count.
 
     Raises:
-        ConfigError: as :func:`load_all`.
+        ConfigError: see :func:`load_all`.
     """
     try:
         return list(_Composer(text, finite=finite).documents())
@@ -205,7 +205,7 @@ def load_documents(text: str, *, finite: bool = False, lines_before: int = 0) ->
 
 
 def load_json(text: str) -> list[tuple[object, int, int]] | None:
-    """Return the JSON values of a text with their first index and the one behind them; None if it is not JSON.
+    """Return the JSON values of a text with their start and end indexes, or None if it is not JSON.
 
     Raises:
         ConfigError: it is JSON, but a key is given twice, or a number is beyond a double's range.
@@ -226,7 +226,7 @@ def load_json(text: str) -> list[tuple[object, int, int]] | None:
 
 
 def json_items(text: str, start: int, key: str) -> list[tuple[int, int]]:
-    """Return the places of the elements of a list in a JSON object.
+    """Return the positions of the elements of a list in a JSON object.
 
     Args:
         text: JSON.
@@ -265,7 +265,7 @@ def dump_all(values: Iterable[object]) -> str:
 
 
 def dump_json(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON that is YAML too: characters that YAML does not allow are escaped.
+    """Return a value as JSON that is also YAML: characters that YAML forbids are escaped.
 
     Raises:
         ConfigError: it has a number that JSON cannot express.
@@ -437,7 +437,8 @@ class _Composer:
         while type(event := self._next()) is not yaml.MappingEndEvent:
             if _is_merge(event):
                 self._ends(event)
-                # Go merges at the place of the key: what stood before is replaced, what follows replaces.
+                # Go merges at the position of the key: the merged values replace earlier ones, and later ones
+                # replace them.
                 self._merge(found, self._value(value := self._next()), value)
                 continue
             key = self._key(event)
@@ -572,7 +573,7 @@ def _text(dumper: Any, value: str) -> Any:
 
 
 def _fits_block(value: str) -> bool:
-    """Return whether a literal block holds a text whatever comes before and after it.
+    """Return whether a literal block can hold a text in any context.
 
     No line can be mistaken for indentation, and readers need not count the line breaks at its end.
     """

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 
 
 def items_of(document: Mapping[str, object]) -> Iterator[object] | None:
-    """Return the items of a list, each with apiVersion and kind; None if the document is no list.
+    """Return the items of a list, each with apiVersion and kind. None if the document is not a list.
 
-    Items of a ``List`` have their own. Those of a typed list, such as a ``NetworkPolicyList`` that
-    ``kubectl get --raw`` prints, have none: the list's stand for them.
+    Items of a ``List`` have their own. Items of a typed list, such as a ``NetworkPolicyList`` printed by ``kubectl
+    get --raw``, have none and get those of the list.
     """
     kind, items = document.get("kind"), document.get("items")
     if not isinstance(kind, str) or not kind.endswith("List") or not isinstance(items, list):

@@ -1,4 +1,4 @@
-"""Makes Prometheus pages in the format that the scraper requests, compressed if it accepts that.
+"""Makes Prometheus pages in the scraper's format, compressed if it accepts that.
 
 The Prometheus client library negotiates and encodes. It is called per family and per slice of samples, so that a
 page of many thousand series never blocks the event loop for long. Import this module with the first scrape, not
@@ -27,7 +27,7 @@ Encoder = Callable[["_Registry"], bytes]
 
 
 class UnsuffixedCounter(Metric):
-    """A counter whose name does not end in ``_total``, as many of Envoy's.
+    """A counter whose name does not end in ``_total``, like many of Envoy's.
 
     The text format permits such counters. OpenMetrics does not: there the type is ``unknown`` and the samples keep
     their name, because a name must not depend on the format.
@@ -43,7 +43,7 @@ class Family:
 
     Attributes:
         description: name, help, type and unit; its own samples are not used.
-        samples: read once, slice by slice, while the page is sent; a generator spreads the work of a long family.
+        samples: read once, slice by slice, while the page is sent. A generator spreads the work of a long family.
     """
 
     description: Metric
@@ -80,10 +80,10 @@ def page(families: Iterable[Family], request: PageRequest) -> Page:
 
 
 def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -> Iterator[bytes]:
-    """Yield the page in pieces; a family without samples is left out.
+    """Yield the page in pieces. A family without samples is left out.
 
-    The library encodes whole registries, so each slice goes through it as a registry of one family. The lines that
-    describe the family (HELP, TYPE, UNIT) are what a family without samples encodes to: they precede the first
+    The library encodes whole registries, so each slice is encoded as a registry of one family. The lines that
+    describe the family (HELP, TYPE, UNIT) are the encoding of a family without samples: they precede the first
     slice and are cut from the others.
     """
     for family in families:
@@ -165,7 +165,7 @@ def _used(process: str) -> tuple[float, int, int, int]:
     """Return CPU seconds, resident and virtual bytes, and the number of open files of a process.
 
     Raises:
-        OSError: it has ended, or may not be read.
+        OSError: the process has ended, or reading is not permitted.
     """
     with open(f"/proc/{process}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()

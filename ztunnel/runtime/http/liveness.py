@@ -1,8 +1,9 @@
 """Answers ``/healthz/live``: whether the event loop and the data path in it still turn.
 
 A kubelet restarts a container that fails this probe, and with it every connection of the node ends. So the page
-knows of nothing that a restart does not mend: no control plane, no node agent, no pod. That it is answered at all
-proves the event loop; a step in a turn of the poller proves the loop of the data path, which is another epoll.
+only checks conditions that a restart repairs, and neither the control plane nor the node agent nor a pod. An
+answer proves that the event loop runs. A step in an iteration of the poller proves the same of the data path,
+which uses another epoll.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests and pages as values, made without I/O; :mod:`ztunnel.runtime.http.server` sends them.
 
 A body is a sequence of pieces, so that a long page never blocks the event loop for long: other work runs between
-the pieces. A piece that takes long by itself may be a :class:`Deferred`, which the server runs in a thread. It
-must not read state that the event loop changes.
+the pieces. A piece that takes long can be a :class:`Deferred`, which the server runs in a thread. It must not read
+state that the event loop changes.
 """
 
 import unicodedata
@@ -29,13 +29,13 @@ Piece = str | bytes | Deferred
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The parameters of a request; of a repeated one the first counts, as in Envoy."""
+    """The parameters of a request. The first of repeated parameters counts, like in Envoy."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Query":
-        """Parse ``a=1&b``; a parameter without a value has an empty one."""
+        """Parse ``a=1&b``. A parameter without a value has an empty one."""
         return cls(tuple(parse_qsl(text, keep_blank_values=True, encoding="utf-8", errors="replace")))
 
     def get(self, name: str) -> str | None:
@@ -55,7 +55,7 @@ class PageRequest:
         target: both, as sent.
         local: it came from this host to a loopback address.
         host: the ``Host`` header, as sent.
-        fetch_site: ``Sec-Fetch-Site``: how a browser relates the page that asks to this one; empty if it does not.
+        fetch_site: ``Sec-Fetch-Site``, a browser's statement about the requesting page. Empty if it is missing.
     """
 
     method: str
@@ -71,12 +71,12 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """The endless rest of a body: a piece now and then, until the client leaves or the server closes.
+    """The endless rest of a body: occasional pieces until the client leaves or the server closes.
 
     Attributes:
         make: returns the next piece; called in the event loop, after ``body`` was sent and then once per interval.
         every_s: returns the interval, from the end of one piece to the making of the next.
-        ended: called once, whatever ended the answer, also if no piece was made.
+        ended: called once when the answer has ended for any reason, also without a piece.
     """
 
     make: Callable[[], Awaitable[str]]

@@ -40,7 +40,7 @@ Pages = Callable[[PageRequest], Page | Awaitable[Page]]
 CONNECTIONS = 64
 _MAX_HEAD = 16 * 1024
 MAX_BODY = 64 * 1024
-#: A head that has begun must be complete within this time (as Rust ztunnel's servers).
+#: A request head must be complete within this time after its first byte (like in the Rust ztunnel's servers).
 _HEAD_TIMEOUT_S = 2.0
 #: Longer than usual scrape intervals, so that scrapers keep their connection.
 _IDLE_TIMEOUT_S = 75.0
@@ -59,13 +59,13 @@ class PageServer:
     Args:
         name: name in logs: ``admin``, ``readiness``, ``metrics``.
         address: address to bind; port 0 lets the kernel choose.
-        pages: called in the event loop with each request; returns the page, or an awaitable of it. It must not
+        pages: called in the event loop with each request. Returns the page, or an awaitable of it. It must not
             block; pieces of the body are made later.
         clock: the clock for the ``date`` header.
-        max_connections: the largest number of connections. Beyond it a connection of the address that has most is
-            closed, so that probes and scrapers are answered beside any number of slow clients: one that is idle,
-            else one that follows an endless page, else one that sends its request slowly, else one that reads its
-            answer slowly; the oldest of these.
+        max_connections: the largest number of connections. Above it a connection of the address with the most
+            connections is closed, so that probes and scrapers are answered beside any number of slow clients: an
+            idle one, else one that follows an endless page, else one that sends its request slowly, else one that
+            reads its answer slowly. The oldest of these is closed.
         product: value of the ``server`` header.
         reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
         alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
@@ -129,7 +129,7 @@ class PageServer:
         self._server.close()
         for connection in list(self._connections):
             connection.finish()
-        # The answer to /quitquitquit may still be under way.
+        # The answer to /quitquitquit can still be in progress.
         answering = [connection.task for connection in self._connections if connection.task is not None]
         if answering:
             await asyncio.wait(answering, timeout=_CLOSE_TIMEOUT_S)
@@ -165,7 +165,7 @@ class PageServer:
             self._connections.pop(connection, None)
 
     def active(self, connection: "_Connection") -> None:
-        """Record a connection's activity, for the choice of the one that was idle for longest."""
+        """Record a connection's activity, for choosing the one with the longest idle time."""
         if connection in self._connections:
             del self._connections[connection]
             self._connections[connection] = None
@@ -176,7 +176,7 @@ class PageServer:
 
 
 class Stage(IntEnum):
-    """What a connection is about; the higher, the more would be lost with it."""
+    """What a connection is doing. Closing a connection at a higher stage loses more."""
 
     IDLE = 0
     FOLLOWING = 1
@@ -261,7 +261,7 @@ class _Connection:
 
         Raises:
             TimeoutError: the client was idle for too long, or sent its request too slowly.
-            h11.RemoteProtocolError: it sent no HTTP, or too much of it.
+            h11.RemoteProtocolError: the request is not HTTP, or too large.
         """
         self.stage = Stage.RECEIVING if self._http.trailing_data[0] else Stage.IDLE
         if self.stage is Stage.IDLE:
@@ -332,7 +332,7 @@ class _Connection:
     async def _follow(self, repeated: Repeated) -> None:
         """Send pieces until the client leaves; the server's end cancels this.
 
-        A client that sends anything meanwhile is no browser, and is left as if it had closed.
+        A client that sends anything meanwhile is not a browser, and is treated as if it had closed.
         """
         self.stage = Stage.FOLLOWING
         await self._drain()  # the head, before a piece that may take long
@@ -370,7 +370,7 @@ class _Connection:
             await self._writer.drain()
 
     async def _refuse(self, error: h11.RemoteProtocolError) -> None:
-        """Answer a request that is not HTTP with an error, if no answer has begun."""
+        """Answer a request that is not HTTP with an error, unless an answer was started."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]
@@ -404,7 +404,7 @@ def _page_request(head: h11.Request, body: bytes, *, local: bool) -> PageRequest
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
     parameters = Query.parse(query)
     if head.method == b"POST" and fields.get("content-type", "").startswith("application/x-www-form-urlencoded"):
-        # As Envoy: the forms of the home page send parameters in the body.
+        # Like in Envoy, the forms of the home page send parameters in the body.
         parameters = Query(parameters.pairs + Query.parse(body.decode(errors="replace")).pairs)
     return PageRequest(
         method=head.method.decode("latin-1"),
