@@ -1,1 +1,1 @@
-"""What runs on a node beside the proxy: the agent that enrols pods, and interception by hand."""
+"""Programs on a node beside the proxy: the agent that enrols pods, and manual interception."""

@@ -1,1 +1,1 @@
-"""What proxies inside pods need: the injector and the init container."""
+"""For proxies inside pods: the injector and the init container."""

@@ -1,4 +1,4 @@
-"""Lists that say what of a pod's traffic is captured: those of ``ztunnel init`` and of annotations. Pure.
+"""Lists of captured traffic, from the flags of ``ztunnel init`` and from annotations. Pure.
 
 Each reader returns the values or raises ValueError with a reason that fits behind the name of a flag or
 annotation.
@@ -16,10 +16,10 @@ _LONGEST_INTERFACE: Final = 15
 
 
 def ports(text: str) -> tuple[int, ...]:
-    """Return ports, each once, in the order given; an empty list is none.
+    """Return ports, each once, in the given order. An empty list has none.
 
     Raises:
-        ValueError: anything that is no port from 1 to 65535.
+        ValueError: an entry is not a port from 1 to 65535.
     """
     found = []
     for part in _parts(text):
@@ -33,16 +33,16 @@ def all_or_ports(text: str) -> tuple[int, ...] | None:
     """Return ports, or ``None`` for ``*``.
 
     Raises:
-        ValueError: as :func:`ports`.
+        ValueError: see :func:`ports`.
     """
     return None if _is_all(text, "ports") else ports(text)
 
 
 def networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    """Return networks, with the bits behind their prefix cleared; an address alone is a network of one.
+    """Return networks, with the bits after their prefix cleared. A single address is a network of one.
 
     Raises:
-        ValueError: anything else.
+        ValueError: an entry has another form.
     """
     return tuple(dict.fromkeys(map(parse_cidr_or_address, _parts(text))))
 
@@ -51,7 +51,7 @@ def all_or_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...] | None:
     """Return networks, or ``None`` for ``*``.
 
     Raises:
-        ValueError: as :func:`networks`.
+        ValueError: see :func:`networks`.
     """
     return None if _is_all(text, "ranges") else networks(text)
 
@@ -60,7 +60,7 @@ def interfaces(text: str) -> tuple[str, ...]:
     """Return names of devices.
 
     Raises:
-        ValueError: one that Linux would not give a device.
+        ValueError: a name that Linux does not allow for devices.
     """
     found = tuple(dict.fromkeys(_parts(text)))
     for name in found:

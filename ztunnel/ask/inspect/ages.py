@@ -26,7 +26,7 @@ def shown_age(seconds: float) -> str:
 
 
 def for_people(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows of a table, the first one its heading or not, with their ages as :func:`shown_age`."""
+    """Yield the rows of a table, with or without a heading, with their ages in the form of :func:`shown_age`."""
     column: int | None = None
     for number, row in enumerate(rows):
         if number == 0 and AGE in row:

@@ -1,6 +1,6 @@
-"""``ztunnel audit``: what the node agent finds when it compares each pod with what it should be.
+"""``ztunnel audit``: the node agent's comparison of each pod with its expected state.
 
-Exit status: 0 when nothing is wrong, 1 when something is (after a repair: still), 2 when there is no answer.
+Exit status: 0 without findings, 1 with findings (after a repair: remaining ones), 2 without an answer.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from ztunnel.ask.inspect.source import (
 from ztunnel.runtime.console.terminal import print_outline, print_table
 
 ADDRESS: Final = "127.0.0.1:15014"
-#: A comparison reads the dump of the node's proxies, a repair waits for what it has begun.
+#: A comparison reads the dump of the node's proxies. A repair waits for the steps that it has started.
 _LIMIT_S: Final = 60.0
 _CHECKS: Final = ("label", "annotation", "rules", "listeners", "workload", "certificate")
 

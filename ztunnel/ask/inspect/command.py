@@ -124,7 +124,7 @@ def _interval_s(text: str) -> float:
 
 
 def _rows(args: argparse.Namespace) -> Sequence[Row]:
-    """Return the rows of a table; a proxy in Envoy's dialect has some of them.
+    """Return the rows of a table. A proxy in Envoy's dialect has some of them.
 
     Raises:
         AskFailed: there is no answer.
@@ -144,7 +144,7 @@ def _rows(args: argparse.Namespace) -> Sequence[Row]:
 
 
 def _asked_pages(args: argparse.Namespace, table: EnvoyTable, dump: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the pages of a running proxy; where an Envoy lacks one, what its dump has of it."""
+    """Return the pages of a running proxy. If an Envoy lacks a page, its dump replaces the page."""
     try:
         pages = {path: ask_json(args.address, path, PARAMETERS.get(path)) for path in table.paths}
     except AskFailed as error:
@@ -158,7 +158,7 @@ def _saved_pages(args: argparse.Namespace, dump: Mapping[str, Any]) -> Mapping[s
     """Return what a dump of Envoy's dialect has for a table, and say what it has not.
 
     Raises:
-        AskFailed: it has nothing, or cannot be read.
+        AskFailed: the file has no such part, or cannot be read.
     """
     from ztunnel.ask.inspect.saved_pages import SAVED_PAGES  # imports Envoy's messages, which take a while
 
@@ -176,7 +176,7 @@ def _saved_pages(args: argparse.Namespace, dump: Mapping[str, Any]) -> Mapping[s
 
 
 def _connections(args: argparse.Namespace, page: Any) -> Sequence[Row]:
-    """Return the table of ``/connections``: without the rest of a dump, which may be big."""
+    """Return the table of ``/connections``, without the rest of a dump, which can be large."""
     if not isinstance(page, Mapping):
         raise NotAMesh("/connections is not an object")
     if isinstance(page.get("connections"), list):

@@ -17,7 +17,7 @@ from ztunnel.ask.inspect.parts import (
 from ztunnel.ask.inspect.source import AskFailed, ask_json
 from ztunnel.runtime.console.subcommands import subcommands
 
-#: The longest that somebody waits for names after a TAB.
+#: The longest wait for names after a TAB.
 _NAMES_S: Final = 1.0
 
 SCRIPTS: Final[Mapping[str, str]] = {
@@ -51,7 +51,7 @@ complete -c ztunnel -a '(__ztunnel)'
 def candidates(
     parser: argparse.ArgumentParser, words: Sequence[str], names: Callable[[str], Iterable[str]] = lambda _: ()
 ) -> list[str]:
-    """Return what the last word may become, in order; nothing where it may be a file.
+    """Return the completions of the last word, in order. Empty where a file name is possible.
 
     Args:
         parser: of the whole program.
@@ -87,7 +87,7 @@ def candidates(
 
 
 def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[str]]:
-    """Return what gives :func:`candidates` names: of the proxy that a line asks, and of the cluster of kubectl.
+    """Return the source of names for :func:`candidates`: the proxy that a line addresses, and kubectl's cluster.
 
     None where there is no answer within :data:`_NAMES_S`. A proxy behind ``--pod`` or ``--node`` is not asked: to
     reach it takes longer than that.
@@ -168,7 +168,7 @@ def _parts(dump: Any, words: Sequence[str]) -> Iterator[str]:
 
 
 def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the entries of the part that the line names: its last word but one."""
+    """Yield the names of the entries of the part named by the line: its last word but one."""
     found = part(dump, words[-2])
     listed = found if isinstance(found, list) else []
     if isinstance(found, Mapping):

@@ -1,9 +1,9 @@
 """The configuration of a ``config_dump`` of Envoy's dialect, for :mod:`ztunnel.proxy.envoy.path.explain` without
 the proxy.
 
-Listeners and clusters are compiled and made by the same code as in a proxy. They open nothing: no socket, no log
-file, no subscription. Private keys are not in a dump, so that no TLS context can be built; the answers have what
-is said of certificates from the dump's secrets instead.
+Listeners and clusters are compiled and created by the code of a proxy. They open no socket, no log file and no
+subscription. A dump has no private keys, so no TLS context can be built. Answers describe the certificates of the
+dump's secrets instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _NoProbes:
 def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configuration, list[str]]:
     """Return the configuration of a dump, and what the dump lacks, a line each.
 
-    What cannot be read is left out by name: it may be of a later Envoy, or need files of the proxy's node.
+    An unreadable resource is left out by name: it can come from a later Envoy, or need files of the proxy's node.
 
     Raises:
         ConfigError: it is no dump of Envoy's dialect.
@@ -159,7 +159,7 @@ def _no_file(path: str) -> bytes:
 
 
 class _Reader:
-    """Makes what the answers are about; what cannot be read becomes a line of ``lacks``."""
+    """Creates the objects that the answers describe. An unreadable resource becomes a line of ``lacks``."""
 
     def __init__(self, clock: Clock, lacks: list[str]) -> None:
         self._clock = clock
@@ -239,7 +239,7 @@ class _Reader:
         return found
 
     def _discover(self, listener: LiveListener, extensions: Mapping[str, Message]) -> None:
-        """Give a listener and its chains the filters that came by ECDS; what is missing stays so."""
+        """Give a listener and its chains the filters that came by ECDS. Missing filters stay missing."""
         for entry in listener.model.listener_filters:
             if isinstance(entry.filter, DiscoveredFilter) and entry.filter.name in extensions:
                 found = compile_listener_filter(extensions[entry.filter.name], self._surroundings)
@@ -292,7 +292,7 @@ class _Reader:
         return found
 
     def certificates(self, values: list[Mapping[str, Any]]) -> SavedSecrets:
-        """Return what answers say of the certificates of the secrets."""
+        """Return the description of the secrets' certificates for answers."""
         identities, ends = {}, {}
         for value in values:
             chain = (value.get("tls_certificate") or {}).get("certificate_chain") or {}

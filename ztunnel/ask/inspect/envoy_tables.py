@@ -1,6 +1,6 @@
-"""Tables of what a proxy in Envoy's dialect knows, from its admin pages; an Envoy has some of them. Pure.
+"""Tables of a proxy in Envoy's dialect, made from its admin pages. An Envoy has some of them. Pure.
 
-Pages are JSON of any origin: what is missing is shown as ``-``, and rows about a page that the proxy does not have
+Pages are JSON of any origin: missing values are shown as ``-``, and rows about a page that the proxy does not have
 are left out.
 """
 
@@ -74,7 +74,7 @@ def certificates(pages: Pages) -> Iterator[Row]:
 
 
 def status(pages: Pages) -> Iterator[Row]:
-    """Yield what a person looks at first: the server, what is in force, what is not, who was denied."""
+    """Yield the most important rows: the server, its active and refused configuration, and denials."""
     connected = _connected(pages.get("/stats"))  # a saved dump has no statistics
     if connected is not None:
         yield control_plane("ADS", None, connected=connected)
@@ -125,12 +125,12 @@ def _entries(dump: Dump, kind: str, *keys: str) -> Iterator[Dump]:
 
 def _states(listener: Dump) -> list[str]:
     found = [name for name in ("active", "warming", "draining") if listener.get(f"{name}_state")]
-    # A static listener has no states, and one of which no version was ever accepted only its error.
+    # A static listener has no states. A listener without an accepted version has its error only.
     return found if found or "error_state" in listener else ["active"]
 
 
 def _refused(dump: Dump, listeners: list[Dump]) -> Iterator[str]:
-    """Yield the updates that were refused: what serves is the version before."""
+    """Yield the refused updates. The previous version stays in use."""
     clusters = _entries(dump, _CLUSTERS, "dynamic_active_clusters", "dynamic_warming_clusters")
     secrets = _entries(dump, _SECRETS, "dynamic_active_secrets", "dynamic_warming_secrets")
     for kind, entries in (("listener", iter(listeners)), ("cluster", clusters), ("secret", secrets)):
@@ -148,7 +148,7 @@ def _waiting(page: Any) -> Iterator[str]:
 
 
 def _is_down(cluster: Dump) -> bool:
-    """Return whether a cluster has endpoints and none is healthy; one without endpoints may be meant so."""
+    """Return whether a cluster has endpoints and none is healthy. A cluster without endpoints can be intended."""
     hosts = cluster.get("host_statuses") or []
     return bool(hosts) and not any(_is_healthy(each.get("health_status") or {}) for each in hosts)
 
@@ -189,7 +189,7 @@ ENVOY_TABLES: Final = {
     ),
 }
 
-#: Parameters by which a page is JSON.
+#: Parameters that select the JSON form of a page.
 PARAMETERS: Final[Mapping[str, Mapping[str, str | None]]] = {
     "/clusters": {"format": "json"},
     "/stats": {"format": "json", "filter": f"^{_CONNECTED}$"},

@@ -91,7 +91,7 @@ def add_arguments(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     words = [each for each in (args.source, args.destination) if each is not None]
-    # What is not given as a flag are the words, in their order.
+    # Values that are not given as flags are the words, in order.
     args.source = args.given_source or (words.pop(0) if words else None)
     args.destination = args.given_destination or (words.pop(0) if words else None)
     ways = (args.source is not None, args.connection is not None, args.log_line is not None)
@@ -136,7 +136,7 @@ class _Answers:
         """Return the answer to the parameters of ``/explain``.
 
         Raises:
-            AskFailed: there is none; with a status where another question may have one.
+            AskFailed: there is no answer. It has a status if another question might have one.
         """
         asked = {**{name: value for name, value in self._given.items() if value}, **question}
         answer = self._near(asked)
@@ -162,7 +162,9 @@ class _Answers:
             raise AskFailed(str(error), status=400) from None
 
     def _ask_far(self, source: str, end: Answer) -> None:
-        """Add what the proxy says that ends a tunnel; one that has no such pod ends no TLS for it."""
+        """Add the answer of the proxy that terminates a tunnel. A proxy without such a pod does not
+        terminate it.
+        """
         asked = {
             "source": source,
             "destination": end["tunnel"]["authority"],
@@ -178,7 +180,7 @@ class _Answers:
         """Yield the live connections that are meant.
 
         Raises:
-            AskFailed: there is no table of them.
+            AskFailed: the proxy has no table of connections.
         """
         if self._saved is None:
             try:
@@ -268,7 +270,7 @@ def _logged(line: str, identity: str) -> Iterator[Seen | str]:
             continue
         if seen is None:
             continue
-        # The client's port is another one each time, and no policy asks for it.
+        # The client's port differs each time, and no policy depends on it.
         question = {**seen.asked, "source": seen.asked["source"].rpartition(":")[0]}
         key = (*sorted(question.items()), ("error", seen.shown.get("error", "")))
         if key not in asked:

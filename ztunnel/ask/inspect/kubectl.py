@@ -42,7 +42,7 @@ PROXY: Final = Daemon("ztunnel", "ztunnel", 15000)
 AGENT: Final = Daemon("node agent", "ztunnel-agent", 15014)
 #: The container of a proxy beside its application, of Istio's injector and ours.
 _SIDECAR: Final = "istio-proxy"
-#: For a question to the API server, and for the port to be open; a guess for clusters far away.
+#: Time limits for a request to the API server, and for the port to open. A guess for distant clusters.
 _ANSWER_S: Final = 20.0
 _FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
 _KLOG: Final = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d")
@@ -56,7 +56,7 @@ class Kubectl:
     """Runs kubectl.
 
     Args:
-        context: of its configuration; empty: the current one.
+        context: of its configuration. Empty means the current one.
     """
 
     def __init__(self, context: str = "") -> None:
@@ -88,7 +88,7 @@ class Kubectl:
             yield f"{about['namespace']}/{about['name']}" if about.get("namespace") else str(about.get("name"))
 
     def of_pod(self, pod: str, daemon: Daemon) -> tuple[str, str]:
-        """Return namespace and name of the daemon of a pod's node; of a pod with a proxy of its own, that pod.
+        """Return namespace and name of the daemon on a pod's node. For a pod with its own proxy, return that pod.
 
         Args:
             pod: ``NAME.NAMESPACE`` as istioctl has it, ``NAMESPACE/NAME``, or a name in namespace default.
@@ -198,6 +198,6 @@ def _label(pod: Mapping[str, Any]) -> str:
 
 
 def _complaint(text: str) -> str:
-    """Return what kubectl says to people: before it come attempts, as log lines of klog."""
+    """Return kubectl's message for people. Before it come attempts, as log lines of klog."""
     lines = [line for line in text.strip().splitlines() if line]
     return next((line for line in lines if not _KLOG.match(line)), lines[0] if lines else "")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-#: What an entry of a dump may be called by.
+#: The keys that name an entry of a dump.
 _NAMES: Final = ("name", "hostname", "uid", "identity", "policy", "cluster_name")
 #: Where Envoy's dumps have the resource with the name, below the entry.
 _INNER: Final = (
@@ -36,7 +36,7 @@ def parts_of(dump: Any) -> Mapping[str, Any]:
 
 
 def part(dump: Any, name: str, entry: str = "") -> Any:
-    """Return a part of a dump, or of it the entries with a name (a list) or the value of a key.
+    """Return a part of a dump, or only its entries with a name (a list) or the value of a key.
 
     Raises:
         NoSuchPart: there is none.
@@ -59,7 +59,7 @@ def part(dump: Any, name: str, entry: str = "") -> Any:
 
 
 def names_of(entry: Any) -> Iterator[str]:
-    """Yield what an entry may be asked for by; the fullest name last."""
+    """Yield the names by which an entry can be requested, the fullest last."""
     if not isinstance(entry, Mapping):
         return
     for key in _INNER:

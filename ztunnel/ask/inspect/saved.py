@@ -22,7 +22,7 @@ from ztunnel.proxy.istio.path.explain import (
     question,
 )
 
-#: Of our own proxies; the Rust ztunnel has neither of them.
+#: Keys of our own proxies' dumps. The Rust ztunnel has neither.
 _LACKS_OF_OURS: Final = ("endpoints that failed a moment ago, which come last", "Calico's policies")
 _LACKS_OF_RUST: Final = "what an inbound client has proven: it is taken for the workload at its address"
 #: Lines of unreadable entries; of more, only their number.

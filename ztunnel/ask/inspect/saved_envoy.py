@@ -21,7 +21,7 @@ class BadQuestion(ValueError):
 
 
 class SavedEnvoy:
-    """The configuration of a dump of Envoy's dialect; as :class:`~ztunnel.ask.inspect.saved.SavedMesh`."""
+    """The configuration in a dump of Envoy's dialect. Like :class:`~ztunnel.ask.inspect.saved.SavedMesh`."""
 
     def __init__(self, dump: Mapping[str, Any], clock: Clock) -> None:
         """Read a dump.

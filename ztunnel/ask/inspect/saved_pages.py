@@ -29,11 +29,11 @@ class _Elsewhere(Exception):
 
 
 class SavedPages(NamedTuple):
-    """What a table needs, and what it cannot have.
+    """The pages that a table needs, and the missing parts.
 
     Attributes:
         pages: by path.
-        lacks: what the dump does not say, a line each.
+        lacks: the parts that the dump does not have, a line each.
     """
 
     pages: Mapping[str, Any]
@@ -137,5 +137,5 @@ def status_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
     return SavedPages({**found.pages, **pages}, (_NO_STATUS, *found.lacks))
 
 
-#: What makes the pages of a table from a dump; of the others a dump has nothing.
+#: Makes the pages of a table from a dump. A dump lacks the other pages.
 SAVED_PAGES: Final = {"policies": policy_pages, "certificates": certificate_pages, "status": status_pages}

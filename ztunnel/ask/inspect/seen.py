@@ -1,7 +1,7 @@
 """Connections that were seen, live or in a log, as questions to ``/explain``. Pure.
 
-The question is the connection as its proxy met it: what was dialled, or at the other end what came in with which
-proven identity. The answer is about the present configuration, which may have changed since.
+The question is the connection as seen by its proxy: the dialled address or, at the other end, the request with its
+proven identity. The answer is about the current configuration, which can have changed since.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from xds.model.address import SocketAddress
 
 Page = Mapping[str, Any]
 
-#: ``k=v`` at the end of a plain line; a text is quoted as in JSON.
+#: ``k=v`` at the end of a plain line. A text is quoted like in JSON.
 _FIELD: Final = re.compile(r'([A-Za-z_][\w.]*)=("(?:[^"\\]|\\.)*"|\S+)')
-#: What a question needs of istiod's format of 2022 for Envoy, which ``ztunnel control-plane`` asks for, too.
+#: The needed fields of istiod's format of 2022 for Envoy, which ``ztunnel control-plane`` also configures.
 _ENVOY_LINE: Final = re.compile(
     r'\[[^\]]*\] "(?P<method>\S+) \S+ \S+" (?P<code>\S+) (?P<flags>\S+) (?P<details>\S+) (?P<termination>.+?) '
     r'"(?P<failure>[^"]*)" \S+ \S+ \S+ \S+ "[^"]*" "[^"]*" "[^"]*" "(?P<authority>[^"]*)" "(?P<upstream>[^"]*)" '
     r".* (?P<destination>\S+:\d+) (?P<source>\S+:\d+) \S+ "
 )
-#: Of JSON lines in Envoy's dialect, as ``ztunnel control-plane`` asks for them.
+#: The fields of JSON lines in Envoy's dialect, as configured by ``ztunnel control-plane``.
 _ENVOY_FIELDS: Final = frozenset(("source", "destination", "upstream", "termination"))
 _NOTHING: Final = ("", "-")
 
@@ -38,9 +38,9 @@ class Seen:
     """A connection that was seen.
 
     Attributes:
-        shown: what was seen, with stable keys, for the answer.
+        shown: the observed facts, with stable keys, for the answer.
         asked: the parameters of ``/explain``.
-        taken: addresses by which the way that it took is known among several, the most telling first.
+        taken: addresses that identify the route taken among several, the most specific first.
     """
 
     shown: Mapping[str, str]
@@ -52,12 +52,12 @@ class Seen:
 
 
 def live(page: Page, wanted: str, identity_at: Mapping[str, str] | None = None) -> Iterator[Seen]:
-    """Yield the live connections that are meant: of both directions where both ends are here, outbound first.
+    """Yield the selected live connections. If both ends are here, both directions, outbound first.
 
     Args:
         page: ``/connections`` of either dialect, or ``workloadState`` of a dump.
-        wanted: ``SRC:PORT``, ``SRC:PORT-DST:PORT`` where DST is what was dialled or where it went, or in Envoy's
-            dialect the id.
+        wanted: ``SRC:PORT``, ``SRC:PORT-DST:PORT`` with DST as the dialled or the actual destination, or in
+            Envoy's dialect the id.
         identity_at: the identities of workloads by their address, for dumps that do not show what was proven.
     """
     if isinstance(page.get("connections"), list):
@@ -77,7 +77,7 @@ def live(page: Page, wanted: str, identity_at: Mapping[str, str] | None = None) 
 
 
 def _is_meant(each: Page, wanted: str, source: str, destinations: tuple[str, ...]) -> bool:
-    # An address has no dash; a host name, which an application may have dialled by SOCKS, may.
+    # An address has no dash. A host name, which an application can dial by SOCKS, can have one.
     first, dash, second = wanted.partition("-")
     if str(each.get(source)) != first:
         return False
@@ -134,9 +134,9 @@ def _told(**values: str) -> dict[str, str]:
 
 
 def fields_of(line: str) -> Mapping[str, str]:
-    """Return the fields of a log line, JSON or plain with ``k=v`` at its end; empty: it has none.
+    """Return the fields of a log line, JSON or plain with ``k=v`` at its end. Empty without fields.
 
-    What stands before is passed over: ``kubectl logs --prefix`` puts the pod's name there.
+    Text before the line is skipped: ``kubectl logs --prefix`` adds the pod's name.
     """
     _, brace, rest = line.partition("{")
     if brace and line.rstrip().endswith("}"):
@@ -151,8 +151,8 @@ def fields_of(line: str) -> Mapping[str, str]:
 def logged(line: str, identity: str = "") -> Seen | None:
     """Return the connection of an access line, ``None`` for any other line.
 
-    Lines are those of an Istio proxy, ours or the Rust ztunnel's, plain or JSON; in Envoy's dialect those of
-    istiod's format, which has no identities, and JSON as ``ztunnel control-plane`` asks for it.
+    Lines are those of an Istio proxy, ours or the Rust ztunnel's, plain or JSON. In Envoy's dialect they have
+    istiod's format, which has no identities, or JSON as configured by ``ztunnel control-plane``.
 
     Args:
         line: of a log.
@@ -242,7 +242,7 @@ def _value(text: str) -> str:
 
 
 def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer with what was seen before it, and the way that was taken marked."""
+    """Return an answer with the observed facts before it, and the route taken marked."""
     told: dict[str, Any] = {"seen": dict(seen.shown), **answer}
     ways = told.get("ways")
     places = ways if ways is not None else list(_endpoints(told.get("hop", {})))
@@ -259,7 +259,7 @@ def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _endpoints(hop: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the endpoints of a hop and of those behind it (Envoy's dialect)."""
+    """Yield the endpoints of a hop and of the hops after it (Envoy's dialect)."""
     for cluster in hop.get("clusters", []):
         for endpoint in cluster.get("endpoints", []):
             yield endpoint

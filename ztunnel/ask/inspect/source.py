@@ -1,4 +1,4 @@
-"""Where the answers come from: a proxy's admin server, or a page of it that was kept in a file."""
+"""Sources of answers: a proxy's admin server, or a saved page of it."""
 
 import argparse
 import http.client
@@ -15,7 +15,7 @@ from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.text_file import read_text
 
 ADDRESS: Final = "127.0.0.1:15000"
-#: The longest time that an admin server may take for a page.
+#: The longest wait for a page of an admin server.
 _ANSWER_S: Final = 30.0
 
 
@@ -23,7 +23,7 @@ class AskFailed(Exception):
     """There is no answer; the text names the server or file, and what to do about it.
 
     Attributes:
-        status: of HTTP, where a server refused; else 0.
+        status: of HTTP, if a server refused. Otherwise 0.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
@@ -58,7 +58,7 @@ def reaching(
 
     Args:
         run: the command.
-        agent: it asks the node agent, not the proxy.
+        agent: address the node agent, not the proxy.
     """
 
     def reached(args: argparse.Namespace) -> int:
@@ -103,9 +103,9 @@ def ask(
     Args:
         server: ``HOST:PORT`` or a URL.
         path: of the page, from ``/``.
-        parameters: of the query; those that are ``None`` are left out.
+        parameters: of the query. Those that are ``None`` are left out.
         method: of the request.
-        limit_s: how long the server may take for each step of its answer.
+        limit_s: the time limit for each step of the server's answer.
 
     Raises:
         AskFailed: there is no such server or page, or it refuses.

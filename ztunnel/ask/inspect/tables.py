@@ -1,7 +1,7 @@
 """Tables of what a proxy of an Istio mesh knows, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
 
-Columns are those of ``istioctl ztunnel-config``; serial numbers are hexadecimal.
-A dump is JSON of any origin: what is missing is shown as ``-``.
+Columns are those of ``istioctl ztunnel-config``. Serial numbers are hexadecimal. A dump is JSON of any origin:
+missing values are shown as ``-``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,9 +80,9 @@ def services(dump: Dump, namespace: str = "") -> Iterator[Row]:
 
 
 def policies(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per policy, with the connections that it decided about; a dry-run one's are what it would do.
+    """Yield a row per policy with its number of decisions. For a dry-run policy these are hypothetical.
 
-    The last row has those that were denied because no ALLOW policy matched, if there were any.
+    The last row has the connections that were denied because no ALLOW policy matched, if any.
     """
     yield ("NAMESPACE", "POLICY NAME", "ACTION", "SCOPE", "ENFORCED", "ALLOWED", "DENIED", "LAST")
     for each in sorted(_of(dump, "policies", namespace), key=_name):
@@ -177,7 +177,7 @@ def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
 
 
 def control_plane(address: str, away_s: float | None, *, connected: bool) -> Row:
-    """Return the first row of the status: whether what is in force can still change."""
+    """Return the first row of the status: whether the configuration can still change."""
     if connected:
         return (CONTROL_PLANE, f"connected to {address}")
     away = f" for {shown_age(away_s)}" if away_s else ""
@@ -185,7 +185,7 @@ def control_plane(address: str, away_s: float | None, *, connected: bool) -> Row
 
 
 def is_good(rows: Sequence[Row]) -> bool:
-    """Return whether a status says that the control plane is connected, or says nothing of one."""
+    """Return whether a status reports a connected control plane, or none at all."""
     return not any(row[0] == CONTROL_PLANE and row[1].startswith(_LOST) for row in rows)
 
 

@@ -123,8 +123,8 @@ _STDOUT: Final = 1
 class _Output:
     """Where a capture goes. A file keeps its content until the first bytes of the new capture arrive.
 
-    Unbuffered, because a reader follows, and because the interpreter must find nothing to flush into a pipe whose
-    reader has gone.
+    Unbuffered, because a reader follows it, and because the interpreter must not flush into a pipe whose reader
+    has closed.
     """
 
     def __init__(self, descriptor: int, *, is_file: bool) -> None:
@@ -133,7 +133,7 @@ class _Output:
         self.written = 0
 
     def write(self, data: bytes) -> None:
-        """Write all of it.
+        """Write all bytes.
 
         Raises:
             OSError: as of write(2); BrokenPipeError when the reader has gone.
@@ -157,7 +157,7 @@ def _output(name: str) -> Iterator[_Output]:
         return
     was_there = os.path.lexists(name)
     try:
-        # A file that is there keeps its mode: its owner has chosen it.
+        # An existing file keeps its mode, which its owner has chosen.
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise TapFailed(f"{name}: {error.strerror or error}") from None
@@ -173,7 +173,7 @@ def _output(name: str) -> Iterator[_Output]:
 def _captured(
     sock: socket.socket, path: str, given: dict[str, str], request: TapRequest, output: _Output
 ) -> Iterator[str]:
-    """Write a capture; yield what to tell its reader, one line each.
+    """Write a capture. Yield messages for its reader, one line each.
 
     Raises:
         TapFailed: it is refused, or breaks off.

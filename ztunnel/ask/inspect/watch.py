@@ -1,7 +1,7 @@
 """``ztunnel connections --watch``: the table again and again on a terminal, its changes elsewhere.
 
-A terminal is redrawn. A pipe gets the rows that were there and then a line for each one that came (``+``) or went
-(``-``), at once; with ``--json`` a line of JSON each. What opened and closed between two looks is not seen.
+A terminal is redrawn. A pipe gets the existing rows and then immediately a line for each added (``+``) or removed
+(``-``) row; with ``--json`` a line of JSON each. Connections that opened and closed between two reads are missed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Change = tuple[str, Row]
 
 
 def changes(heading: Row, before: Sequence[Row], after: Sequence[Row]) -> Iterator[Change]:
-    """Yield the rows that went, with ``-``, then those that came, with ``+``.
+    """Yield the removed rows with ``-``, then the added ones with ``+``.
 
-    Equal rows count: a dump may show two connections alike. In Envoy's dialect the id tells connections apart,
-    whose other columns fill as they are established.
+    Equal rows count: a dump can have two equal connections. In Envoy's dialect the id distinguishes connections,
+    whose other columns fill while they are established.
     """
     if "ID" in heading:
         columns = [heading.index("ID")]
@@ -99,9 +99,9 @@ def watch(
     out: TextIO | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Show a table until Ctrl-C or until nobody reads; return the exit status.
+    """Show a table until Ctrl-C or until its reader closes. Return the exit status.
 
-    A proxy that stops answering is waited for: it may be replaced meanwhile.
+    If a proxy stops answering, the command waits for it, because the proxy can be in replacement.
 
     Args:
         look: returns the rows, the heading first.

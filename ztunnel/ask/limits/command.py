@@ -1,8 +1,8 @@
-"""The command ``ztunnel limits``: prints the limits of an Istio mesh's proxy with the values in force here.
+"""The command ``ztunnel limits``: prints the limits of an Istio mesh's proxy with their current values.
 
-The values are those of the environment that the command runs in, of its descriptors and of its memory. Where two
-values share a row, the first is at once and the second per second. Exit status: 0; 1 with unusable settings, each
-on a line of standard error.
+The values are those of the command's own environment, descriptors and memory. If two values share a row, the first
+is a burst and the second a rate per second. Exit status: 0, or 1 with unusable settings, each on a line of
+standard error.
 """
 
 import argparse

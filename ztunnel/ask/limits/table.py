@@ -1,4 +1,4 @@
-"""Every limit of an Istio mesh's proxy, taken from where it is in force. Pure.
+"""Every limit of an Istio mesh's proxy, read from its place of use. Pure.
 
 ``docs/reliability.md`` has this table with the values of an empty environment, and a test holds it to that.
 """
@@ -45,13 +45,13 @@ class Limit:
     """One limit.
 
     Attributes:
-        name: what is bounded.
-        value: in force; two values are at once and per second.
-        unit: of it.
-        variable: the environment variable that sets it; empty: none does.
-        metric: counts when it bites; empty: nothing does.
+        name: the bounded quantity.
+        value: the current value. Two values are a burst and a rate per second.
+        unit: the value's unit.
+        variable: the environment variable that sets it. Empty if there is none.
+        metric: the counter of refusals by this limit. Empty if there is none.
         beyond: what happens, and what the log says.
-        told: what the peer hears.
+        told: the message that the peer gets.
     """
 
     name: str
@@ -74,7 +74,7 @@ def limits(config: IstioConfig, *, descriptors: int, memory_bytes: int) -> Itera
 
     Args:
         config: its settings.
-        descriptors: how many its process may have.
+        descriptors: the limit of the process.
         memory_bytes: how much memory.
     """
     yield from _before_the_handshake(config, descriptors)

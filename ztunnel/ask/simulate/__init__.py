@@ -1,4 +1,6 @@
-"""``ztunnel simulate``: what a change of authorization policies would have done to connections that were seen."""
+"""``ztunnel simulate``: the effect that a change of authorization policies would have had on
+observed connections.
+"""
 
 from ztunnel.ask.simulate.command import add_arguments
 

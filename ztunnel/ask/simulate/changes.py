@@ -1,4 +1,4 @@
-"""What a change of policies does to connections: judged by both meshes with the proxy's own judge. Pure."""
+"""The effect of a policy change on connections: evaluated in both meshes with the proxy's own engine. Pure."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -15,7 +15,7 @@ from ztunnel.proxy.istio.path.inbound_target import inbound_facts
 
 
 class Change(Enum):
-    """What becomes of connections of a pair."""
+    """The effect on connections of a pair."""
 
     NEWLY_REFUSED = "newly refused"
     NEWLY_ALLOWED = "newly allowed"
@@ -28,10 +28,11 @@ class Row(NamedTuple):
 
     Attributes:
         source: ``NAME.NAMESPACE`` of the workload, its address where the mesh does not know one.
-        identity: that was proven; empty for plain text.
+        identity: the proven identity. Empty for plain text.
         destination: ``NAME.NAMESPACE:PORT``.
         times: connections.
-        because: what decides after the change, for those refused before what decided then.
+        because: the deciding policy after the change. For connections that were refused before, the deciding
+            policy before it.
     """
 
     change: Change
@@ -46,7 +47,7 @@ class Simulation(NamedTuple):
     """The answer.
 
     Attributes:
-        rows: those that change first.
+        rows: changed ones first.
         unknown: connections to addresses that are no workload of the mesh.
     """
 
@@ -69,7 +70,7 @@ class Judge:
         }
 
     def workload(self, host: str) -> Workload | None:
-        """Return the workload at an address, whatever its network."""
+        """Return the workload at an address in any network."""
         return self._at.get(host)
 
     def refusal(self, workload: Workload, seen: Seen) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """``ztunnel simulate``: reads a mesh, policies and connections, prints what would change.
 
-Exit status: 0: nothing would be newly refused; 1: something would; 2: there is no answer.
+Exit status: 0 if no connection would be newly refused, 1 if one would, 2 without an answer.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from ztunnel.runtime.console.terminal import print_table, progress
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
-#: Between two looks at the live connections: those that are shorter may be missed, as the help says.
+#: The time between two reads of the live connections. Shorter ones can be missed, as the help says.
 _LOOK_S: Final = 0.5
 _OTHER_DIALECT: Final = (
     "simulates the policies of an Istio mesh; in Envoy's dialect shadow_rules of an RBAC filter show what others "

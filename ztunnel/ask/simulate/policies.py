@@ -1,8 +1,8 @@
 """Reads AuthorizationPolicies as people write them, and the mesh that a ``config_dump`` shows. Pure.
 
-Of Istio's API (security.istio.io/v1) it is taken what a ztunnel enforces: sources by identity, namespace, account
-and address, operations by port. istiod gives the rest to waypoints, or leaves rules out; here it is refused by
-name, so that nobody trusts an answer about a policy of which only half was judged.
+Of Istio's API (security.istio.io/v1) the parts that a ztunnel enforces are supported: sources by identity,
+namespace, account and address, operations by port. istiod gives the rest to waypoints, or leaves rules out. Here
+such a policy is refused by name, because an answer about half of a policy would be misleading.
 """
 
 import ipaddress
@@ -43,7 +43,7 @@ class Proposal:
     """A policy that could be.
 
     Attributes:
-        labels: of the workloads that it selects; empty unless its scope is by selector.
+        labels: of the selected workloads. Empty unless its scope is a selector.
         place: file and document, for errors.
     """
 
@@ -56,7 +56,7 @@ def mesh_of(dump: Mapping[str, Any]) -> LocalMesh:
     """Return the workloads and policies of a dump, ours or the Rust ztunnel's.
 
     Raises:
-        ConfigError: what it shows of them cannot be read.
+        ConfigError: the dump's policies or workloads are unreadable.
     """
     workloads = [
         {key: each[key] for key in _OF_WORKLOAD if each.get(key) is not None} | {"services": {}}
@@ -66,7 +66,7 @@ def mesh_of(dump: Mapping[str, Any]) -> LocalMesh:
         {key: each.get(key) for key in _OF_POLICY} | {"dryRun": bool(each.get("dryRun"))}
         for each in dump.get("policies") or []
     ]
-    # JSON is YAML. A dump has the form of a local file, but for keys that say nothing about who may do what.
+    # JSON is YAML. A dump has the form of a local file, except for keys without a meaning for access.
     return parse_local_file(json.dumps({"workloads": workloads, "policies": policies}, ensure_ascii=False))
 
 
@@ -116,7 +116,7 @@ def applied(
         same_selector: keys of policies whose selector is the active one's, whatever its labels.
 
     Raises:
-        ConfigError: a policy that is named is not there, or a selector has labels that the mesh does not tell.
+        ConfigError: a named policy is missing, or a selector has labels that the mesh does not have.
     """
     policies = {policy.key: policy for policy in mesh.policies}
     for name in enforced:
@@ -127,8 +127,8 @@ def applied(
     for name in removed:
         if policies.pop(PolicyKey(name), None) is None:
             raise ConfigError(f"--remove {name}: the mesh has no such policy")
-    # The control plane takes a policy's name from its workloads when it goes, or is for all of them. A name left
-    # behind would refuse everything, as that of a policy on its way does.
+    # The control plane removes a policy's name from its workloads when the policy is deleted, or applies to all of
+    # them. A remaining name would refuse every connection, like that of a policy that has not arrived.
     unnamed = {PolicyKey(name) for name in removed}
     unnamed |= {each.policy.key for each in proposals if each.policy.scope is not PolicyScope.WORKLOAD_SELECTOR}
     workloads = [

@@ -10,11 +10,11 @@ _MESSAGE: Final = "connection complete"
 
 
 class Seen(NamedTuple):
-    """What policies judge of one connection into a workload.
+    """The facts about one connection to a workload that policies evaluate.
 
     Attributes:
         source: the client's address.
-        identity: that it has proven; empty for plain text.
+        identity: the proven identity. Empty for plain text.
         destination: the workload's address and the application's port.
     """
 
@@ -40,7 +40,7 @@ class Log(NamedTuple):
 def read_log(lines: Iterable[str]) -> Log:
     """Read access lines, plain or JSON; other lines are counted and passed over.
 
-    Only what the destination's proxy wrote counts: it is the one that judges, and it has the proven identity.
+    Only lines of the destination's proxy count, because it enforces the policies and has the proven identity.
     """
     found: dict[Seen, int] = {}
     unread = others = 0
@@ -75,8 +75,7 @@ def open_now(pods: Mapping[str, Any], identity_at: Mapping[str, str]) -> Iterato
 
     Args:
         pods: the page.
-        identity_at: the identities of workloads by their address; a Rust ztunnel's page does not show what was
-            proven.
+        identity_at: the identities of workloads by address. A Rust ztunnel's page does not have the proven ones.
     """
     for state in pods.values():
         for each in (state.get("connections") or {}).get("inbound") or []:

@@ -1,4 +1,4 @@
-"""The least AuthorizationPolicies that let in what was seen. Pure."""
+"""The smallest set of AuthorizationPolicies that admits the observed connections. Pure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,11 +11,11 @@ _SPIFFE = "spiffe://"
 
 
 def suggest(connections: Iterable[tuple[Workload, Seen]]) -> str:
-    """Return one ALLOW policy in YAML for each application that was called; everything else is refused by it.
+    """Return one ALLOW policy in YAML for each called application. It refuses all other connections.
 
-    An application is a namespace and a canonical name, which the selector names as the label ``app``. Callers with
-    an identity are named by it, others by their address, which is all that is known of them: each of these has a
-    rule of its own, so that none is widened by another.
+    An application is a namespace and a canonical name, which the selector expects in the label ``app``. Callers
+    with an identity are listed by it, others by their address, the only known fact about them. Each of these has
+    its own rule, so that it does not widen another.
 
     Args:
         connections: each with the workload it went to.

@@ -1,8 +1,9 @@
-"""The node agent: enrols pods in the mesh, those that an API server labels or those of a file, as istio-cni does.
+"""The node agent: enrols pods in the mesh, selected by labels in an API server or listed in a file, like
+istio-cni.
 
-It speaks istio-cni's ZDS, so that any ztunnel serves its pods. To follow a pod of a cluster, read
-``enrolment.py`` (what is wanted, and the next step), ``enroller.py`` (takes the steps), ``node.py`` (rules, and
-what the proxy is told), ``auditor.py`` (what has come of it).
+It speaks istio-cni's ZDS, so any ztunnel can serve its pods. To follow a pod of a cluster, read ``enrolment.py``
+(the wanted state and the next step), ``enroller.py`` (takes the steps), ``node.py`` (rules, and messages to the
+proxy), ``auditor.py`` (verifies the result).
 """
 
 from ztunnel.node.agent.command import add_arguments

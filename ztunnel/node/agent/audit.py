@@ -1,4 +1,4 @@
-"""What an audit shows of each pod of the node: one answer per question, and each difference by name. Pure."""
+"""The result of an audit for each pod of the node: one answer per question, and each difference by name. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -26,7 +26,7 @@ NOT_ENROLLED, NOT_RELEASED, ANNOTATION_WRONG, RULES_CHANGED = (
 
 
 class Check(StrEnum):
-    """A question about a pod; a column of the table."""
+    """A question about a pod, which is a column of the table."""
 
     LABEL = "label"
     ANNOTATION = "annotation"
@@ -37,7 +37,7 @@ class Check(StrEnum):
 
 
 class Answer(StrEnum):
-    """What a question about a pod was answered with."""
+    """The answer to a question about a pod."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -59,7 +59,7 @@ CHECK_OF: Final[Mapping[str, Check]] = {
     WORKLOAD_WRONG: Check.WORKLOAD,
     NO_CERTIFICATE: Check.CERTIFICATE,
 }
-#: What the agent puts right itself, each minute and when it is asked to.
+#: Findings that the agent repairs itself, each minute and on request.
 OWN: Final = frozenset({NOT_ENROLLED, NOT_RELEASED, ANNOTATION_WRONG, RULES_CHANGED, LISTENER_MISSING})
 
 
@@ -69,10 +69,10 @@ class Audited:
 
     Attributes:
         phase: with the node agent; ``None``: it has no rules of this agent.
-        compared: its namespace was looked at; else rules and listeners are not known.
-        asked: a proxy of the node has said what it knows.
-        findings: everything that is wrong.
-        fault: of the agent's last step for it; empty without one.
+        compared: whether its namespace was examined. Otherwise rules and listeners are unknown.
+        asked: whether a proxy of the node has answered.
+        findings: all faults.
+        fault: of the agent's last step for it. Empty without a fault.
     """
 
     pod: Pod
@@ -115,7 +115,7 @@ def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Fi
         pod: the pod.
         what: the step that the agent would take next.
         rule_changes: how many changes would make its rules what they should be.
-        fault: why the last step failed; empty if it did not.
+        fault: why the last step failed. Empty if it succeeded.
     """
     because = f": {fault}" if fault else ""
     says = f"says {pod.annotation!r}" if pod.annotation is not None else "says nothing"
@@ -141,8 +141,8 @@ def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Fi
 def repaired(before: Audited, now: Audited | None) -> list[Finding]:
     """Return the findings of a pod that a repair has put right, by what the pod is now.
 
-    A finding that is only replaced by another one, or whose pod is gone, was not repaired; nor was what the agent
-    does not write itself.
+    A finding does not count as repaired if it is only replaced by another one, if its pod was deleted, or if the
+    agent does not write the faulty part itself.
     """
     if now is None:
         return []
@@ -159,7 +159,9 @@ def repaired(before: Audited, now: Audited | None) -> list[Finding]:
 
 
 def counted(audited: Iterable[Audited]) -> Counter[str]:
-    """Return how many pods have each kind of finding; every kind has a number, so that a gauge has all of them."""
+    """Return how many pods have each kind of finding. Every kind has a number, so that a gauge
+    covers all of them.
+    """
     found = Counter(dict.fromkeys(CHECK_OF, 0))
     for each in audited:
         found.update(finding.reason for finding in each.findings)
@@ -175,7 +177,7 @@ def page(
         node: its name.
         proxies: how many have answered.
         audited: every pod of the node.
-        repaired: what is not wrong any more, by pod.
+        repaired: the repaired findings, by pod.
     """
     return {
         "node": node,

@@ -1,9 +1,9 @@
 """Compares, once a minute, each pod with what it should be: repaired, or said why, in an Event of the pod.
 
-Label and annotation are compared by :meth:`~ztunnel.node.agent.enroller.Enroller.recheck`, rules by the node
-agent. Here are the listeners in the pod's namespace, which are asked for anew, and what the node's proxies say of
-workloads and certificates on their admin port. That port is open on loopback only, so the agent asks from inside
-the network namespace of each proxy's pod.
+:meth:`~ztunnel.node.agent.enroller.Enroller.recheck` compares label and annotation, and the node agent compares
+rules. This module checks the listeners in the pod's namespace, and the workloads and certificates that the node's
+proxies report on their admin port. That port is open on loopback only, so the agent connects from inside the
+network namespace of each proxy's pod.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _ADMIN_PORT: Final = 15000
 _ASK_S: Final = 10.0
-#: How long a repair that was asked for may take; what is not done then goes on in the background.
+#: The time for a requested repair. Unfinished work then continues in the background.
 _REPAIR_S: Final = 10.0
 #: The dump of a mesh with 100,000 workloads is smaller.
 _MOST_BYTES: Final = 128 * 1024 * 1024
@@ -64,13 +64,13 @@ class Auditor:
 
     Args:
         enroller: whose pods.
-        events: is told what cannot be repaired.
+        events: reports findings that cannot be repaired.
         node: name of this node.
         interval_s: between two comparisons. A finding is said when two in a row have it.
 
     Attributes:
         audited: every pod of the node, as the last comparison of any kind found it.
-        findings: what the last comparison each minute found and tells if it lasts, by pod.
+        findings: by pod, the findings of the last comparison, which runs each minute. Lasting ones are reported.
     """
 
     def __init__(self, enroller: Enroller, events: EventSink, node: str, *, interval_s: float = 60.0) -> None:
@@ -108,7 +108,7 @@ class Auditor:
             await self.compare()
 
     async def compare(self) -> None:
-        """Compare every pod once, have repaired what is our own, and tell what lasts."""
+        """Compare every pod once, start repairs of our own parts, and report lasting findings."""
         if not self._enroller.synced:
             return
         async with self._turn:
@@ -171,7 +171,7 @@ class Auditor:
                     await asyncio.sleep(0.05)
 
     async def _examine(self) -> None:
-        """Compare every pod of the node; changes nothing."""
+        """Compare every pod of the node, without changes."""
         views = await self._views()
         audited = {}
         for uid, (pod, decision, fault) in self._enroller.pods().items():
@@ -194,7 +194,8 @@ class Auditor:
     async def _look(
         self, uid: PodUid, pod: Pod, decision: Decision, views: list[ProxyView]
     ) -> tuple[bool, int, list[Finding]] | None:
-        """Look into the namespace of a pod that is in the mesh; ``None``: of one that is not, or not yet.
+        """Examine the namespace of a pod in the mesh. Return ``None`` for a pod outside of the mesh, or not yet in
+        it.
 
         Returns:
             Whether that worked, how many of its rules are wrong, and what else is.
@@ -212,12 +213,12 @@ class Auditor:
         except (TproxyError, OSError) as error:
             log.warning("pod not compared uid=%s error=%s", uid, plain_reason(error))
             return False, 0, []
-        # A pod that does not say that it is in the mesh promises nothing yet.
+        # A pod without the annotation is not expected to work yet.
         settled = pod.annotation == "enabled"
         return True, changes, findings(pod, listening, foreign, views) if settled else []
 
     async def _views(self) -> list[ProxyView]:
-        """Return what the proxies of the node say; one that does not answer is left out, with a line."""
+        """Return the answers of the node's proxies. A proxy that does not answer is left out, with a log line."""
         views = []
         for uid, (_, decision, _) in self._enroller.pods().items():
             if decision.reason is not Reason.PROXY:

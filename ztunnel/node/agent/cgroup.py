@@ -23,8 +23,8 @@ def pod_of(cgroups: str) -> str | None:
         cgroups: the text of ``/proc/<pid>/cgroup``.
 
     Returns:
-        The pod's uid, or for a static pod the kubelet's hash; None also if the lines name different pods, as those
-        of a container runtime inside a pod may.
+        Return the pod's uid, or for a static pod the kubelet's hash. None also if the lines name different pods,
+        which is possible for a container runtime inside a pod.
     """
     found = set()
     for line in cgroups.splitlines():

@@ -23,7 +23,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: Connections of pods that leave by their label go on for so long; it costs a listener until they end.
+#: Connections of pods that leave by their label continue for this time, at the cost of a listener.
 _GRACE_S: Final = 3600.0
 #: A node's last agent must be done before kubelet kills it; the chart gives it 30 s.
 _WITHDRAW_S: Final = 10.0
@@ -38,9 +38,9 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         stop: ends it; pods stay in the mesh for the next agent, unless the arguments say otherwise.
 
     Raises:
-        BadKubeconfig: before anything else.
+        BadKubeconfig: raised before any other work.
         OSError: a socket cannot be bound.
-        ValueError: an argument is none; before anything else, too.
+        ValueError: an argument is invalid. Also raised before any other work.
     """
     address = _address(args.metrics)
     own_namespace, _, own_name = (args.daemonset or "").partition("/")
@@ -84,7 +84,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):
             if installation is not None:
-                # First, so that no sandbox waits for an agent that is not there any more.
+                # First, so that no sandbox waits for an agent that has ended.
                 log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
             await enroller.withdraw(_WITHDRAW_S)
 

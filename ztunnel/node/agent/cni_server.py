@@ -1,13 +1,13 @@
 """Answers the CNI plugin of container runtimes: ``POST /cmdadd`` over a Unix socket, as istio-cni's agent does.
 
-The plugin announces each sandbox before anything runs in it, and fails the sandbox unless the answer is 200. The
-body is istio-cni's, so that its plugin can be pointed at this socket (``cni_agent_run_dir``)::
+The plugin announces each sandbox before a process starts in it, and fails the sandbox unless the answer is 200.
+The body is istio-cni's, so its plugin can use this socket (``cni_agent_run_dir``)::
 
     {"Netns": "/var/run/netns/cni-...", "PodName": "web", "PodNamespace": "shop",
      "IPs": [{"Interface": 0, "Address": {"IP": "10.0.0.7", "Mask": "////AA=="}, "Gateway": "10.0.0.1"}]}
 
-Ours adds ``PodUID``, with which a pod of a StatefulSet cannot be taken for its predecessor. Other members are
-ignored: the addresses are read from the namespace itself.
+Ours adds ``PodUID``, which distinguishes a pod of a StatefulSet from its predecessor. Other members are ignored:
+the addresses are read from the namespace itself.
 """
 
 import asyncio
@@ -88,8 +88,8 @@ class CniServer:
         self.answers: Counter[int] = Counter()
 
     async def __aenter__(self) -> Self:
-        # Made under another name and moved: a plugin never finds a socket that nothing listens at, and a successor
-        # takes over without a gap.
+        # Created under another name and then moved: a plugin never finds a socket without a listener, and a
+        # successor takes over without a gap.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         making = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         making.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class CniServer:
         self._tasks.start(self._serve(reader, writer), "request")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request, and close the connection, as the plugin does after it."""
+        """Answer one request, and close the connection, as the plugin expects."""
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=16 * 1024)
         try:
             try:

@@ -1,8 +1,8 @@
 """Compares a pod that is in the mesh with what its namespace, its proxy and the control plane show. Pure.
 
-An annotation ``enabled`` is a promise: peers send tunnels. Whatever breaks it silently (a proxy that lost its
-listeners, a control plane that does not know the pod or takes it for one outside, a certificate that is not
-issued, a second agent's rules) is named here, in words for the owner of the pod.
+An annotation ``enabled`` is a promise: peers send tunnels. This module names every silent violation (a proxy
+without its listeners, a control plane that does not know the pod or treats it as one outside the mesh, a
+certificate that is not issued, a second agent's rules) in words for the owner of the pod.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -16,7 +16,7 @@ from tproxy.inpod import INBOUND_PLAINTEXT_PORT, OUTBOUND_PORT, TUNNEL_PORT
 from tproxy.resources import IpAddress
 from ztunnel.node.agent.enrolment import Pod
 
-#: What a proxy listens on in every pod that it serves.
+#: The ports on which a proxy listens in every pod that it serves.
 PORTS: Final = (OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT)
 LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS = (
     "MeshListenerMissing",
@@ -32,7 +32,7 @@ TOLD: Final = frozenset({LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIF
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a pod: a word for an Event, and a sentence."""
+    """A fault of a pod: a word for an Event, and a sentence."""
 
     reason: str
     text: str
@@ -102,7 +102,7 @@ def findings(
         pod: the pod.
         listening: ports with a listener in its namespace.
         foreign: tables and chains of another mesh agent in its namespace.
-        proxies: of the node; empty if none could be asked, which says nothing about the pod.
+        proxies: of the node. Empty if none answered, which is no fault of the pod.
     """
     found = []
     missing = [str(port) for port in PORTS if port not in listening]
@@ -158,7 +158,7 @@ def _certificate(pod: Pod, proxy: ProxyView) -> Iterable[Finding]:
 
 
 def ebpf_hint(devices: Iterable[str]) -> str:
-    """Return what is known to disturb kubelet's probes of captured pods here; empty if nothing is.
+    """Return the known obstacles to kubelet's probes of captured pods here. Empty without any.
 
     Args:
         devices: names of the node's network devices.

@@ -1,8 +1,8 @@
-"""Tells an agent that is stopped whether another one follows: an upgrade, or the end of the mesh on this node.
+"""Tells a stopped agent whether a successor follows (an upgrade) or the mesh on this node ends.
 
-A kubelet sends the same SIGTERM for both. The agent's own DaemonSet says which it is: if it is there, is not being
-deleted and still selects this node, a successor comes, and pods stay as they are; new ones wait for it. Otherwise
-pods must leave the mesh now, or they stay redirected to a proxy that never comes.
+A kubelet sends the same SIGTERM for both. The agent's own DaemonSet distinguishes them: if it exists, is not being
+deleted and still selects this node, a successor starts. Then pods stay as they are, and new ones wait for it.
+Otherwise pods must leave the mesh now, or they would stay redirected to a proxy that never starts.
 """
 
 import logging
@@ -16,7 +16,7 @@ from ztunnel.kube.objects import Object
 
 log = logging.getLogger(__name__)
 
-#: The account that asks is gone, or the DaemonSet is: what an uninstallation deletes first is left to chance.
+#: The account of the request, or the DaemonSet, was deleted: an uninstallation deletes them in any order.
 _GONE: Final = (401, 404)
 
 
@@ -26,7 +26,7 @@ async def is_last(client: Client, namespace: str, name: str, node: str) -> bool:
     Args:
         client: its role needs ``get`` of the DaemonSet, and of nodes if the DaemonSet selects some.
         namespace: of the agent's own DaemonSet.
-        name: of it.
+        name: of the DaemonSet.
         node: the name of this node.
     """
     try:

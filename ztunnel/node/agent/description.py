@@ -41,7 +41,7 @@ _KEYS = (
 
 
 class PodFaults(Faults):
-    """The faults of a description, all of them."""
+    """All faults of a description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

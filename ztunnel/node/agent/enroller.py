@@ -1,11 +1,11 @@
-"""Enrols the pods that a Kubernetes API server shows, and writes down there which of them are in the mesh.
+"""Enrols the pods of a Kubernetes API server, and records there which of them are in the mesh.
 
-``enrolment.py`` decides; this module asks it after every change, and takes the step that it names, one at a time
-per pod, until there is none left. Failures are retried with back-off, from whatever the situation is by then.
+``enrolment.py`` decides. This module calls it after every change, and takes the returned step, one at a time per
+pod, until there is none left. Failures are retried with back-off, from the situation at that time.
 
-Two triggers: changes of pods and namespaces, and the container runtime, whose CNI plugin announces a sandbox
-before anything runs in it (:meth:`Enroller.added`). A pod of the second kind has no address in the API yet. The
-namespace of any other pod is found by its processes (``scan.py``), all waiting pods by one look.
+There are two triggers: changes of pods and namespaces, and the container runtime, whose CNI plugin announces a
+sandbox before a process starts in it (:meth:`Enroller.added`). A pod of the second kind has no address in the API
+yet. The namespace of any other pod is found by its processes (``scan.py``), in one scan for all waiting pods.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 _FIRST_RETRY_S: Final = 0.05
 _LONGEST_RETRY_S: Final = 5.0
-#: An enrolled pod may be missed by one look, for example while its sandbox is made anew.
+#: One scan can miss an enrolled pod, for example while its sandbox is recreated.
 _FAILING: Final = 3
 #: The plugin waits for 5 s; kubelet makes a new sandbox after an error.
 _ADD_S: Final = 4.0
@@ -84,7 +84,7 @@ class Annotate(Protocol):
     """Writes the annotation that says whether a pod is in the mesh, None to remove it.
 
     Returns:
-        The pod afterwards; None if there is no such pod any more.
+        Returns the pod afterwards, or None if it no longer exists.
 
     Raises:
         KubeError: it was not written.
@@ -96,10 +96,10 @@ class Annotate(Protocol):
 
 
 def annotating(client: Client) -> Annotate:
-    """Return an :class:`Annotate` that patches pods' status, for which the right to do just that suffices."""
+    """Return an :class:`Annotate` that patches pods' status, which needs no further rights."""
 
     async def annotate(pod: Pod, value: str | None) -> Pod | None:
-        # The uid is a precondition: a pod of a StatefulSet that came back under its name is another one.
+        # The uid is a precondition: a new pod of a StatefulSet with the same name is another pod.
         patch = {"metadata": {"uid": pod.uid, "annotations": {enrolment.REDIRECTION: value}}}
         try:
             written = await client.merge_patch(POD, pod.info.namespace, pod.info.name, patch, subresource="status")
@@ -118,7 +118,7 @@ class Added:
 
     Attributes:
         netns: path of its network namespace.
-        uid: of the pod; empty if the plugin does not say.
+        uid: of the pod. Empty if the plugin does not send it.
     """
 
     namespace: str
@@ -128,7 +128,9 @@ class Added:
 
 
 class _Entry:
-    """What is known of one pod: from the API (``pod``), the container runtime (``hint``), and its last steps."""
+    """The known state of one pod: from the API (``pod``), from the container runtime (``hint``), and its last
+    steps.
+    """
 
     def __init__(self, uid: PodUid) -> None:
         self.uid = uid
@@ -146,19 +148,19 @@ class _Entry:
 
 
 class Enroller:
-    """Keeps a node's pods in the mesh as the API server wants it, while entered.
+    """While entered, keeps a node's pods in the mesh as described by the API server.
 
     Args:
         socket: path of the socket for proxies.
         source: pods of the node and all namespaces, see :func:`selections`.
         annotate: writes annotations.
-        events: is told what a person should know about a pod.
-        settings: which pods, and what of them.
+        events: reports facts about a pod to its owner.
+        settings: select the pods and their options.
         proc: where the node's processes are shown.
         record, grace_s, probe_user: see :class:`~ztunnel.node.agent.node.NodeAgent`.
 
     Attributes:
-        agent: what it enrols pods with.
+        agent: enrols the pods.
         synced: every pod and namespace is known.
         steps: how often each step was taken or failed.
 
@@ -215,7 +217,7 @@ class Enroller:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def pods(self) -> dict[PodUid, tuple[Pod, Decision, str]]:
-        """Return every pod of the node, what was decided about it, and the fault of its last step."""
+        """Return every pod of the node with its decision and the fault of its last step."""
         return {
             uid: (entry.pod, self._decide(entry.pod), entry.fault)
             for uid, entry in self._entries.items()
@@ -223,17 +225,17 @@ class Enroller:
         }
 
     def next_step(self, uid: PodUid) -> Step:
-        """Return the step that would be taken next for a pod; ``NOTHING`` also for one that is not known."""
+        """Return the next step for a pod. ``NOTHING`` also for an unknown pod."""
         entry = self._entries.get(uid)
         return Step.NOTHING if entry is None else enrolment.step(self._situation(entry))
 
     @property
     def waiting(self) -> int:
-        """The number of pods for which something is left to do."""
+        """The number of pods with pending steps."""
         return sum(entry.running for entry in self._entries.values())
 
     def recheck(self) -> None:
-        """Compare every pod once more with what is wanted; repairs run in the background."""
+        """Compare every pod once more with the wanted state. Repairs run in the background."""
         for uid in {*self._entries, *self.agent.left_over}:
             self._touch(uid)
 
@@ -258,7 +260,7 @@ class Enroller:
 
         await asyncio.gather(*(take_out(uid) for uid in {*self._entries, *self.agent.left_over}))
 
-    # What the API server shows
+    # Events of the API server
 
     async def _follow(self) -> None:
         while True:
@@ -349,7 +351,7 @@ class Enroller:
             self._tasks.start(self._settle(entry), f"settle {uid}")
 
     def _is_still(self, description: PodDescription, netns: Netns) -> bool:
-        """Return true: only the API server says that a pod is gone. A doubt makes it be looked for again."""
+        """Return true: only the API server reports a deletion. A doubt causes another scan."""
         entry = self._entries.get(description.uid)
         if entry is not None and not entry.suspect:
             try:
@@ -417,7 +419,7 @@ class Enroller:
                         entry.failures = 0
                         entry.fault = ""
         finally:
-            # In the same turn as the last look: what changes from now on starts a new task.
+            # In the same iteration as the last check: later changes start a new task.
             entry.running = False
 
     def _settled(self, entry: _Entry) -> None:
@@ -436,7 +438,7 @@ class Enroller:
                     return
                 written = await self._annotate(pod, value)
                 if entry.pod is pod:
-                    # Without waiting for the watch; a pod that is not there any more has nothing to be written.
+                    # Without waiting for the watch. A deleted pod needs no annotation.
                     annotations = {
                         key: text for key, text in pod.annotations.items() if key != enrolment.REDIRECTION
                     }
@@ -465,7 +467,7 @@ class Enroller:
         entry.described, entry.looked_for, entry.suspect = description, pod.addresses, False
 
     async def _release(self, entry: _Entry) -> None:
-        """Begin to release a pod, and return when it drains; on_change tells the end."""
+        """Start to release a pod, and return when it drains. on_change reports the end."""
         left = self.agent.left_over.get(entry.uid)
         if entry.uid in self.agent.expected:
             # Another agent's rules: enrolled first, so that they are ours to remove.
@@ -506,7 +508,9 @@ class Enroller:
         return found
 
     async def find(self, uid: PodUid) -> str | None:
-        """Return the path of a pod's namespace, found by its processes; None if it has none with its address."""
+        """Return the path of a pod's namespace, found by its processes. None if there is no namespace with its
+        address.
+        """
         asked = self._looking.get(uid)
         if asked is None:
             if not self._looking:
@@ -548,13 +552,13 @@ class Enroller:
         log.warning("%s uid=%s pod=%s: %s", reason, entry.uid, _named(entry.pod), message)
         self._events.event(ObjectKey(POD.name, info.namespace, info.name), reason, message)
 
-    # What the container runtime says
+    # Events of the container runtime
 
     async def added(self, event: Added, within_s: float = _ADD_S) -> str:
-        """Enrol a pod whose sandbox has just been made, before anything runs in it.
+        """Enrol a pod whose sandbox was just created, before a process starts in it.
 
         Returns:
-            What was done, for a log: the pod may well not be one for the mesh.
+            The action taken, for a log. The pod is possibly not one for the mesh.
 
         Raises:
             CannotAdd: it is one for the mesh, and is not in it. The runtime makes a new sandbox then.

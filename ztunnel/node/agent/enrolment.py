@@ -1,12 +1,12 @@
 """Decides which of a node's pods are in the mesh, and what to do next about one. Pure.
 
-Intent is a label, status an annotation: ``istio.io/dataplane-mode`` on a pod or its namespace says what is wanted,
-and the agent writes ``ambient.istio.io/redirection`` once it is so. Control planes send tunnels to a pod only
-while that annotation is ``enabled``. Labels, annotations and their meaning are istio-cni's.
+A label states the intent, an annotation the status: ``istio.io/dataplane-mode`` on a pod or its namespace requests
+the mesh, and the agent writes ``ambient.istio.io/redirection`` once the pod is enrolled. Control planes send
+tunnels to a pod only while that annotation is ``enabled``. Labels, annotations and their meaning are istio-cni's.
 
-:func:`decide` says whether a pod is wanted. :func:`step` compares that with the annotation and with what the node
-agent holds, and names one action; repeated until it names none, the three agree. Neither remembers anything, so an
-agent that starts anew, a node that was rebooted, and an annotation that somebody changed are all the same case.
+:func:`decide` returns whether a pod is wanted. :func:`step` compares that with the annotation and with the node
+agent's state, and returns one action. It is repeated until there is none, and then the three agree. Both are
+stateless, so a restarted agent, a rebooted node, and an annotation changed by a person are the same case.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,12 +30,12 @@ SIDECAR: Final = "sidecar.istio.io/status"
 BYPASS_INBOUND: Final = "ambient.istio.io/bypass-inbound-capture"
 DNS_CAPTURE: Final = "ambient.istio.io/dns-capture"
 VIRTUAL_INTERFACES: Final = "istio.io/reroute-virtual-interfaces"
-#: What the kubelet calls a static pod; its mirror in the API has another uid.
+#: The kubelet's id of a static pod. Its mirror in the API has another uid.
 _STATIC_ID: Final = "kubernetes.io/config.hash"
 
 
 class Reason(StrEnum):
-    """The row of the table that decided; a word in logs."""
+    """The row of the table that decided. Used in logs."""
 
     MISSHAPEN = "misshapen"
     ENDED = "ended"
@@ -54,8 +54,8 @@ class Settings:
     """The configured part of the table.
 
     Attributes:
-        excluded: namespaces whose pods are never in the mesh, whatever their labels say.
-        system_namespace: of the proxies, which are labelled ``app: ztunnel`` there; empty if there are none.
+        excluded: namespaces whose pods are never in the mesh, regardless of their labels.
+        system_namespace: of the proxies, which have the label ``app: ztunnel`` there. Empty if there are none.
         dns: capture DNS of pods that do not say otherwise.
         new_connections_only: see :class:`~tproxy.inpod.Capture`.
     """
@@ -68,12 +68,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """What a node agent needs to know of a pod.
+    """The attributes of a pod that a node agent needs.
 
     Attributes:
         ids: the uid, and what a static pod's cgroup has in its place.
         addresses: its IPs; none until the kubelet has reported them.
-        ended: it has run to completion, and nothing in it will run again.
+        ended: the pod has run to completion, and will not run again.
         annotation: the value of ``REDIRECTION``, None without one.
     """
 
@@ -136,7 +136,7 @@ def read_pod(value: Object) -> Pod:
 
 
 def kept(value: Object) -> Object:
-    """Return of a pod what :func:`read_pod` reads; an informer keeps no more of it."""
+    """Reduce a pod to the part used by :func:`read_pod`, which an informer stores."""
     metadata, spec, status = (_mapping(value, name) for name in ("metadata", "spec", "status"))
     return {
         "kind": value.get("kind"),
@@ -161,7 +161,7 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
 
     Args:
         pod: the pod.
-        namespace: the labels of its namespace; None if that is not known, which asks for nothing.
+        namespace: the labels of its namespace. None if they are unknown, which requests nothing.
         settings: the configuration.
     """
     mode = pod.labels.get(MODE)
@@ -233,17 +233,17 @@ class Step(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known of one pod at one moment.
+    """The known state of one pod at one time.
 
     Attributes:
         enrol: the decision.
         ended: it is gone from the API, or will not run again.
         reachable: it has an address, or the container runtime has named its namespace.
-        annotation: in the API; None also for a pod that is gone from there.
-        phase: with the node agent; None if that has no rules in it, as far as it knows.
+        annotation: in the API. None also for a deleted pod.
+        phase: with the node agent. None if the agent has no known rules in the pod.
         left_over: an earlier agent put rules into it, which this one has not seen.
-        current: the rules it has are those of its annotations, in the namespace where it is now.
-        failing: enrolment has failed more than once, and nothing redirects into a proxy.
+        current: its rules are those of its annotations, in its present namespace.
+        failing: enrolment has failed more than once, and no rule redirects to a proxy.
     """
 
     enrol: bool

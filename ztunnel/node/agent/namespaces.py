@@ -39,7 +39,7 @@ def open_namespace(description: PodDescription) -> Netns:
     """Open the pod's namespace; the caller closes it.
 
     Raises:
-        TproxyError: there is none, or it may not be opened.
+        TproxyError: the namespace does not exist, or access is denied.
         ValueError: it is the node's own, where the rules would cut off the node.
     """
     netns = Netns.open(description.netns)
@@ -55,7 +55,7 @@ def open_namespace(description: PodDescription) -> Netns:
 
 
 def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = False) -> int:
-    """Make the pod's rules those of its description; idempotent.
+    """Apply the rules of the pod's description. Idempotent.
 
     Returns:
         The number of changes, 0 if the rules were right.
@@ -67,7 +67,7 @@ def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = F
 
 
 def take_over_rules(netns: Netns, description: PodDescription) -> set[str]:
-    """Make the pod's rules those of its description, in place of those that istio-cni wrote; idempotent.
+    """Apply the rules of the pod's description in place of those written by istio-cni. Idempotent.
 
     Open connections of either keep working, also if this fails half-way.
 
@@ -84,7 +84,7 @@ def take_over_rules(netns: Netns, description: PodDescription) -> set[str]:
 
 
 def wrong_rules(netns: Netns, description: PodDescription) -> int:
-    """Return how many changes :func:`apply_rules` would make; changes nothing.
+    """Return how many changes :func:`apply_rules` would make, without making them.
 
     Raises:
         TproxyError: the rules cannot be read.
@@ -135,7 +135,7 @@ def _apply_to_node(wanted: State) -> None:
 
 
 def addresses(netns: Netns) -> tuple[IpAddress, ...]:
-    """Return the addresses at which others reach the pod: those of all its devices but ``lo``.
+    """Return the pod's addresses as seen by others: those of all its devices except ``lo``.
 
     Raises:
         TproxyError: the kernel refused to list them.
@@ -200,7 +200,7 @@ def proxied_connections(netns: Netns) -> int:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, str, str]]:
-    """Yield local port, state and inode of the TCP sockets in the thread's namespace; an orphan's inode is 0."""
+    """Yield local port, state and inode of the TCP sockets in the thread's namespace. An orphan's inode is 0."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
             for line in Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:]:

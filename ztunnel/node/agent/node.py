@@ -4,13 +4,13 @@ A pod is enrolled in two steps: its rules, then its announcement to the proxy. F
 passes only through a proxy. So a pod whose announcement fails has no network (it fails closed), and it is
 announced again until a proxy takes it.
 
-A pod is released in four steps. The redirects are removed, so that new connections are direct. Connections that
-are open through the proxy get the grace period. The proxies are notified, and abort those that are left. The other
-rules are removed. Notifying the proxies first would abort the connections that the grace period is for.
+A pod is released in four steps. The redirects are removed, so that new connections are direct. Open connections
+through the proxy get the grace period. The proxies are notified, and abort the remaining connections. The other
+rules are removed. Notifying the proxies first would abort the connections that the grace period protects.
 
-When the agent ends, rules stay, because a successor usually starts soon; meanwhile proxies keep their pods. The
-successor's snapshot asks them to keep every recorded pod that it has not examined yet, since a proxy ends the pods
-that a snapshot lacks.
+When the agent ends, rules stay, because a successor usually starts soon. Meanwhile proxies keep their pods. The
+successor's snapshot asks them to keep every recorded pod that it has not examined yet, because a proxy ends the
+pods that a snapshot lacks.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 #: Between two announcements of a pod that no proxy has taken; the proxy retries its starts at the same interval.
 RETRY_S = 5.0
-#: Between two checks of a pod's rules; a guess.
+#: The time between two checks of a pod's rules. A guess.
 RECHECK_S = 30.0
 _POLL_FILE_S = 0.2
 #: Between two counts of a leaving pod's connections; the wait doubles from the first to the second.
@@ -79,7 +79,7 @@ class _Pod:
         self.phase = Phase.PENDING
         self.error = ""
         self.announced = True  # false: not in snapshots, because proxies are being notified of its end
-        # Of a leaving pod: when it goes at the latest, whether it is wanted again, and that either has changed.
+        # For a leaving pod: its deadline, whether it is wanted again, and a notification of changes of either.
         self.leave_at = 0.0
         self.recalled = False
         self.news = asyncio.Event()
@@ -90,17 +90,17 @@ class _Pod:
 
 
 class NodeAgent:
-    """Serves proxies while entered; :meth:`enrol` and :meth:`remove`, or :meth:`want`, change its pods.
+    """Serves proxies while entered. :meth:`enrol` and :meth:`remove`, or :meth:`want`, change its pods.
 
     Args:
         socket: path of the socket for proxies.
-        record: file that lists the enrolled pods, see ``record.py``; None keeps no record.
+        record: file with the enrolled pods, see ``record.py``. None keeps no record.
         grace_s: time that open connections of a leaving pod have to end.
         remove_on_exit: release all pods when the agent ends.
-        probe_user: numeric user of the node's kubelet, whose probes bypass the proxy; None if there is no kubelet.
+        probe_user: numeric user of the node's kubelet, whose probes bypass the proxy. None if there is no kubelet.
         on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
-        is_still: whether a description still names the namespace it was enrolled in; a pod that it denies is
-            released. By default the name is looked up again.
+        is_still: returns whether a description still names the namespace in which it was enrolled. If not, the pod
+            is released. By default the name is looked up again.
         held: proxies get no snapshot before :meth:`expect`.
 
     Raises:
@@ -158,13 +158,13 @@ class NodeAgent:
         return None if pod is None else PodStatus(pod.description, pod.phase, pod.error)
 
     def netns(self, uid: PodUid) -> Netns | None:
-        """Return the open namespace of a pod with our rules; it stays the agent's, which may close it later."""
+        """Return the open namespace of a pod with our rules. The agent owns it and can close it later."""
         pod = self._pods.get(uid)
         return None if pod is None else pod.netns
 
     @property
     def left_over(self) -> Mapping[PodUid, Enrolled]:
-        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor forgotten."""
+        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor released."""
         return {uid: self._recorded[uid] for uid in self._unseen}
 
     async def __aenter__(self) -> Self:
@@ -193,8 +193,8 @@ class NodeAgent:
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` in the thread; returns, or raises CancelledError, only once it has finished.
 
-        Callers close namespaces afterwards. With an early return the thread would use a closed descriptor, or one
-        that the kernel has given to another file.
+        Callers close namespaces afterwards. After an early return the thread would use a closed descriptor, or one
+        that the kernel has reused for another file.
         """
         working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
         cancelled: asyncio.CancelledError | None = None
@@ -223,7 +223,7 @@ class NodeAgent:
             announcement is repeated.
 
         Raises:
-            EnrolFailed: the namespace or the rules failed; a pod that was not enrolled is left as it was.
+            EnrolFailed: the namespace or the rules failed. A pod that was not enrolled before is unchanged.
         """
         leaving = self._pods.get(description.uid)
         if leaving is not None and leaving.phase is Phase.LEAVING:
@@ -355,7 +355,7 @@ class NodeAgent:
 
     @property
     def expected(self) -> frozenset[PodUid]:
-        """Pods that another agent enrolled by its rules, and that this one has neither enrolled nor forgotten."""
+        """Pods that another agent enrolled by its rules, and that this one has neither enrolled nor released."""
         return frozenset(self._expected)
 
     def expect(self, uids: Iterable[PodUid]) -> None:
@@ -383,8 +383,8 @@ class NodeAgent:
 
         Args:
             uid: the pod.
-            grace_s: time for its open connections to end; None takes the agent's. A pod that is leaving already
-                gets no more time by this, and may get less.
+            grace_s: time for its open connections to end. None uses the agent's. For a pod that is already
+                leaving, this can shorten the time but not extend it.
         """
         wait_s = self._grace_s if grace_s is None else grace_s
         leaving = self._pods.get(uid)
@@ -398,7 +398,7 @@ class NodeAgent:
                 await self._leave(pod, wait_s)
 
     async def _leave(self, pod: _Pod, grace_s: float) -> None:
-        """Release a pod, unless it is wanted again while it drains: then it is pending."""
+        """Release a pod, unless it is wanted again while it drains. Then it is pending."""
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
         pod.recalled = False
@@ -427,8 +427,8 @@ class NodeAgent:
     async def expect_probes(self, pods: Iterable[Probed]) -> None:
         """Let kubelet probe these pods before they are enrolled; idempotent.
 
-        A successor calls it with all pods of its predecessor, or else the first pod that it enrols would be the
-        only one that is probed until the last one is.
+        A successor calls it with all pods of its predecessor. Otherwise only the first enrolled pod would be
+        probed until the last one is enrolled.
         """
         self._probed = {PodUid(pod.uid): pod for pod in pods} | self._probed
         await self._let_probe()
@@ -449,7 +449,7 @@ class NodeAgent:
                 log.error("kubelet's probes will be captured error=%s", plain_reason(error))
 
     async def _ended(self, pod: _Pod) -> None:
-        """Wait until no connection through the proxy is left in the pod, it must go, or it is wanted again."""
+        """Wait until the pod has no connection through the proxy, its deadline is over, or it is wanted again."""
         loop = asyncio.get_running_loop()
         waits = Backoff(_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S)
         while not pod.recalled:
@@ -472,7 +472,7 @@ class NodeAgent:
         async with self._lock(uid):
             enrolled = self._recorded.get(uid)
             if uid in self._expected:
-                # Its rules are those of another agent, but for what an enrolment that failed has changed.
+                # Its rules are those of another agent, except for the changes of a failed enrolment.
                 self._expected.discard(uid)
                 await self._server.delete(uid)
                 self._recorded.pop(uid, None)
@@ -530,7 +530,7 @@ class NodeAgent:
     def want(self, pods: Iterable[PodDescription]) -> None:
         """Enrol exactly these pods from now on, and release all others.
 
-        Returns at once. The changes happen in the background; a pod that fails is retried with back-off.
+        Returns at once. The changes happen in the background. A pod that fails is retried with back-off.
         """
         self._wanted = {pod.uid: pod for pod in pods}
         edited, self._edited = self._edited, asyncio.Event()
@@ -578,7 +578,7 @@ class NodeAgent:
             self._tasks.start(self._steered(uid), f"steer {uid}")
 
     async def _steered(self, uid: PodUid) -> None:
-        """Bring one pod to its wanted state, which may change meanwhile; retries failures with back-off."""
+        """Bring one pod to its wanted state, which can change meanwhile. Failures are retried with back-off."""
         waits = Backoff(_FIRST_WAIT_S)
         logged = ""
         try:

@@ -1,8 +1,8 @@
 """Finds things by looking at all processes of the node: the network namespaces of pods, and kubelet's user.
 
-For pods that exist before the agent, no container runtime says where their namespaces are. A process's cgroup
-names its pod, and its ``ns/net`` the namespace. A process of another pod or of the node may have entered that
-namespace, and one of the pod may have made its own: only a namespace with one of the pod's addresses counts.
+For pods older than the agent, no container runtime reports their namespaces. A process's cgroup names its pod, and
+its ``ns/net`` the namespace. A process of another pod or of the node can have entered that namespace, and a
+process of the pod can have created its own. So only a namespace with one of the pod's addresses counts.
 
 The functions block; the agent's thread runs them.
 """
@@ -30,7 +30,7 @@ class Found:
     """A pod's network namespace.
 
     Attributes:
-        path: by which it is opened, below the process it was found at.
+        path: the path to open, below the process that was found.
         inode: its number.
     """
 
@@ -49,7 +49,7 @@ class _Process:
 def pod_namespaces(
     wanted: Mapping[str, frozenset[IpAddress]], proc: Path = PROC, *, taken: Iterable[int] = ()
 ) -> dict[str, Found]:
-    """Return where the network namespaces of these pods are; one that is not found is left out.
+    """Return the network namespaces of these pods. Pods without a match are left out.
 
     Args:
         wanted: the addresses of each pod, by uid or static hash. A pod without addresses is not found.
@@ -72,7 +72,7 @@ def pod_namespaces(
     found = {}
     for pod, processes in candidates.items():
         for process in sorted(processes.values(), key=lambda each: each.started):
-            # Opened anew there: the process may have ended, and its number be another's.
+            # Checked again after opening: the process can have ended, and its number can be reused.
             if is_pods(str(process.path / "ns/net"), process.inode, wanted[pod]):
                 found[pod] = Found(str(process.path / "ns/net"), process.inode)
                 break
@@ -121,7 +121,8 @@ def _processes(proc: Path) -> Iterator[_Process]:
         # Processes end while they are read.
         with contextlib.suppress(OSError, ValueError, IndexError):
             status = (path / "ns/net").stat()
-            # The program's name, in parentheses, may contain anything; starttime is field 22 (proc_pid_stat(5)).
+            # The program's name, in parentheses, can contain any character. starttime is field 22
+            # (proc_pid_stat(5)).
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             yield _Process(path, int(fields[19]), status.st_ino, status.st_dev)
 

@@ -4,8 +4,8 @@ Each proxy that connects gets a snapshot of all pods, then changes. A request to
 to the last one; requests to different proxies do not wait for each other. During an upgrade two proxies are
 connected: new pods are announced to the newer one, removals to both.
 
-Answers carry no number. One that arrives after its request timed out must not count as the answer to the next
-request, as it would in istio-cni. So requests that timed out are counted, and as many answers are skipped.
+Answers have no number. An answer that arrives after its request timed out must not be taken for the answer to the
+next request, as in istio-cni. So timed-out requests are counted, and as many answers are skipped.
 """
 
 import asyncio
@@ -216,7 +216,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # The callback closes the channel whatever becomes of the task.
+        # The callback closes the channel whatever the task's result.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:
@@ -231,7 +231,7 @@ class ZdsServer:
             log.warning("not a ztunnel error=%s", plain_reason(error) or "no hello")
             return
         connection = _Connection(channel)
-        # The snapshot takes the turn before the connection is listed, so that changes queue up behind it.
+        # The snapshot takes the lock before the connection is listed, so that changes queue up behind it.
         await connection.turn.acquire()
         self._connections.append(connection)
         log.info("ztunnel connected ztunnels=%d", len(self._connections))
@@ -249,12 +249,12 @@ class ZdsServer:
             connection.end()
             channel.shut_down()
             sending.cancel()
-            # The lock is fair: requests that wait for it get it before this does, and fail with ProxyGone.
+            # The lock is fair: requests that already wait for it get it first, and fail with ProxyGone.
             async with connection.turn:
                 pass
 
     async def _send_snapshot(self, connection: _Connection, channel: Channel) -> None:
-        """Send the snapshot, pod by pod. A refused pod does not stop it; a silent proxy is disconnected."""
+        """Send the snapshot, pod by pod. A refused pod does not stop it. A silent proxy is disconnected."""
         await self._released.wait()
         try:
             for pod in list(self._snapshot()):

@@ -37,7 +37,7 @@ def status_server(
     auditor: Auditor,
     cni: CniServer | None = None,
 ) -> PageServer:
-    """Return a server of the agent's pages; it serves while entered."""
+    """Return a server of the agent's pages. It serves while entered."""
 
     def pages(request: PageRequest) -> Page | Awaitable[Page]:
         match request.path:
@@ -70,7 +70,7 @@ async def audit(auditor: Auditor, request: PageRequest) -> Page:
 
 
 def unready(enroller: Enroller, informer: Informer) -> str:
-    """Return why a new pod could not be enrolled now; empty if it could."""
+    """Return why a new pod cannot be enrolled now. Empty if it can."""
     if not enroller.synced:
         return "; ".join(informer.faults.values()) or "the API server has not answered yet"
     if not enroller.agent.proxies:
@@ -79,7 +79,7 @@ def unready(enroller: Enroller, informer: Informer) -> str:
 
 
 def pods(enroller: Enroller, auditor: Auditor) -> dict[str, dict[str, Any]]:
-    """Return each pod of the node: whether it is wanted and why, what it says, and what it is."""
+    """Return each pod of the node: whether it is wanted and why, its annotation, and its state."""
     found = {}
     for uid, (pod, decision, fault) in sorted(enroller.pods().items()):
         held = enroller.agent.pod(uid)

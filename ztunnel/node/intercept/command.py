@@ -33,7 +33,7 @@ from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
-#: A new pod is captured within 0.2 s of the edit that names it; a look is one stat.
+#: A new pod is captured within 0.2 s of the edit that names it. One check is one stat call.
 _LOOK_S: Final = 0.05
 
 
@@ -120,9 +120,9 @@ async def _apply(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
 
 
 async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operation, ...]:
-    """Apply a description; what fails on a node that had nothing of ours leaves nothing there.
+    """Apply a description. If that fails on a node without our resources, none is left behind.
 
-    A node that had something keeps what there is: it may be carrying connections.
+    A node with our resources keeps them, because they can be carrying connections.
     """
     wanted = node(description.node)
     nothing = State({name: Namespace() for name in wanted.namespaces})
@@ -218,7 +218,7 @@ async def _remove(args: argparse.Namespace, out: TextIO) -> int:
         try:
             netns = _open(host, ztunnel, stack)
         except UnknownNamespace as error:
-            # The ztunnel pod may be gone already, and its resources with it. The node's side remains.
+            # The ztunnel pod can be gone already, with its resources. The node's resources remain.
             if error.name != ztunnel:
                 raise
             print(f"{error}; removing the node's side only", file=out)

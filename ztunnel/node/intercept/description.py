@@ -30,7 +30,7 @@ _UID_CHARACTERS = 120  # what fits into the comment that marks its rules
 
 
 class BadDescription(Faults):
-    """The faults of a node's description, all of them."""
+    """All faults of a node's description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """The command line's part of a description; empty values are left to the file."""
+    """The command line's part of a description. Empty values leave the file's unchanged."""
 
     host_namespace: str | None = None
     ztunnel_namespace: str | None = None
@@ -75,7 +75,7 @@ def parse(text: str | None, flags: Flags) -> Description:
     """Parse the description.
 
     Args:
-        text: content of the YAML file; None without a file.
+        text: content of the YAML file. None without a file.
         flags: the command line.
 
     Raises:

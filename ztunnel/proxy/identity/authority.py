@@ -51,7 +51,7 @@ class CertificateAuthority:
 
     @classmethod
     def open(cls, directory: Path, trust_domain: str, now: datetime) -> "CertificateAuthority":
-        """Return the authority whose root is in a directory; a root is created if there is none.
+        """Return the authority whose root is in a directory. A root is created if there is none.
 
         Raises:
             CaError: the root is unreadable, readable by others, expired, or not the key's.
@@ -159,7 +159,7 @@ class CertificateAuthority:
 
 
 def token_secret(directory: Path) -> bytes:
-    """Return the key that signs tokens of nodes; it is created in the directory if there is none.
+    """Return the key that signs tokens of nodes. It is created in the directory if there is none.
 
     Raises:
         CaError: it is unreadable, readable by others, or of the wrong length.

@@ -1,14 +1,15 @@
 """Checks certificates against a file of revocation lists, which is read again whenever it changes.
 
 :meth:`RevocationLists.is_revoked` checks peers in handshakes, and those of open connections when the lists change.
-It checks the whole chain, permits certificates without a list, and uses lists past their next update. OpenSSL's
+It checks the whole chain, permits certificates without a list, and uses lists after their next update. OpenSSL's
 own check is not used: it needs a copy of the lists in each of many contexts, and uses only the newest list of an
 issuer.
 
-If the file becomes unusable, the last good lists stay current. Where there never was a good one, an unusable file
-revokes everything: the lists narrow trust, and what they say is unknown. An ERROR says so, and the file is polled
-for the life of the process. (Rust ztunnel disables revocation for good then.) A file that is missing from the
-start revokes nothing. A file with PEM blocks but no list is unusable, because it is probably the wrong file.
+If the file becomes unusable, the last good lists stay current. Without an earlier good one, an unusable file
+revokes every certificate, because the lists narrow trust and their content is unknown. An ERROR reports it, and
+the file is polled for the life of the process. (The Rust ztunnel disables revocation permanently then.) A file
+that is missing from the start revokes nothing. A file with PEM blocks but no list is unusable, because it is
+probably the wrong file.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class _List:
         return certificate.serial_number in self._serials and self._is_signed_by(issuer)
 
     def _is_signed_by(self, issuer: x509.Certificate) -> bool:
-        # Two authorities may have the same name, so the list's signature is checked with the issuer's key.
+        # Two authorities can have the same name, so the list's signature is checked with the issuer's key.
         spki = issuer.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         if spki not in self._signers:
             try:
@@ -83,7 +84,7 @@ class RevocationLists:
 
     Args:
         crls: the lists.
-        unreadable: there are lists that cannot be read, so that every chain counts as revoked.
+        unreadable: there are unreadable lists, so every chain counts as revoked.
     """
 
     def __init__(self, crls: Sequence[x509.CertificateRevocationList] = (), *, unreadable: bool = False) -> None:
@@ -97,10 +98,10 @@ class RevocationLists:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Parse PEM blocks, ignoring those that are no lists, or one list in DER; empty data contains no lists.
+        """Parse PEM blocks, ignoring those that are not lists, or one list in DER. Empty data contains no lists.
 
         Raises:
-            CrlError: anything else.
+            CrlError: the data has another form.
         """
         if not data.strip():
             return cls()
@@ -115,7 +116,9 @@ class RevocationLists:
         return cls(crls)
 
     def encoded(self) -> tuple[bytes, ...]:
-        """Return each list in DER, for :meth:`decoded` in another process; an empty one says unreadable."""
+        """Return each list in DER, for :meth:`decoded` in another process. An empty one stands for an unreadable
+        list.
+        """
         if self._unreadable:
             return (b"",)
         return tuple(each.der for lists in self._by_issuer.values() for each in lists)
@@ -142,9 +145,9 @@ class RevocationLists:
 class RevocationFile:
     """Follows a file of revocation lists while entered.
 
-    The file's status is polled once a second, and it is read once two polls agree, so that no half-written file is
-    read. Polling also covers links that are swapped (as Kubernetes does in mounted volumes), missing directories
-    and network file systems; inotify would need special care for all three.
+    The file's status is polled once a second, and the file is read once two polls agree, so that no half-written
+    file is read. Polling also covers replaced links (as in Kubernetes' mounted volumes), missing directories and
+    network file systems. inotify would need special care for all three.
 
     Attributes:
         current: the current lists.

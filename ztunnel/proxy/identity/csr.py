@@ -1,7 +1,7 @@
 """Makes requests for certificates, and checks the authority's answers. Pure.
 
-A request contains one URI name and no subject, as Rust ztunnel's. istiod takes the identity from the bearer token
-or the request's metadata, other authorities from the name.
+A request contains one URI name and no subject, like the Rust ztunnel's. istiod takes the identity from the bearer
+token or the request's metadata, other authorities from the name.
 """
 
 import logging
@@ -65,8 +65,8 @@ def issued_certificate(
         identity: the requested identity.
         key: the key that signed the request.
         answer: the leaf, then the intermediates one by one, last all roots in one text; each in PEM.
-        exact: the leaf must name ``identity``. Otherwise it may name another one: without impersonation the
-            authority certifies the identity of the token.
+        exact: the leaf must name ``identity``. Otherwise it can name another: without impersonation the authority
+            certifies the token's identity.
 
     Raises:
         IdentityError: the answer is unusable: no PEM, for another key or identity, of several names, or a chain

@@ -1,7 +1,7 @@
 """Makes the checks of a peer's identity that handshakes run after verifying its chain. Pure.
 
-A leaf has exactly one URI name (X509-SVID, 2): with two, policies and logs would see one of them and the handshake
-another. Expected names that are no workload identity are ignored.
+A leaf has exactly one URI name (X509-SVID, 2): with two, policies and logs would use one of them and the handshake
+the other. Expected names that are not workload identities are ignored.
 """
 
 from collections.abc import Callable, Iterable, Sequence

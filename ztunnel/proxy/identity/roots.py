@@ -1,8 +1,8 @@
 """Reads files of root certificates as OpenSSL does, one certificate at a time. Pure.
 
-A certificate that cannot be read is left out, which trusts less, and named; the others stay. Blocks with the label
-``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) have a list of uses behind the certificate: such a root counts
-where it can end the chain of a TLS server or client, and none of its uses is rejected.
+An unreadable certificate is left out, which reduces trust, and reported by name. The others stay. Blocks with the
+label ``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) have a list of uses after the certificate: such a root
+counts if it can end the chain of a TLS server or client, and none of its uses is rejected.
 """
 
 import base64
@@ -36,10 +36,10 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RootFile:
-    """What a file of roots holds.
+    """The content of a file of roots.
 
     Attributes:
-        certificates: those that can be used, in the file's order.
+        certificates: the usable ones, in the file's order.
         faults: why others cannot be; each names its number in the file, from 1.
         plain: every certificate is usable and has the usual label, so that other readers take the file as it is.
     """

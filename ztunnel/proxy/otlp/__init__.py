@@ -1,6 +1,6 @@
 """Sends metrics, access logs and spans to an OpenTelemetry collector (OTLP over HTTP), where variables name one.
 
-A front end reads :mod:`~ztunnel.proxy.otlp.settings`, and makes the exports of
-:mod:`~ztunnel.proxy.otlp.exporter`. They queue in an :mod:`~ztunnel.proxy.otlp.outbox`, whose thread, and nobody
-else, uses :mod:`~ztunnel.proxy.otlp.client` and with it OpenTelemetry's library.
+A front end reads :mod:`~ztunnel.proxy.otlp.settings`, and creates the exports of
+:mod:`~ztunnel.proxy.otlp.exporter`. They queue in an :mod:`~ztunnel.proxy.otlp.outbox`, whose thread alone uses
+:mod:`~ztunnel.proxy.otlp.client` and with it OpenTelemetry's library.
 """

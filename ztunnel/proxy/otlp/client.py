@@ -1,6 +1,6 @@
 """Sends with OpenTelemetry's library, which this module alone imports. Its functions block: for other threads.
 
-The library takes 9 MiB and 0.1 s to import, so the thread that sends first does that.
+The library takes 9 MiB and 0.1 s to import, so the sending thread imports it first.
 """
 
 import logging
@@ -62,8 +62,9 @@ _KINDS: Final = {Kind.CLIENT: SpanKind.CLIENT, Kind.SERVER: SpanKind.SERVER}
 
 
 class _Reasons(logging.Handler):
-    """Keeps the library's last words in each thread: it tells the reason of a failure to its log only, and none
-    twice in a minute."""
+    """Keeps the library's last messages in each thread, because it reports the reason of a failure to its log
+    only, and the same reason at most once a minute.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -187,7 +188,7 @@ def _record(line: Line, resource: Resource) -> ReadableLogRecord:
 
 
 def _context(line: Line) -> Context:
-    """Return the span that a line is about: the connection's own, else the one that the ``traceparent`` names."""
+    """Return the span of a line: the connection's own, otherwise the one named by the ``traceparent``."""
     if line.trace is None:
         return Context()
     found = _span_context(line.trace, line.span_id or line.trace.span_id, remote=not line.span_id)

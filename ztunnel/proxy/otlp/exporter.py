@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _POINTS: Final = 2000
 #: Requests of metrics that wait; of more, the oldest are dropped.
 REQUESTS: Final = 200
-#: For what waits at the end of the process; a collector that is away must not hold up an upgrade.
+#: The time for queued data at the end of the process. An unreachable collector must not delay an upgrade.
 _CLOSE_S: Final = 2.0
 
 Families = Callable[[], Awaitable[Iterable["Family"]]]
@@ -32,7 +32,7 @@ class LogExport:
 
     Args:
         settings: with a destination of logs.
-        attributes: what the resource says of this proxy; the settings' replace them.
+        attributes: of the proxy as a resource. The settings' attributes replace them.
     """
 
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
@@ -58,7 +58,7 @@ class LogExport:
         self._outbox.put(line)
 
     async def close(self) -> None:
-        """Send what waits, for a moment, and end; idempotent."""
+        """Send queued data within a time limit, and end. Idempotent."""
         await asyncio.to_thread(self._outbox.close, _CLOSE_S)
         if self._client is not None:
             self._client.close()
@@ -77,7 +77,7 @@ class SpanExport:
 
     Args:
         settings: with a destination of traces.
-        attributes: what the resource says of this proxy; the settings' replace them.
+        attributes: of the proxy as a resource. The settings' attributes replace them.
     """
 
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
@@ -103,7 +103,7 @@ class SpanExport:
         self._outbox.put(span)
 
     async def close(self) -> None:
-        """Send what waits, for a moment, and end; idempotent."""
+        """Send queued data within a time limit, and end. Idempotent."""
         await asyncio.to_thread(self._outbox.close, _CLOSE_S)
         if self._client is not None:
             self._client.close()
@@ -118,7 +118,7 @@ class SpanExport:
 
 
 class AccessExport:
-    """Exports what access lines tell: the lines, the spans, or both. Its owner closes it.
+    """Exports access lines, spans, or both. Its owner closes it.
 
     Args:
         settings: with a destination of logs, of traces, or both.
@@ -147,7 +147,7 @@ class AccessExport:
             level: ``trace`` to ``error``.
             message: without fields.
             fields: not changed any more.
-            traceparent: that came or went with the connection's tunnel; empty: none.
+            traceparent: of the connection's tunnel, sent or received. Empty without one.
         """
         line = Line(time_s, level, message, fields, parse_traceparent(traceparent) if traceparent else None)
         if self._spans is not None and line.trace is not None and line.trace.sampled:
@@ -159,7 +159,7 @@ class AccessExport:
             self._lines.write(line)
 
     async def close(self) -> None:
-        """Send what waits, for a moment, and end; idempotent."""
+        """Send queued data within a time limit, and end. Idempotent."""
         async with asyncio.TaskGroup() as closing:
             for name, export in (("lines", self._lines), ("spans", self._spans)):
                 if export is not None:
@@ -171,7 +171,7 @@ class MetricExport:
 
     Args:
         settings: with a destination of metrics.
-        attributes: what the resource says of this proxy; the settings' replace them.
+        attributes: of the proxy as a resource. The settings' attributes replace them.
         families: makes the families of one page.
         clock: for the times of points.
     """
@@ -202,7 +202,9 @@ class MetricExport:
             await self.export()
 
     async def export(self) -> None:
-        """Queue the values of now, slice by slice: a page of many thousand samples holds nobody up."""
+        """Queue the current values, slice by slice, so that a page of many thousand samples does not block the
+        loop.
+        """
         from ztunnel.proxy.otlp.samples import slices  # with the first export, as the page with its first scrape
 
         now_ns = self._now_ns()
@@ -220,7 +222,7 @@ class MetricExport:
             self._outbox.put((now_ns, request))
 
     async def close(self) -> None:
-        """Send the last values, for a moment, and end; idempotent."""
+        """Send the last values within a time limit, and end. Idempotent."""
         await self.export()
         await asyncio.to_thread(self._outbox.close, _CLOSE_S)
         if self._client is not None:

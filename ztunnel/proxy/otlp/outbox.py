@@ -1,7 +1,7 @@
 """Holds what waits for a collector, within a bound, and has a thread of its own send it.
 
-OpenTelemetry's exporters block: they try again for as long as their timeout allows. So nobody but this thread
-waits for a collector that is slow or away. Whoever queues never waits; if the queue is full the oldest goes.
+OpenTelemetry's exporters block and retry until their timeout. So only this thread waits for a slow or unreachable
+collector. Callers never wait. If the queue is full, the oldest entry is dropped.
 """
 
 import logging
@@ -23,7 +23,7 @@ class Outbox(Generic[ItemT]):
     """Collects items into batches and sends them in order, until :meth:`close`.
 
     Args:
-        name: what is sent, for logs and for the name of the thread.
+        name: of the sent data, for logs and for the name of the thread.
         send: sends one batch in the thread; raises :class:`ExportFailed`. Any other error is a bug of ours: it is
             logged, and the batch counts as dropped, too.
         most: items that wait; of more, the oldest are dropped.

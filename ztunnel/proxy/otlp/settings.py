@@ -1,8 +1,8 @@
 """Reads OpenTelemetry's variables: where metrics, access logs and spans go, how often, and what they say of us.
 
-Names and meanings are those of OpenTelemetry's specification (SDK environment variables; OTLP exporter). Of the
-protocols there is ``http/protobuf`` only. Nothing is sent unless an endpoint is named, although the specification
-has a default: a node proxy that connects to whatever listens on port 4318 of the node would be a surprise.
+Names and meanings are those of OpenTelemetry's specification (SDK environment variables; OTLP exporter).
+``http/protobuf`` is the only protocol. Nothing is sent unless an endpoint is named, although the specification has
+a default, because a node proxy must not connect to an arbitrary listener on port 4318 of the node.
 """
 
 import importlib.util
@@ -75,7 +75,7 @@ _ENVOYS: Final = {
     f"{_EXPORTER}LOGS_ENDPOINT": "here the listeners' access loggers say where their logs go",
     f"{_EXPORTER}TRACES_ENDPOINT": "here no spans are made",
 }
-#: Those whose values may be credentials.
+#: Variables whose values can be credentials.
 SECRETS: Final = frozenset(name for name in VARIABLES if name.endswith("_HEADERS"))
 
 ValueT = TypeVar("ValueT")
@@ -87,10 +87,10 @@ class Destination:
 
     Attributes:
         url: with the path of the signal.
-        headers: of each request; values may be credentials.
+        headers: of each request. Values can be credentials.
         timeout_s: for one export with its retries.
-        certificate: path of the trusted roots; empty: the system's.
-        client_certificate, client_key: paths of what the proxy shows; empty: nothing.
+        certificate: path of the trusted roots. Empty means the system's.
+        client_certificate, client_key: paths of the proxy's certificate and key. Empty sends none.
         compression: ``none``, ``gzip`` or ``deflate``.
     """
 
@@ -139,7 +139,7 @@ class OtlpSettings:
 
 
 def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSettings | None:
-    """Return what the variables describe; None: nothing is to be sent.
+    """Return the settings in the variables. None if no data is to be sent.
 
     Args:
         env: the environment of the process.
@@ -147,7 +147,7 @@ def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSetting
             and one for logs or traces is refused.
 
     Raises:
-        SettingsError: all unusable values together. Values that may be credentials are not in it.
+        SettingsError: all unusable values together, without values that can be credentials.
     """
     seen = _Variables(env)
     metrics = _destination(seen, "metrics")
@@ -178,7 +178,7 @@ def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSetting
 
 
 class _Variables:
-    """Reads variables and collects faults; one that is empty is not set, as the specification says.
+    """Reads variables and collects faults. Like in the specification, an empty variable is not set.
 
     Attributes:
         endpoint: the first variable that named one.
@@ -200,7 +200,7 @@ class _Variables:
             return default
 
     def refuse(self, fault: str) -> None:
-        """Note a fault, once: a variable may be read for each signal."""
+        """Record a fault once, because a variable can be read for each signal."""
         if fault not in self.faults:
             self.faults.append(fault)
 

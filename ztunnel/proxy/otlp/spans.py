@@ -1,4 +1,4 @@
-"""Decides which access lines tell the end of a connection that has a span, and what that span is.
+"""Decides which access lines end a connection with a span, and builds that span.
 
 A span is made where the ``traceparent`` of a tunnel is sampled, and nowhere else: this proxy begins no
 sampled trace.
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from ztunnel.proxy.otlp.line import Line
 from ztunnel.proxy.otlp.trace import Trace
 
-#: Messages of the access lines that end a connection, each of which has one such line.
+#: Messages of the access lines that end a connection. Each connection has one such line.
 _ENDS: Final = frozenset({"connection complete", "connection failed"})
 
 
@@ -37,12 +37,12 @@ class Span(NamedTuple):
 
 
 def span_of(line: Line, trace: Trace, rng: random.Random) -> Span | None:
-    """Return the span of the connection that an access line ends; None if it does not end one.
+    """Return the span of the connection that an access line ends, or None if it does not end one.
 
     Args:
         line: of a connection whose tunnel has a sampled trace.
         trace: that trace.
-        rng: for the identifier of a server's span. A client's is the one that its ``traceparent`` names.
+        rng: for the identifier of a server's span. A client's identifier is in its ``traceparent``.
     """
     if line.message not in _ENDS:
         return None

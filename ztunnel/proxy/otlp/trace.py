@@ -22,12 +22,12 @@ class Trace(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Whether the sender may have recorded its span, and asks others to record theirs."""
+        """Whether the sender recorded its span, and requests the same of others."""
         return bool(self.flags & 1)
 
 
 def parse_traceparent(value: bytes) -> Trace | None:
-    """Return what a ``traceparent`` names; None if it is empty or invalid: then there is no trace."""
+    """Return the content of a ``traceparent``, or None if it is empty or invalid: then there is no trace."""
     found = _TRACEPARENT.fullmatch(value)
     if found is None or (found[1] == b"00" and found[5] is not None):
         return None

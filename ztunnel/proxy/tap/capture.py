@@ -1,10 +1,10 @@
 """Turns what passes on a pod's connections into packets of a capture, within bounded memory. Pure.
 
 A :class:`Capture` belongs to the process that carries the connections. Each connection that the tap concerns has a
-:class:`CapturedStream`, which a relay shows its bytes to (:class:`hbone.aio.observed.StreamObserver`). What they
-make are packet blocks of pcapng, whole ones, in a queue that the owner empties. Bytes that do not fit into the
-queue are dropped at once, before anything is made of them, and counted; the next packet of their connection says
-how many they were. Nothing ever waits for the reader of a capture.
+:class:`CapturedStream`, to which a relay reports its bytes (:class:`hbone.aio.observed.StreamObserver`). It queues
+whole packet blocks of pcapng, and the owner empties the queue. Bytes that do not fit into the queue are dropped at
+once, before they are encoded, and counted. The next packet of their connection has their number. The data path
+never waits for the reader of a capture.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ztunnel.proxy.tap.stream import Segment, Side, SyntheticTcp
 
 log = logging.getLogger(__name__)
 
-#: What may wait for the reader; a queue beyond it drops.
+#: The size limit of the queue for the reader. Further packets are dropped.
 MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 #: Blocks without data (handshakes, ends) may fill this much more: streams still begin and end in the capture.
 _SPARE_BYTES: Final = 256 * 1024
-#: What the block of a segment and that of its acknowledgment add to the payload, and a comment.
+#: The overhead of the blocks of a segment and its acknowledgment, and a comment.
 _OVERHEAD_BYTES: Final = 512
-#: How many ports are tried to tell connections apart: more than one tunnel connection has streams.
+#: The number of ports that are tried to distinguish connections: several tunnel connections have streams.
 _MOST_PORTS: Final = 4096
-#: The connection itself has lost nothing; no more of it is captured.
+#: The connection itself has lost no bytes, but no more of it is captured.
 _FAILED: Final = "a tap failed; its connection goes on without it"
 
 
@@ -49,8 +49,8 @@ class Capture:
         most_waiting_bytes: a queue beyond it drops.
 
     Attributes:
-        packets: how many there were, those that were dropped included.
-        dropped: how many of them are not in the capture.
+        packets: their number, including dropped ones.
+        dropped: the number of packets missing from the capture.
         dropped_bytes: their payload.
         streams: how many connections were captured.
         waiting_bytes: the length of the queue.
@@ -106,7 +106,7 @@ class Capture:
         self._open.discard((facts.client, facts.server))
 
     def take(self) -> bytes:
-        """Remove and return the first blocks of the queue, about 64 KiB; empty when there are none.
+        """Remove and return the first blocks of the queue, about 64 KiB. Empty if there are none.
 
         They count as waiting until :meth:`taken`.
         """
@@ -122,12 +122,12 @@ class Capture:
         self.waiting_bytes -= size
 
     def end(self) -> None:
-        """Capture nothing from now on; idempotent. What is in the queue stays there."""
+        """Stop capturing. Idempotent. The queue keeps its blocks."""
         self._ended = True
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is captured any more."""
+        """Whether capturing has stopped."""
         return self._ended
 
     # Called by streams
@@ -137,7 +137,7 @@ class Capture:
         return self.waiting_bytes + size + size // 8 + _OVERHEAD_BYTES <= self._most_bytes
 
     def put(self, direction: Direction, segment: Segment, inbound: bool, comment: str) -> bool:
-        """Queue a packet; return whether there was room for it."""
+        """Queue a packet. Return whether there was room for it."""
         self.packets[direction] += 1
         if self.waiting_bytes > self._most_bytes + _SPARE_BYTES:
             self.dropped[direction] += 1
@@ -196,7 +196,7 @@ class CapturedStream:
         self._end(self._app.other, reset=reset)
 
     def left(self) -> None:
-        """Take the end of the connection; a side that has not ended was closed by the proxy."""
+        """Record the end of the connection. A side that has not ended was closed by the proxy."""
         if self._app.other in self._open:
             self._comment = "closed by the proxy; its access log has the reason"
             self._end(self._app.other, reset=False)

@@ -1,9 +1,9 @@
 """Blocks of pcapng, the file format of Wireshark (draft-ietf-opsawg-pcapng), as bytes. Pure.
 
-A file is one section block, then interface blocks, then packets, which may go on for as long as there are any. An
-interface may be described at any time before its first packet, and its statistics come at the end. Everything is
-little-endian, times are microseconds (the format's default resolution). Packets are bare IP (``LINKTYPE_RAW``),
-for IPv4 and IPv6 alike: there is no Ethernet to show.
+A file is one section block, then interface blocks, then any number of packets. An interface can be described at
+any time before its first packet, and its statistics come at the end. All numbers are little-endian, and times are
+microseconds (the format's default resolution). Packets are bare IP (``LINKTYPE_RAW``) for IPv4 and IPv6, because
+there is no Ethernet.
 """
 
 import struct
@@ -58,7 +58,7 @@ def packet(interface_id: int, at_us: int, data: bytes, *, inbound: bool, comment
         interface_id: of the interface that it passed.
         at_us: the time, in microseconds since 1970.
         data: IP header and what follows.
-        inbound: the packet goes to the pod whose interface it is, not from it.
+        inbound: the packet goes to the interface's pod, not from it.
         comment: shown beside the packet.
     """
     head = _PACKET_HEAD.pack(interface_id, at_us >> 32, at_us & 0xFFFF_FFFF, len(data), len(data))
@@ -75,8 +75,8 @@ def statistics(
         interface_id: see :func:`packet`.
         started_us, ended_us: when the capture began and ended, in microseconds since 1970.
         packets: how many there were, in the file or not.
-        dropped: how many of them are not in the file.
-        comment: shown beside it.
+        dropped: the number of packets missing from the file.
+        comment: printed beside it.
     """
     body = _PACKET_HEAD.pack(interface_id, ended_us >> 32, ended_us & 0xFFFF_FFFF, 0, 0)[:12]
     options = _options(
@@ -90,7 +90,7 @@ def statistics(
 
 
 def _halves(at_us: int) -> bytes:
-    """Return a time as the format has it: the upper 32 bits first, whatever the byte order."""
+    """Return a time in the format's form: the upper 32 bits first, in any byte order."""
     return struct.pack("<II", at_us >> 32, at_us & 0xFFFF_FFFF)
 
 
@@ -131,7 +131,7 @@ class PacketBlocks:
         """Append what was read, and yield the blocks that are complete now.
 
         Raises:
-            BadBlock: from here on nothing can be read.
+            BadBlock: no more can be read from here on.
         """
         self._buffer += data
         at = 0

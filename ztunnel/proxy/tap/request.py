@@ -1,4 +1,4 @@
-"""What a tap is asked for, its limits, and which streams it concerns. Pure."""
+"""A request for a tap, its limits, and the streams that it concerns. Pure."""
 
 import ipaddress
 import re
@@ -19,7 +19,7 @@ OPEN: Final = "ztunnel-open-connections"
 ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES = (
     f"ztunnel-{name}" for name in ("ended", "streams", "packets", "dropped", "dropped-bytes")
 )
-#: The setting that permits taps: the path of the socket; empty, as it is by default: there are none.
+#: The setting that permits taps: the path of the socket. Empty, the default, permits none.
 VARIABLE: Final = "ZTUNNEL_TAP_SOCKET"
 
 #: A tap that is forgotten ends by itself.
@@ -29,14 +29,14 @@ DEFAULT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 1024 * 1024 * 1024
 MOST_TAPS: Final = 4
 #: So that a sum over processes still has 64 bits.
 _MOST_COUNT: Final = 1 << 56
-#: Of each text that is given; it is repeated in logs and in the capture.
+#: The limit of each text in a request, which is repeated in logs and in the capture.
 _MOST_TEXT: Final = 512
 _UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE: Final = re.compile(r"(\d+)\s*([KMG]?i?B?)", re.ASCII | re.IGNORECASE)
 
 
 def refusal(socket_path: str) -> str:
-    """Return what the admin server, which anything on the node can reach, answers instead of a capture."""
+    """Return the answer of the admin server, which any process of the node can reach, instead of a capture."""
     if not socket_path:
         return f"taps are not permitted: {VARIABLE} names no socket\n"
     return f"taps are for root, at the local socket {socket_path}: ztunnel tap\n"
@@ -58,11 +58,11 @@ class StreamFacts:
     """One connection, as a tap shows it.
 
     Attributes:
-        direction: see there.
+        direction: the reporting side.
         client: the address of the application that connected.
-        server: outbound the address that it dialled, inbound that of the application that answers.
-        peers: what the other end can be called by: its addresses, its workload, its services, its identity.
-        ports: beside the server's, the one that is dialled for it.
+        server: outbound the dialled address, inbound that of the application.
+        peers: the names of the other end: its addresses, its workload, its services, its identity.
+        ports: the dialled port, in addition to the server's.
         notes: identities, tunnel and the like, one line each.
     """
 
@@ -81,7 +81,7 @@ class TapRequest:
     Attributes:
         pod: ``NAMESPACE/NAME`` in an Istio mesh, an address in Envoy's dialect.
         port: only connections to this port; 0: to any.
-        peer: only connections with this address, workload, service or identity; empty: with any.
+        peer: only connections with this address, workload, service or identity. Empty for all.
         for_s: the longest time, in seconds.
         limit_bytes: the longest capture.
     """
@@ -129,12 +129,12 @@ class TapRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a tap has seen in one process, or in all.
+    """The counts of a tap in one process, or in all.
 
     Attributes:
         streams: connections.
-        outbound, inbound: packets of a direction, those that were dropped included.
-        outbound_dropped, inbound_dropped: those of them that are not in the capture.
+        outbound, inbound: packets of a direction, including dropped ones.
+        outbound_dropped, inbound_dropped: the number of these that are missing from the capture.
         dropped_bytes: their payload.
     """
 
@@ -157,12 +157,12 @@ class Totals:
 
     @property
     def bounded(self) -> "Totals":
-        """The same where every number is one of pcapng's 64 bits: it may come from another process."""
+        """Return the same counts limited to pcapng's 64 bits, because they can come from another process."""
         return Totals(**{each.name: min(max(getattr(self, each.name), 0), _MOST_COUNT) for each in fields(self)})
 
     @property
     def packets(self) -> int:
-        """Packets of both directions, those that were dropped included."""
+        """Packets of both directions, including dropped ones."""
         return self.outbound + self.inbound
 
     @property
@@ -204,7 +204,7 @@ def _bytes(text: str) -> int:
         return DEFAULT_BYTES
     match = _SIZE.fullmatch(text)
     unit = match[2].upper() if match is not None else ""
-    # "64M" is what people write; it is taken for MiB.
+    # "64M" is what people write. It means MiB.
     unit = (
         f"{unit}iB".upper() if len(unit) == 1 and unit != "B" else unit.removesuffix("B") if unit == "B" else unit
     )

@@ -1,9 +1,9 @@
 """The local socket that taps are asked for at, and through which captures leave.
 
-It is a Unix socket of mode 0600, and beyond that the kernel says who is at the other end (SO_PEERCRED of unix(7)):
-root, or nothing. The protocol is HTTP/1.1, one request per connection: ``GET /tap?pod=...``
-(:class:`ztunnel.proxy.tap.request.TapRequest`), answered by a capture in chunks for as long as the tap lasts, with
-trailers that say how it ended. ``curl --unix-socket`` does it as well as ``ztunnel tap``.
+It is a Unix socket of mode 0600, and the kernel additionally reports the peer's user (SO_PEERCRED of unix(7)),
+which must be root. The protocol is HTTP/1.1, one request per connection: ``GET /tap?pod=...``
+(:class:`ztunnel.proxy.tap.request.TapRequest`), answered by a capture in chunks for the duration of the tap, with
+trailers that report how it ended. ``curl --unix-socket`` works as well as ``ztunnel tap``.
 
 A tap ends when its time is over or its size is reached, when its reader closes its side of the connection (what
 was captured until then still comes), and with the proxy. Its beginning and its end are lines of the log at level
@@ -68,7 +68,7 @@ class Reader:
     """The process at the other end of the socket, by the kernel's word.
 
     Attributes:
-        pid: in our namespace of processes; 0 for one that cannot be seen from it.
+        pid: in our process namespace. 0 if it is not visible there.
         uid: in our namespace of users.
     """
 
@@ -77,8 +77,8 @@ class Reader:
 
     @classmethod
     def of(cls, descriptor: int) -> Reader:
-        """Return what connected: the credentials are those of the moment of the connect."""
-        # A duplicate: what stands for a socket in uvloop has no getsockopt.
+        """Return the connected process. Its credentials are those at the time of the connect."""
+        # A duplicate, because uvloop's socket object has no getsockopt.
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return cls(pid, uid)
@@ -125,8 +125,8 @@ class TapServer:
 
     async def __aenter__(self) -> Self:
         path = self._path
-        # Made under another name and moved, as tight as it stays: there is no moment in which others could
-        # connect, and a successor takes over without a gap.
+        # Created under another name with its final mode, and then moved: others can never connect, and a successor
+        # takes over without a gap.
         making = path.with_name(f".{os.getpid()}")  # short: an address of unix(7) has 107 bytes
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -250,7 +250,7 @@ class _Running:
     """One tap, from its first byte to its last.
 
     Attributes:
-        ended: why it has ended; empty while it has not.
+        ended: why it has ended. Empty while it runs.
         totals: known at the end.
         written_bytes: of the capture.
     """
@@ -296,7 +296,7 @@ class _Running:
                 for near in ours:
                     with contextlib.suppress(OSError):
                         near.shutdown(socket.SHUT_WR)
-                # What was captured until now is still written, if it is read in time.
+                # The packets captured so far are still written, if they are read in time.
                 _, late = await asyncio.wait([*carrying, *copying], timeout=2 * FLUSH_S)
                 for task in (*late, watching):
                     task.cancel()
@@ -387,7 +387,7 @@ class _Answer:
     """One HTTP connection, which has one request and one answer.
 
     Attributes:
-        stuck: its reader takes nothing, so that a close would wait for it.
+        stuck: its reader does not read, so a close would wait for it.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -452,7 +452,7 @@ class _Answer:
             await self._writer.drain()
 
     async def refuse(self, status: int, text: str) -> None:
-        """Send an answer without a capture, if none has begun."""
+        """Send an answer without a capture, unless one has started."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         data = text.encode() + b"\n"

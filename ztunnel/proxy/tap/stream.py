@@ -1,9 +1,9 @@
 """The packets of a TCP connection that would have carried a stream: addresses, sequence numbers, checksums. Pure.
 
-A tap sees bytes that pass between an application and the proxy, and no packets. Tools that read captures want a
-handshake, segments with sequence numbers, and an end, so :class:`SyntheticTcp` makes them (RFC 9293). It is TCP
-on a perfect network: nothing is lost, reordered or sent twice, every write is acknowledged at once, and the window
-is scaled so far that no sender waits. A reader sees gaps only where the capture itself has them
+A tap sees bytes that pass between an application and the proxy, and no packets. Tools that read captures need a
+handshake, segments with sequence numbers, and an end, so :class:`SyntheticTcp` creates them (RFC 9293). It is TCP
+on a perfect network: no segment is lost, reordered or sent twice, every write is acknowledged at once, and the
+window is scaled so far that no sender waits. A reader sees gaps only where the capture itself has them
 (:meth:`SyntheticTcp.lost`).
 """
 
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 class _End:
-    """One end: what it has sent so far.
+    """One end with the number of bytes sent.
 
     Attributes:
         next: the sequence number of the next byte.
@@ -78,8 +78,8 @@ class SyntheticTcp:
 
     Args:
         client, server: the two addresses. An IPv4 address beside an IPv6 one is shown as IPv4-mapped.
-        number: of the connection in the capture. Sequence numbers begin apart, so that a reader takes a connection
-            that has the ports of an earlier one for a new one.
+        number: of the connection in the capture. Initial sequence numbers differ, so that a reader does not
+            mistake a connection with the ports of an earlier one for the same.
         mss: the longest payload of a segment; ``None``: that of Ethernet.
     """
 
@@ -139,7 +139,7 @@ class SyntheticTcp:
         return [fin, self._segment(sender.other, _ACK)]
 
     def reset(self, sender: Side) -> list[Segment]:
-        """Return RST, which ends both directions; none after both have ended or after another one."""
+        """Return RST, which ends both directions. Empty after both have ended or after another RST."""
         if all(end.ended for end in self._ends.values()):
             return []
         for end in self._ends.values():

@@ -1,7 +1,7 @@
-"""The taps of one process that carries connections: what its data path asks for each new connection.
+"""The taps of one process that carries connections. The data path looks up each new connection here.
 
-A process has a :class:`Taps` only where the configuration permits taps. The data path looks a pod up in it once
-per connection; what is shown the bytes is decided then, so a connection that is older than a tap is no part of it.
+A process has a :class:`Taps` only if the configuration permits taps. The data path looks a pod up in it once per
+connection. The observer is chosen then, so connections older than a tap are not part of it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ztunnel.proxy.tap.request import (
 )
 from ztunnel.runtime.clock import Clock
 
-#: How long what is in the queue at the end may take to be read.
+#: The time for the queue to be read after the end.
 FLUSH_S: Final = 5.0
 
 
 class CannotTap(Exception):
-    """A tap cannot begin or go on; the text says why."""
+    """A tap cannot start or continue. The text says why."""
 
 
 class TapSource(Protocol):
@@ -47,7 +47,7 @@ class Carry(Protocol):
     """Captures in one process; see :meth:`Taps.carry`."""
 
     def __call__(self, request: TapRequest, sink: socket.socket) -> Awaitable[Totals]:
-        """Write packets to ``sink``, which it closes, until the other end of it says EOF."""
+        """Write packets to ``sink`` until its other end sends EOF, then close it."""
 
 
 class Taps:
@@ -66,7 +66,7 @@ class Taps:
 
         Args:
             request: what to capture.
-            sink: gets packet blocks of pcapng; a non-blocking stream socket, closed here.
+            sink: receives packet blocks of pcapng. A non-blocking stream socket, closed here.
 
         Raises:
             CannotTap: the pod has a tap, or there are too many.
@@ -93,7 +93,7 @@ class Taps:
 
 
 async def _watch(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> None:
-    """End a capture when its reader says EOF; what waits then has a limited time to be read."""
+    """End a capture when its reader sends EOF. Queued packets then have a limited time to be read."""
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(sink, 64):
             pass

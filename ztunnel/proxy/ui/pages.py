@@ -1,17 +1,16 @@
 """Answers ``/ui`` and what is below it: the page, its script and style, one event as JSON, and all as a stream.
 
-Nothing here changes the proxy; every path takes GET and HEAD only.
-The page is one document of our own files, and its
-content security policy forbids it anything else. Three things keep other sites of the user's browser out:
+This module never changes the proxy: every path takes GET and HEAD only. The page is one document of our own files,
+and its content security policy forbids other sources. Three rules keep other sites of the user's browser out:
 
 - ``Host`` must be an address or ``localhost``. A site can have its name point to 127.0.0.1 (DNS rebinding), and
   its scripts would then read these pages as their own; the browser still sends the site's name.
-- ``Sec-Fetch-Site`` must not say that another site asks for data, so that none can take the few places of those
-  who follow the events.
-- No page may be framed.
+- ``Sec-Fetch-Site`` must not name another site, so that no site can take the few places of clients that follow the
+  events.
+- Framing is forbidden.
 
-Events are made only while somebody follows them, once for all who do, and the page closes its stream while it is
-hidden. Import this module with the first request: most proxies never show the page.
+Events are made only while clients follow them, once for all clients, and the page closes its stream while it is
+hidden. Import this module with the first request, because most proxies never show the page.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ztunnel.runtime.http.page import (
 )
 
 PATH: Final = "/ui"
-#: Streams at the same time; one per person and tab that is looked at.
+#: Concurrent streams: one per person and visible tab.
 MOST_FOLLOWERS: Final = 8
 #: Between two events; fast enough to watch.
 INTERVAL_S: Final = 2.0
@@ -64,7 +63,7 @@ _FILES: Final = {
 _DATA: Final = f"{PATH}/data"
 _EVENTS: Final = f"{PATH}/events"
 _STREAM: Final = "text/event-stream"
-#: What a browser says of requests that no other site made; other clients say nothing.
+#: The header values of requests by the page's own site. Clients that are not browsers send no header.
 _OWN_SITE: Final = ("", "same-origin", "none")
 
 See = Callable[[], Awaitable[Seen]]
@@ -140,7 +139,7 @@ class LivePages:
         return _secured(not_found((*_FILES, _DATA, _EVENTS)))
 
     async def _data(self) -> Page:
-        """Return one event, without rates: they are those of the followers."""
+        """Return one event without rates, which belong to the clients that follow."""
         shown = event(await self._see(), Rates(), self._clock.monotonic(), self._clock.wall())
         return _secured(text(json.dumps(shown) + "\n", content_type=JSON))
 
@@ -152,7 +151,7 @@ class LivePages:
             self._began()
         page = Page(
             content_type=_STREAM,
-            # Browsers connect again after this time, also to a proxy that started anew.
+            # Browsers reconnect after this time, also to a restarted proxy.
             body=("retry: 2000\n\n",),
             repeated=Repeated(make=self._next, every_s=lambda: self._wait_s, ended=self._left),
         )
@@ -166,13 +165,13 @@ class LivePages:
             self._ended()
 
     async def _next(self) -> str:
-        """Return the next event of a stream; those who ask within half an interval get the same one."""
+        """Return the next event of a stream. Clients that ask within half an interval get the same one."""
         now_s = self._clock.monotonic()
         if now_s - self._last_s >= self._wait_s / 2:
             self._last_s = now_s  # others who ask while this one is made get the one before, not a second one
             seen = await self._see()
             self._number += 1
-            # In a thread: of a mesh of 20,000 pairs it takes 100 ms, and works on values that do not change.
+            # In a thread: it takes 100 ms for a mesh of 20,000 pairs, and works on immutable values.
             self._last = await asyncio.to_thread(self._written, seen, self._rates)
             taken_s = self._clock.monotonic() - now_s
             self._wait_s = max(self._interval_s, taken_s * _SHARE)
@@ -180,7 +179,7 @@ class LivePages:
 
     def _written(self, seen: Seen, rates: Rates) -> str:
         shown = event(seen, rates, self._clock.monotonic(), self._clock.wall())
-        # JSON escapes line breaks, so that an event is one line, whatever names hold.
+        # JSON escapes line breaks, so an event is one line for any names.
         return f"id: {self._number}\ndata: {json.dumps(shown)}\n\n"
 
 

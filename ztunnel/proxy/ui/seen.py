@@ -1,4 +1,4 @@
-"""What the live page shows, as values that a front end makes afresh for each event. Pure.
+"""The content of the live page, as values that a front end creates for each event. Pure.
 
 Texts come from control planes, certificates and peers: none is trusted, all are clipped and shown as text.
 """
@@ -16,7 +16,7 @@ class Security(StrEnum):
     MUTUAL_TLS = "mTLS"
     PLAIN = "plain"
     NONE = "none"
-    """The connection ended before it was known: nothing was sent."""
+    """The connection ended before its destination was known, and nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class Workload:
 
     Attributes:
         key: by which flows refer to it.
-        identity: its SPIFFE id; empty if none is known.
+        identity: its SPIFFE id. Empty if none is known.
         address: one of its addresses, if it has just one or the dialect knows it by that.
         here: whether it runs on this proxy's node.
-        state: what keeps it from being served; empty for nothing.
+        state: why it is not served. Empty if it is.
     """
 
     key: str
@@ -46,10 +46,10 @@ class Flow:
 
     Attributes:
         source, destination: keys of workloads.
-        service: that the client addressed; empty for none.
+        service: the service that the client addressed. Empty without one.
         reporter: ``source`` if the proxy has the client's side of them, ``destination`` for the server's.
         open: now.
-        opened, failed, denied: since then; of those that failed, policies denied some.
+        opened, failed, denied: since then. Denied connections are included in the failed ones.
         bytes_sent: from client to server, ``bytes_received`` back.
     """
 
@@ -67,13 +67,13 @@ class Flow:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from other flows."""
+        """The flow's identity."""
         return (self.source, self.destination, self.service, self.reporter, self.security)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """A live connection; what is not known is None or empty.
+    """A live connection. Unknown values are None or empty.
 
     Attributes:
         id: unique among the live ones.
@@ -151,7 +151,8 @@ class Source:
     Attributes:
         connected: None for a file, which has no connection.
         away_s: seconds since it was last connected; 0 while it is.
-        updates: how often it sent something, ``updated_s`` when last (wall clock); None if not known.
+        updates: the number of its updates, with ``updated_s`` as the time of the last (wall clock). None if
+            unknown.
     """
 
     name: str
@@ -164,7 +165,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A resource that the proxy refused; what it had before serves on."""
+    """A refused resource. The previous version stays in use."""
 
     kind: str
     name: str
@@ -196,10 +197,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Everything that one event shows, before it is cut to its bounds (:mod:`ztunnel.proxy.ui.view`).
+    """The full content of one event, before it is cut to its bounds (:mod:`ztunnel.proxy.ui.view`).
 
     Attributes:
-        connections: some, those that moved most bytes first; ``connections_open`` counts all.
+        connections: a selection, those with the most bytes first. ``connections_open`` counts all.
         denials: the newest first.
     """
 

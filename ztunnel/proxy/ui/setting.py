@@ -12,7 +12,7 @@ def page_setting(text: str) -> bool | None:
     """Parse ``true`` (wherever the admin server listens), ``false``, or ``auto`` (None): on loopback only.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text has another form.
     """
     if text == "auto":
         return None

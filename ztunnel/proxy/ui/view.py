@@ -1,7 +1,7 @@
 """Cuts what a front end has seen to an event of bounded size, and adds rates. Pure.
 
-An event holds the most active of everything and counts the rest as ``left_out``, so that a mesh of 200,000
-workloads makes no longer an event than one of 200.
+An event has the most active entries and counts the rest as ``left_out``, so that an event of a mesh of 200,000
+workloads is no longer than one of 200.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from ztunnel.proxy.ui.seen import Flow, Seen
 
-#: A sample older than this makes no rate: nobody looked meanwhile, and the mean of an hour is no rate of now.
+#: A sample older than this yields no rate: no client was connected meanwhile, and the mean over an hour is not a
+#: current rate.
 _OLDEST_SAMPLE_S: Final = 60.0
 #: Characters of a text; SPIFFE ids of real meshes have a hundred.
 LONGEST_TEXT: Final = 300
@@ -21,7 +22,7 @@ LONGEST_TEXT: Final = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest numbers of entries in an event; as many as a person can look through, by a guess."""
+    """The largest numbers of entries in an event, which a person can look through. Guesses."""
 
     workloads: int = 60
     flows: int = 120
@@ -30,7 +31,7 @@ class Bounds:
 
 
 class Rates:
-    """Remembers the counts of the last event, to tell rates from them."""
+    """Stores the counts of the last event, to compute rates."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, ...], Flow] = {}
@@ -45,8 +46,8 @@ class Rates:
             most: the largest number of entries.
 
         Returns:
-            The flow's attributes, with ``connections_per_s``, ``failures_per_s`` and ``bytes_per_s``: None where
-            there is no sample of before, or a too old one. A count that went down (the proxy began anew) makes 0.
+            The flow's attributes, with ``connections_per_s``, ``failures_per_s`` and ``bytes_per_s``: None without
+            an earlier sample, or with one that is too old. A decreased count (the proxy restarted) yields 0.
         """
         before, elapsed_s = self._before, now_s - self._at_s if self._at_s is not None else 0.0
         if not 0.0 < elapsed_s <= _OLDEST_SAMPLE_S:
@@ -91,7 +92,7 @@ def event(seen: Seen, rates: Rates, now_s: float, wall_s: float, bounds: Bounds 
     :class:`ztunnel.proxy.ui.seen.Seen`.
 
     Args:
-        seen: what a front end has.
+        seen: the front end's content.
         rates: of the one who follows the events.
         now_s, wall_s: the time by either clock.
         bounds: the largest numbers of entries.

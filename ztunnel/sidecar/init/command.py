@@ -89,10 +89,10 @@ def _carry_out(wanted: "Wanted", where: Any, out: TextIO) -> int:
 
 
 def _change(wanted: "Wanted", where: Any) -> int:
-    """Make the table what is wanted, and ``lo`` have ``::6``; return the number of changes.
+    """Change the table to the wanted one, and add ``::6`` to ``lo``. Return the number of changes.
 
     Raises:
-        TproxyError: the kernel refuses; what was there before is still there.
+        TproxyError: the kernel refuses. The previous state is unchanged.
     """
     from tproxy.aio.loopback import put_address, remove_address
     from tproxy.aio.table import BlockingTable

@@ -1,9 +1,9 @@
 """What ``ztunnel init`` captures, read from its command line and environment. Pure.
 
-Flags have the letters, names and meanings of ``istio-iptables`` and are read as Go's flags, so that an injected
-pod's arguments can be kept.
-Two defaults are safer: without ``-i`` and ``-b`` everything is captured, where upstream captures nothing. Flags
-that choose between upstream's ways of writing rules are taken and change nothing; each is named in a note.
+Flags have the letters, names and meanings of ``istio-iptables`` and are parsed like Go's flags, so that an
+injected pod's arguments can be kept. Two defaults are safer: without ``-i`` and ``-b`` all traffic is captured,
+whereas upstream captures none. Flags that choose between upstream's ways of writing rules are accepted without
+effect, and a note names each.
 """
 
 import argparse
@@ -28,7 +28,7 @@ T = TypeVar("T")
 ONLY_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS"
 EXCEPT_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE"
 LOOPBACK: Final = "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR"
-#: Taken and of no effect here: rules are always compared with what is there, always nftables, for both IP
+#: Accepted without effect: rules are always compared with the existing ones, always nftables, for both IP
 #: versions.
 _WITHOUT_EFFECT: Final = (
     "reconcile",
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT: Final = (
     "host_nsenter_exec",
     "iptables_trace_logging",
 )
-#: Of upstream's log, which this command does not have; it prints what it did, and faults.
+#: Of upstream's log, which this command does not have. It prints its actions and faults.
 _OF_LOGS: Final = (
     *("log_output_level", "log_stacktrace_level", "log_caller", "log_target", "log_rotate", "log_rotate_max_age"),
     *("log_rotate_max_size", "log_rotate_max_backups", "vklog", "stderrthreshold"),
@@ -50,7 +50,7 @@ _DEFAULTS: Final = {"redirect_dns": "ISTIO_META_DNS_CAPTURE", "drop_invalid": "I
 
 
 class BadFlags(Exception):
-    """Flags or variables that cannot be used, all of them; each text names the flag."""
+    """All unusable flags and variables. Each text names the flag."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -65,7 +65,7 @@ class Wanted:
         sidecar: the rules.
         apply, validate, remove: of these steps; ``validate`` comes last.
         show: print the rules instead, as ``nft`` or as ``iptables`` text.
-        namespace: of the network, a path or a name; empty: this one.
+        namespace: of the network, a path or a name. Empty means the current one.
         probe_port, probe_timeout_s: of the connection that validation makes.
         notes: for the log.
     """
@@ -82,7 +82,7 @@ class Wanted:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag; the texts of values are judged by :func:`wanted`, so that all faults are told together."""
+    """Add every flag. :func:`wanted` checks the values' texts, so that all faults are reported together."""
 
     def value(*names: str, default: str = "", about: str) -> None:
         parser.add_argument(*names, default=default, metavar="X", help=f"{about} (default {default or 'none'})")

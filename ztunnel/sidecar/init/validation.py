@@ -32,9 +32,9 @@ def validate(
     """Return whether connections are captured in each IP version that has a route; blocks, ``timeout_s`` for each.
 
     Args:
-        wanted: the rules.
+        wanted: the expected rules.
         port: of the connection.
-        timeout_s: how long it may take.
+        timeout_s: the time limit.
         say: gets a line for each version.
         user, group: that this process runs as.
     """

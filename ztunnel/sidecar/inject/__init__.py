@@ -1,4 +1,6 @@
-"""Injection: what the mesh adds to pods when they are created, by a webhook of the API server or into files."""
+"""Injection: the parts that the mesh adds to pods when they are created, by a webhook of the API server or in
+files.
+"""
 
 from ztunnel.sidecar.inject.command import add_arguments
 

@@ -1,8 +1,8 @@
-"""What the author of a pod may ask of its sidecar: annotations, read and judged. Pure.
+"""The sidecar options that the author of a pod can set by annotations. Pure.
 
-Names and meanings are those of Istio's injector. A value that cannot be used denies the pod, and all of them are
-told together: an exclusion that was ignored would cost its author more than a pod that is not created. Annotations
-that only Envoy could obey, and misspelt ones, are warnings.
+Names and meanings are those of Istio's injector. An unusable value denies the pod, and all such values are
+reported together: an ignored exclusion would cost its author more than a pod that is not created. Annotations that
+only Envoy could obey, and misspelt ones, are warnings.
 """
 
 import difflib
@@ -87,7 +87,7 @@ _QUANTITY: Final = re.compile(
 
 
 class BadAnnotations(Exception):
-    """Values that cannot be used, all of them; each text names its annotation."""
+    """All unusable values. Each text names its annotation."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -96,7 +96,7 @@ class BadAnnotations(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the annotations of a pod ask for, the configuration's values where they are silent.
+    """The options set by a pod's annotations, with the configuration's values as defaults.
 
     Attributes:
         capture: have rules at all (interceptionMode other than NONE).

@@ -1,9 +1,9 @@
-"""The injector's own CA: in a Secret that all replicas share, with serving certificates made from it.
+"""The injector's own CA: in a Secret that all replicas share, with serving certificates issued from it.
 
-The first replica that finds no Secret makes the CA; one that comes second gets 409 and reads the first one's. Each
-has a serving certificate of its own, in files that :class:`ztunnel.sidecar.inject.server.InjectServer` follows.
-Replacing the CA is replacing the Secret: with both certificates in ``ca.crt``, the new one first, and the new key
-in ``ca.key``, every API server call goes on; a minute later the old one can be taken out.
+The first replica that finds no Secret creates the CA. A second one gets 409 and reads the first one's. Each
+replica has a serving certificate in files that :class:`ztunnel.sidecar.inject.server.InjectServer` watches. To
+replace the CA, replace the Secret: with both certificates in ``ca.crt``, the new one first, and the new key in
+``ca.key``, API server calls continue without failure. The old certificate can be removed a minute later.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _CA_LIFE: Final = datetime.timedelta(days=3650)
 _LEAF_LIFE: Final = datetime.timedelta(days=90)
-#: Clocks of API servers may be behind ours.
+#: Clocks of API servers can be behind ours.
 _BACKDATED: Final = datetime.timedelta(hours=1)
 _LOOK_S: Final = 15.0
 _RETRY_S: Final = 2.0
@@ -96,7 +96,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(ca=False), critical=True)
-        # RFC 5280, 4.2.1.1: it tells a verifier with two CAs, during a rotation, which one to take.
+        # RFC 5280, 4.2.1.1: it tells a verifier with two CAs which one to use during a rotation.
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(ca_key, hashes.SHA256())
@@ -105,7 +105,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
 
 
 def service_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Return the names of a service that an API server may check; it checks the third."""
+    """Return the names of a service that an API server can check. It checks the third."""
     short = f"{service}.{namespace}"
     return f"{short}.svc", service, short, f"{short}.svc.cluster.local"
 
@@ -149,7 +149,7 @@ class OwnCertificates:
         self._authority, self._renew = authority, leaf.renew
 
     async def keep(self) -> None:
-        """Refresh until cancelled; what fails is said once, and the last certificate serves on."""
+        """Refresh until cancelled. A failure is logged once, and the last certificate stays in use."""
         said = ""
         while True:
             await asyncio.sleep(_LOOK_S if not said else _RETRY_S)

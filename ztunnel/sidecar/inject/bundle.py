@@ -31,11 +31,11 @@ def certificates(bundle: bytes) -> frozenset[bytes]:
 def operations(configuration: Object, bundle: bytes) -> list[Operation]:
     """Return the patch of a MutatingWebhookConfiguration, empty if every entry has these certificates already.
 
-    Each change is preceded by a test of the entry's name: the patch fails as a whole if somebody has put an entry
-    in front meanwhile, instead of changing the wrong one.
+    Each change is preceded by a test of the entry's name: if another client has inserted an entry in front
+    meanwhile, the patch fails as a whole, instead of changing the wrong one.
 
     Raises:
-        BadBundle: as :func:`certificates`.
+        BadBundle: see :func:`certificates`.
     """
     wanted = certificates(bundle)
     encoded = base64.b64encode(bundle).decode()

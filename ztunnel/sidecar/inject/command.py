@@ -268,7 +268,9 @@ def _standard_input() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the injected documents; the exit status. Nothing is printed if any of them cannot be injected."""
+    """Print the injected documents and return the exit status. If a document cannot be injected,
+    none is printed.
+    """
     from ztunnel.runtime.settings import plain_reason
     from ztunnel.runtime.text_file import read_text
     from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config

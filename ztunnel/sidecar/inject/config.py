@@ -2,7 +2,7 @@
 
 ::
 
-    policy: enabled                  # or disabled: what pods get that no row of the decision speaks of
+    policy: enabled # or disabled: the default for pods that no row of the decision covers
     neverInjectSelector: []          # label selectors
     alwaysInjectSelector: []
     defaultTemplates: [ambient]      # for pods without the annotation inject.istio.io/templates
@@ -71,7 +71,7 @@ _KEYS = (
     "gate",
     "sidecar",
 )
-#: The lists of a sidecar by their flags of ``ztunnel init``, what reads them, and what they are without a word.
+#: A sidecar's lists by their flags of ``ztunnel init``, with their readers and their defaults.
 _LISTS: Final[Mapping[str, tuple[str, Callable[[str], object], str]]] = {
     "includeOutboundIPRanges": ("-i", all_or_networks, "*"),
     "excludeOutboundIPRanges": ("-x", networks, ""),
@@ -105,12 +105,12 @@ def is_dns_label(name: str) -> bool:
 
 
 class ConfigFaults(Faults):
-    """The faults of a configuration, all of them."""
+    """All faults of a configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarConfig:
-    """What the sidecars of pods get; see the module.
+    """The configuration of sidecars; see the module.
 
     Attributes:
         flags: of ``ztunnel init``, with their values.
@@ -139,7 +139,7 @@ class SidecarConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectConfig:
-    """What is added to pods, and to which.
+    """The parts to add to pods, and the selection of pods.
 
     Attributes:
         templates: names of templates for pods that name none.
@@ -149,7 +149,7 @@ class InjectConfig:
         gate_fail_open: start it without them then, instead of starting the pod's containers over.
         pull_secrets: names of secrets for pods with a sidecar.
         revision: the name of this configuration, in a pod's status.
-        sidecar: what sidecars get.
+        sidecar: the configuration of sidecars.
     """
 
     rules: Rules = field(default_factory=Rules)
@@ -165,7 +165,7 @@ class InjectConfig:
 
 
 def parse_config(text: str) -> InjectConfig:
-    """Read a configuration; an empty one is the defaults.
+    """Read a configuration. An empty one has the defaults.
 
     Raises:
         ConfigFaults: with every fault.

@@ -1,7 +1,7 @@
 """Decides whether a pod gets an injection: one table, the first row that matches. Pure.
 
-The API server has called by the webhook's selectors; this is the decision after them, row by row that of Istio's
-injector, with the same labels and the same meaning of its configuration.
+The API server's call was selected by the webhook's selectors. This is the decision after them, row by row that of
+Istio's injector, with the same labels and the same meaning of its configuration.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from typing import Any, Final
 from ztunnel.kube.objects import Object
 from ztunnel.sidecar.inject.selector import Selector
 
-#: Label, or annotation where there is no such label, by which a pod asks in or out.
+#: The label, or the annotation if there is no such label, by which a pod requests or refuses injection.
 INJECT: Final = "sidecar.istio.io/inject"
 IGNORED_NAMESPACES: Final = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})
 
 
 class Reason(StrEnum):
-    """The row that decided; a label of metrics and a word in logs."""
+    """The row that decided. Used as a label of metrics and in logs."""
 
     HOST_NETWORK = "host-network"
     IGNORED_NAMESPACE = "ignored-namespace"
@@ -35,9 +35,10 @@ class Rules:
     """The configured part of the table.
 
     Attributes:
-        policy: ``enabled`` or ``disabled``: what a pod gets that no row speaks of. Another word injects nothing.
-        never: a pod with labels that one of these selects is left out, unless it asks in.
-        always: a pod with labels that one of these selects is injected, unless it asks out.
+        policy: ``enabled`` or ``disabled``: the result for a pod that no row covers. Any other word injects
+            nothing.
+        never: a pod whose labels match one of these selectors is left out, unless it requests injection.
+        always: a pod whose labels match one of these selectors is injected, unless it refuses injection.
     """
 
     policy: str = "enabled"
@@ -59,7 +60,7 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
 
     Args:
         pod: as the API server sent it.
-        namespace: the request's; a pod's own may be empty.
+        namespace: the request's. A pod's own can be empty.
         rules: the configuration.
     """
     spec = mapping(pod, "spec")
@@ -87,6 +88,8 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
 
 
 def mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a mapping inside an object; an absent or misshapen one is empty: the API server refuses it itself."""
+    """Return a mapping inside an object. An absent or malformed one counts as empty, because the API server
+    refuses it itself.
+    """
     inner = value.get(name)
     return inner if isinstance(inner, Mapping) else {}

@@ -1,8 +1,9 @@
 """``ztunnel drain``: asks the proxy of this pod to send its peers away; the preStop hook of a sidecar.
 
-A native sidecar gets it when its pod begins to end, and SIGTERM after the application: it need not wait. A sidecar
-that is an ordinary container gets SIGTERM together with the application, which may still have connections to
-finish or to open; there the hook holds SIGTERM back (``wait_s``) until none is left, or its time is over.
+A native sidecar runs it when its pod starts to end, and gets SIGTERM after the application, so it need not wait. A
+sidecar that is an ordinary container gets SIGTERM together with the application, which can still have connections
+to finish or to open. There the hook delays SIGTERM (``wait_s``) until there are no connections, or until its time
+is over.
 
 Imports are the standard library's, as the gate's.
 """
@@ -28,17 +29,17 @@ def drain(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Return 0 once the proxy drains, and nothing is left of its connections or the time is over; blocks.
+    """Return 0 once the proxy drains, and its connections have ended or the time is over. Blocks.
 
     Args:
         wait_s: the longest wait for the ends of connections; 0: none.
-        least_s: the shortest, if there is one: what the application opens while it ends.
+        least_s: the minimum, if any, for connections that the application opens while it ends.
         port: of the proxy.
         say: gets a line for each result that is not plain.
         monotonic, sleep: the clock.
 
     Returns:
-        1 if no proxy answers: kubelet goes on with SIGTERM.
+        1 if no proxy answers. Kubelet then continues with SIGTERM.
     """
     began_s = monotonic()
     while True:

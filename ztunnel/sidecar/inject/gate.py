@@ -1,9 +1,9 @@
-"""``ztunnel gate``: waits in a pod until the mesh's listeners are there; an enrolled pod's first init container.
+"""``ztunnel gate``: the first init container of an enrolled pod, which waits until the mesh's listeners exist.
 
-The proxy has its listeners in the pod's own network namespace, and the node agent puts the rules there before it
+The proxy has its listeners in the pod's own network namespace, and the node agent adds the rules before it
 announces the pod to the proxy. So a connection to 15008 on the pod's own loopback, which no rule redirects, is
-accepted only once the pod is in the mesh. It is closed without a byte. This holds for any ztunnel and any agent,
-needs no file or port of its own, and no other pod can answer.
+accepted only once the pod is in the mesh. It is closed without sending a byte. This works with any ztunnel and any
+agent, needs no file or port of its own, and no other pod can answer.
 
 Imports are the standard library's: this starts in every pod.
 """
@@ -34,7 +34,7 @@ def wait(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Return 0 once the listeners are there; blocks.
+    """Return 0 once the listeners exist. Blocks.
 
     Args:
         timeout_s: after this the answer is 1, and kubelet starts the init container again, or
@@ -71,7 +71,7 @@ def _missing(port: int) -> str | None:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
         except OSError as error:
-            # A pod without one of the two versions has no such address; the other one's reason is the one to tell.
+            # A pod without one of the two versions has no such address. The other one's reason is reported.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 reasons.append(f"[{address}]:{port}: {os.strerror(error.errno) if error.errno else error}")
         else:

@@ -1,12 +1,12 @@
 """Makes of a pod the pod that belongs into the mesh. Pure: one function for the webhook and for files.
 
-The template ``ambient`` adds the label by which node agents enrol a pod, and an init container, first of all, that
-waits until the proxy's listeners are in the pod: without it the first connections of an application may leave
-before its rules are there. Nothing else changes. The pod does not get the annotation ``sidecar.istio.io/status``:
-agents, Istio's and ours, leave out pods that have it. ``sidecar`` and ``sidecar-classic`` are in
+The template ``ambient`` adds the label by which node agents enrol a pod, and a first init container that waits
+until the proxy's listeners are in the pod. Without it the first connections of an application could leave before
+its rules exist. There are no other changes. The pod does not get the annotation ``sidecar.istio.io/status``,
+because agents, Istio's and ours, leave out pods with it. ``sidecar`` and ``sidecar-classic`` are in
 :mod:`ztunnel.sidecar.inject.sidecar`.
 
-To inject a pod again changes nothing: what was added is found, by name or by the status, and made anew.
+Injecting a pod again does not change it: the added parts are found, by name or by the status, and replaced.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from ztunnel.sidecar.inject.sidecar import (
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
 DATAPLANE_MODE: Final = "istio.io/dataplane-mode"
 GATE: Final = "mesh-gate"
-#: Annotations that node agents read. They ignore a value that is no boolean, so that its author is told here.
+#: Annotations that node agents read. Agents ignore a value that is not a boolean, so its author is warned here.
 _BOOLEANS: Final = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
 
 
@@ -42,7 +42,7 @@ class Outcome:
     """What became of a pod.
 
     Attributes:
-        pod: a new object if anything was added, else the one that was given.
+        pod: a new object if any part was added, otherwise the given one.
         decision: whether and why.
         warnings: for the author of the pod.
     """
@@ -64,13 +64,13 @@ def inject(
 
     Args:
         pod: kept unchanged.
-        namespace: the request's; a pod's own may be empty.
+        namespace: the request's. A pod's own can be empty.
         config: the injector's.
         variables: further environment of a sidecar, by the URL of the webhook.
-        workload: whose template the pod is; empty: its owner says.
+        workload: the owner of the pod template. Empty means the owner in the pod.
 
     Raises:
-        Denied: an annotation that names no template or has a value that cannot be used, or a pod that is none.
+        Denied: an annotation that names no template or has an unusable value, or an object that is not a pod.
     """
     decision = decide(pod, namespace, config.rules)
     warnings = [decision.warning] if decision.warning else []
@@ -80,7 +80,8 @@ def inject(
     annotations = mapping(metadata, "annotations")
     names = _templates(annotations, config)
     if STATUS in annotations and not is_ours(annotations):
-        # Istio's injector was here first: agents would leave this pod out, and the gate would wait in vain.
+        # Istio's injector has already injected it: agents would leave this pod out, and the gate would wait for
+        # ever.
         warnings.append(f"the pod has a sidecar already ({STATUS}); nothing is injected")
         return Outcome(pod, Decision(False, decision.reason), tuple(warnings))
     try:
@@ -102,7 +103,7 @@ def inject(
 
 
 def _unshared(value: Any) -> Any:
-    """Return a copy in which nothing is in two places, as what YAML's anchors make is."""
+    """Return a copy without shared parts, such as YAML's anchors create."""
     if isinstance(value, Mapping):
         return {key: _unshared(each) for key, each in value.items()}
     return [_unshared(each) for each in value] if isinstance(value, list) else value
@@ -134,7 +135,7 @@ def _sidecar(
         asks = asked(mapping(mapping(pod, "metadata"), "annotations"), config.sidecar)
         spec = mapping(pod, "spec")
         if isinstance(spec, dict) and isinstance(spec.get("initContainers"), list):
-            # A pod that was injected by the other template keeps no gate: its listeners come after it.
+            # A pod that was injected by the other template keeps no gate, because its listeners start after it.
             spec["initContainers"] = [
                 each for each in spec["initContainers"] if not isinstance(each, dict) or each.get("name") != GATE
             ]

@@ -1,9 +1,8 @@
-"""Keeps the CA in the webhook's configuration equal to a file, as it is and whoever changes it.
+"""Keeps the CA in the webhook's configuration equal to a file, after changes of either.
 
-Tools that apply manifests again put an empty bundle in, and a certificate's issuer changes the file. Several
-replicas keep the same object: a patch that changes nothing is not even sent. Where somebody else writes something
-different again and again, the waits between two writes double up to a minute: two writers that fight have filled
-etcds.
+Tools that reapply manifests insert an empty bundle, and a certificate's issuer changes the file. Several replicas
+keep the same object: a patch without a change is not sent. If another writer repeatedly writes a different bundle,
+the waits between two writes double up to a minute, because two competing writers have filled etcds.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
     Args:
         client: its role needs ``list``, ``watch`` and ``patch`` of this configuration.
         name: of a MutatingWebhookConfiguration, all of whose entries are ours.
-        ca_file: PEM; read every second. While it cannot be read, nothing is written.
+        ca_file: PEM, read every second. While it is unreadable, nothing is written.
     """
     loop = asyncio.get_running_loop()
     configuration: Object | None = None
@@ -72,5 +71,5 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
 
 
 def _read(ca_file: Path) -> bytes:
-    """Read a small file of a mounted secret, in memory; not worth a thread."""
+    """Read a small file of a mounted secret, which is in memory, so a thread is not needed."""
     return ca_file.read_bytes()

@@ -1,8 +1,8 @@
-"""Injects into the documents of a file: pods, and whatever has a template of pods. Pure.
+"""Injects into the documents of a file: pods, and objects with a pod template. Pure.
 
-Documents and items of lists that are not injected keep their bytes, comments included, so that a whole file can be
-piped through. A document or item that is injected is written anew, with its keys in their order and without its
-comments. JSON stays JSON.
+Documents and items of lists that are not injected keep their bytes, including comments, so that a whole file can
+be piped through. An injected document or item is rewritten, with its keys in their order and without its comments.
+JSON stays JSON.
 """
 
 import copy
@@ -51,10 +51,10 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
         text: YAML, of any number of documents, or JSON, one value after the other.
         namespace: of objects that name none.
         config: the injector's.
-        notes: gets a line for each pod: what was done, or why not.
+        notes: receives a line for each pod: the action, or the reason for none.
 
     Raises:
-        BadDocument: names the object and what is wrong with it, or the file is neither YAML nor JSON.
+        BadDocument: names the object and its fault, or the file is neither YAML nor JSON.
     """
     try:
         values = load_json(text)
@@ -146,7 +146,7 @@ class _Rewrite:
 
 
 def _changed_items(value: object, made: object) -> list[tuple[int, object]] | None:
-    """Return the items of a list of objects that are injected, by their number; None if it is no such list."""
+    """Return the injected items of a list of objects by their index. None if it is not such a list."""
     items, made_items = (each.get("items") if isinstance(each, dict) else None for each in (value, made))
     if not isinstance(items, list) or not isinstance(made_items, list):
         return None
@@ -160,13 +160,13 @@ def inject_documents(
     """Yield the documents with their pods injected.
 
     Args:
-        documents: JSON values; None for an empty one.
+        documents: JSON values. None for an empty document.
         namespace: of objects that name none.
         config: the injector's.
-        notes: gets a line for each pod: what was done, or why not.
+        notes: receives a line for each pod: the action, or the reason for none.
 
     Raises:
-        BadDocument: names the object and what is wrong with it.
+        BadDocument: names the object and its fault.
     """
     for number, document in enumerate(documents):
         if document is not None:

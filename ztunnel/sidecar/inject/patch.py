@@ -37,7 +37,7 @@ def _diff(before: Any, after: Any, path: str) -> Iterator[Operation]:
 
 
 def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
-    """Change the part between the elements that both lists begin with and those that both end with.
+    """Change the part between the common start and the common end of both lists.
 
     A container that was put in front of others is one ``add`` so, not a replacement of every container.
     """

@@ -1,9 +1,9 @@
 """Points kubelet's probes at the sidecar, and back. Pure.
 
-Kubelet asks without a certificate, which a mesh that requires one would refuse. So ``httpGet``, ``tcpSocket`` and
-``grpc`` of probes and lifecycle hooks become ``httpGet`` of the proxy's status port, and the originals a list that
-the proxy gets in its environment (:mod:`ztunnel.proxy.istio.settings.app_probes` reads it). Paths and format are
-those of Istio's injector. ``exec`` and ``sleep`` stay.
+Kubelet connects without a certificate, which a mesh that requires one would refuse. So ``httpGet``, ``tcpSocket``
+and ``grpc`` of probes and lifecycle hooks become ``httpGet`` of the proxy's status port. The proxy gets the
+originals as a list in its environment (:mod:`ztunnel.proxy.istio.settings.app_probes` reads it). Paths and format
+are those of Istio's injector. ``exec`` and ``sleep`` stay.
 """
 
 import copy
@@ -24,7 +24,7 @@ def rewrite(containers: Sequence[Any], status_port: int, warnings: list[str]) ->
     Args:
         containers: of a pod, without the proxy.
         status_port: the proxy's; probes that are there already are left alone.
-        warnings: gets a line for each probe that cannot be rewritten: its port has a name that no port has.
+        warnings: receives a line for each probe that cannot be rewritten because its port's name does not exist.
     """
     originals: dict[str, Any] = {}
     for container, holder, key, path in _handled(containers):

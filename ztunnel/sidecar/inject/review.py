@@ -1,7 +1,7 @@
 """Answers an AdmissionReview of the API server. Pure: bytes in, status and bytes out.
 
-What cannot be read as a review gets an HTTP error, as from Istio's injector. A review that can be read is answered
-with 200 always; a pod that must not be created so is refused inside the answer, with a text for its author.
+A request that is not a review gets an HTTP error, like from Istio's injector. A review is always answered with
+200. A pod that must not be created is refused inside the answer, with a text for its author.
 """
 
 import base64
@@ -49,7 +49,7 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
     try:
         review = json.loads(body)
     except (ValueError, RecursionError) as error:
-        # Allowed to nobody: the API server shows the text, and no pod is created beside the mesh by an accident.
+        # Refused: the API server prints the text, and no pod is created outside of the mesh by accident.
         return _review(_VERSIONS[0], {"uid": "", **_denial(f"the AdmissionReview cannot be read: {error}")}, "?")
     version = review.get("apiVersion") if isinstance(review, dict) else None
     request = review.get("request") if isinstance(review, dict) else None
@@ -81,9 +81,9 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
 def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return what a webhook's URL says: environment of sidecars, and templates for pods that name none.
 
-    As in Istio: pairs of names and values such as ``/cluster/east/net/west``, where ``--slash--`` in a value is
-    ``/``; a name without a value is passed over. ``cluster`` and ``net`` have variables of their own, others are
-    these in capitals. ``/templates/a,b`` is ours alone: two configurations may call one injector.
+    Like in Istio: pairs of names and values such as ``/cluster/east/net/west``, where ``--slash--`` in a value is
+    ``/``. A name without a value is ignored. ``cluster`` and ``net`` set variables of their own, other names are
+    converted to capitals. ``/templates/a,b`` exists only here, because two configurations can call one injector.
     """
     parts = [unquote(part) for part in path.split("/") if part]
     found: dict[str, str] = {}
@@ -99,7 +99,7 @@ def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def pod_name(pod: Mapping[str, Any]) -> str:
-    """Return a pod's name for logs; those of controllers have none before they are stored."""
+    """Return a pod's name for logs. Pods of controllers have no name before they are stored."""
     metadata = mapping(pod, "metadata")
     name = metadata.get("name")
     return str(name) if name else f"{metadata.get('generateName', '')}***** (name not known)"
@@ -114,7 +114,7 @@ def _review(version: str, response: Mapping[str, Any], about: str) -> Answer:
         result, about = "denied", f"{about}: {response['status']['message']}"
     else:
         result = "injected" if "patch" in response else "skipped"
-    # The same version as the request's: the API server refuses an answer in another one.
+    # The request's version, because the API server refuses an answer in another one.
     body = json.dumps({"apiVersion": version, "kind": "AdmissionReview", "response": response}).encode()
     return Answer(200, "application/json", body, result, about)
 

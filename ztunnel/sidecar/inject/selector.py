@@ -34,7 +34,9 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """All of its requirements must hold; one without any selects nothing here, as in Istio's injector."""
+    """All of its requirements must match. A selector without requirements selects nothing here, like in Istio's
+    injector.
+    """
 
     requirements: tuple[Requirement, ...]
 

@@ -1,7 +1,7 @@
 """The webhook's server: HTTPS for the API server, with its certificate and configuration reloaded from files.
 
-uvicorn has the HTTP. What is loaded stays until something better is there: a certificate whose key does not match
-yet, or a configuration with a fault, is said once and changes nothing.
+uvicorn serves HTTP. The loaded files stay in use until valid ones replace them: a certificate whose key does not
+match yet, or a faulty configuration, is logged once and changes nothing.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from ztunnel.sidecar.inject.review import MAX_BODY, answer
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
-#: The API server keeps connections, and with them the certificate they were made with. After a new one connections
-#: are closed for this long, so that an old certificate is out of use before its CA is.
+#: The API server keeps connections open, with the certificate of their handshake. After a certificate change
+#: connections are closed for this long, so that an old certificate is out of use before its CA is removed.
 _CLOSE_AFTER_ROTATION_S: Final = 60.0
 _SHUTDOWN_S: Final = 5
 #: An API server has a few connections. Beyond this number the oldest that is not in a request is closed.
@@ -53,7 +53,7 @@ class InjectServer:
         listener: a bound socket; closed at the end.
         certificate: PEM, the leaf first.
         key: PEM.
-        config: the configuration's file; None is the defaults.
+        config: the configuration's file. None uses the defaults.
         connections: the largest number of connections.
         patience_s: a connection without a whole request for this long is closed.
 
@@ -156,11 +156,11 @@ class InjectServer:
 
     def _reload_certificate(self, context: ssl.SSLContext) -> bool:
         try:
-            # On a context of its own first: a chain that fails half-way would stay in the one that is served.
+            # On a separate context first: a chain that fails half-way would stay in the served one.
             self._load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             self._load_certificate(context)
         except OSError as error:
-            # Two files are never swapped at one moment; the next look may find both.
+            # Two files are never replaced at the same time. The next check can find both.
             self._faulty("certificate", _certificate_fault(self._certificate, self._key, error))
             return False
         self._rotated_s = self._clock.monotonic()
@@ -230,10 +230,10 @@ class InjectServer:
 
 
 def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
-    """Return uvicorn's protocol with bounds that it does not have: anything in the cluster reaches this port.
+    """Return uvicorn's protocol with additional limits, because any pod of the cluster can reach this port.
 
-    Its own limit answers 503 to everybody once strangers hold that many connections, which would keep pods of the
-    mesh from being created. This one closes the strangers'.
+    uvicorn's own limit answers 503 to every client once clients hold that many connections, so that pods of the
+    mesh could not be created. This limit closes connections of other clients instead.
     """
     opened: dict[H11Protocol, None] = {}
 
@@ -243,7 +243,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
             self._seen: object = None
             opened[self] = None
             if len(opened) > most:
-                # Oldest first; a request that is being answered, which takes a moment, is left alone.
+                # Oldest first. A request in progress is left alone, because its answer takes milliseconds.
                 idle = (each for each in opened if not each.busy())  # type: ignore[attr-defined]
                 next(idle, self).transport.abort()
             self._look = self.loop.call_later(patience_s, self._check)
@@ -257,7 +257,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
             return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
         def _check(self) -> None:
-            # The same request as at the last look, or none still: nothing whole has come in between.
+            # The same request as at the last check, or still none: no complete request has arrived in between.
             if self.cycle is self._seen and not self.busy():
                 self.transport.abort()
                 return

@@ -1,13 +1,14 @@
 """The templates ``sidecar`` and ``sidecar-classic``: our proxy beside the application; and their undoing. Pure.
 
-A native sidecar is an init container that goes on (``restartPolicy: Always``): kubelet starts it before the user's
-own init containers and ends it after the application. Where clusters have none, ``sidecar-classic`` makes it the
-first of the containers, and its hook holds the others back until it takes connections.
+A native sidecar is an init container that keeps running (``restartPolicy: Always``): kubelet starts it before the
+user's own init containers and ends it after the application. For clusters without native sidecars,
+``sidecar-classic`` makes it the first of the containers, and its hook delays the others until it accepts
+connections.
 
-What is added is written into ``sidecar.istio.io/status``, by whose presence node agents leave the pod alone. To
-inject again takes all of it away first, so that a later injector or configuration replaces an earlier one, and the
-same one changes nothing. Containers that the pod has under our names are its author's changes to ours: they are
-merged over the template's, and kept in ``proxy.istio.io/overrides`` for the next time.
+The added parts are recorded in ``sidecar.istio.io/status``, whose presence makes node agents leave the pod alone.
+Injecting again first removes all of them, so that a later injector or configuration replaces an earlier one, and
+the same one changes nothing. The pod's containers with our names are its author's changes to ours: they are merged
+over the template's, and kept in ``proxy.istio.io/overrides`` for the next time.
 
 ``security.istio.io/tlsMode`` is not among the labels: it invites the Envoys of a mesh to speak Istio's own mTLS,
 which this proxy does not. They reach the pod by HBONE (``networking.istio.io/tunnel``), or in plain text.
@@ -55,7 +56,7 @@ def is_ours(annotations: Mapping[str, Any]) -> bool:
 
 
 def strip(pod: dict[str, Any]) -> None:
-    """Undo an injection of ours, in place; nothing if there is none.
+    """Undo an injection of ours in place. Does nothing without one.
 
     Probes get their originals back, and what the author has written under our names.
     """
@@ -102,11 +103,11 @@ def add(
 
     Args:
         pod: the API's object.
-        asked: what its annotations say.
+        asked: the options from its annotations.
         config: the injector's.
         variables: further environment of the proxy, which wins over the configuration's.
         native: else an ordinary container.
-        workload: whose pod it is; empty: its owner says.
+        workload: the owner of the pod. Empty means the owner in the pod.
 
     Raises:
         BadPod: the pod is misshapen, or its changes to our containers cannot be obeyed.
@@ -175,7 +176,7 @@ def add(
     return warnings
 
 
-# What is added
+# Added parts
 
 
 def _init(asked: Asked, config: InjectConfig, user: int, group: int) -> dict[str, Any]:
@@ -355,7 +356,7 @@ def _workload(metadata: Mapping[str, Any]) -> str:
 
 
 def _canonical(labels: Mapping[str, Any], workload: str) -> dict[str, str]:
-    """Return the names by which metrics know the workload, by its labels as in Istio."""
+    """Return the workload's names in metrics, derived from its labels like in Istio."""
     named = [labels.get(key) for key in (_CANONICAL_NAME, "app.kubernetes.io/name", "app")]
     name = next((each for each in named if isinstance(each, str) and each), workload)
     revised = [labels.get(key) for key in (_CANONICAL_REVISION, "app.kubernetes.io/version", "version")]
@@ -401,7 +402,7 @@ def _over(made: Any, written: Any, name: str = "") -> Any:
 
 
 def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one element of a list over another; a variable has a value or a source for one, never both."""
+    """Return one element of a list merged over another. A variable has either a value or a source for one."""
     result: dict[str, Any] = _over(dict(made), written)
     if "value" in written:
         result.pop("valueFrom", None)
@@ -411,7 +412,7 @@ def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 
 
 def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the user and group of the proxy, by which the rules know it.
+    """Return the user and group of the proxy, by which rules match it.
 
     Raises:
         BadPod: root, whose every process would pass.

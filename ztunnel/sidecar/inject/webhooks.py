@@ -1,12 +1,12 @@
-"""The configurations by which an API server calls the injector: who asked, by which labels. Pure.
+"""The configurations by which an API server calls the injector, and the labels that select pods. Pure.
 
-For sidecars there are Istio's four entries: a namespace or a pod asks by ``istio.io/rev``, for one revision of the
-injector, or by ``istio-injection`` and ``sidecar.istio.io/inject``, for the default one. A revision tag is a
-configuration of its own that leads another name to a revision. For the template ``ambient`` two entries follow
-``istio.io/dataplane-mode``. Which template a pod gets that names none, the path of the URL says.
+For sidecars there are Istio's four entries: a namespace or a pod requests injection by ``istio.io/rev``, for one
+revision of the injector, or by ``istio-injection`` and ``sidecar.istio.io/inject``, for the default one. A
+revision tag is a separate configuration that maps another name to a revision. For the template ``ambient`` two
+entries follow ``istio.io/dataplane-mode``. The path of the URL selects the template of a pod that names none.
 
 API servers call configurations in the order of their names. Those of sidecars come after that of the gate, so that
-a pod that both are for gets a sidecar: the later injection takes the gate away.
+a pod selected by both gets a sidecar: the later injection removes the gate.
 
 The entries' names do not end as Istio's do: istiod puts its own CA into every entry that does, in configurations
 of its revision.
@@ -26,7 +26,7 @@ Requirement = dict[str, Any]
 
 
 def sidecar_name(revision: str) -> str:
-    """Return the name of the configuration of a revision."""
+    """Return the name of a revision's configuration."""
     return "ztunnel-sidecar-injector" if revision == DEFAULT else f"ztunnel-sidecar-injector-{revision}"
 
 
@@ -39,7 +39,7 @@ def sidecars(
         revision: of the injector; ``default`` also serves those who name none.
         service, namespace: of the injector.
         template: of pods that name none.
-        every_namespace: also those that say nothing, but for system namespaces.
+        every_namespace: include unlabelled namespaces, except for system namespaces.
     """
     return _configuration(sidecar_name(revision), revision, service, namespace, template, every_namespace)
 
@@ -126,7 +126,7 @@ def _entry(
         "admissionReviewVersions": ["v1"],
         "sideEffects": "None",
         "timeoutSeconds": _TIMEOUT_S,
-        # Only for those who asked: a pod that starts without what it asked for would send outside the mesh.
+        # Only for pods that requested injection: a pod that starts without it would send outside the mesh.
         "failurePolicy": "Fail",
         "reinvocationPolicy": "Never",
         "namespaceSelector": {"matchExpressions": [*of_namespace, system]},

@@ -1,7 +1,7 @@
 """Puts our plugin into a network configuration of the host, and takes it out. Pure.
 
-A conflist names plugins in the order in which they run; ours is the last. A plain configuration of one plugin is
-wrapped into a list. What others wrote stays as it is, member by member.
+A conflist names plugins in the order of their execution; ours is the last. A plain configuration of one plugin is
+wrapped into a list. Members written by others are kept unchanged.
 """
 
 import json
@@ -30,7 +30,7 @@ def read(text: str, *, listed: bool) -> dict[str, Any]:
         listed: the file is named ``.conflist`` and must be a list; files of other names must be a plain plugin.
 
     Raises:
-        OnlyOurs: it is a list of nothing but our plugin.
+        OnlyOurs: it is a list with no plugin except ours.
         BadConfiguration: a runtime would not load it.
     """
     try:
@@ -75,7 +75,9 @@ def _check_plugin(found: object, place: str) -> None:
 
 
 def origin(found: dict[str, Any]) -> str:
-    """Return the name of the plain file that a list with our entry was made of; empty if it was a list before."""
+    """Return the name of the plain file from which a list with our entry was made. Empty if it was
+    a list before.
+    """
     ours = [each for each in found["plugins"] if each.get("type") == TYPE]
     name = ours[0].get(ORIGIN) if ours else None
     return name if isinstance(name, str) and "/" not in name else ""

@@ -1,14 +1,14 @@
 """Keeps our plugin installed on the host: the program first, then the configuration; removal is the reverse.
 
-The network's own installer, or a second mesh, may rewrite the configuration at any time. The folder is watched by
-inotify, and what is wrong is put right; two installers that both insist are named in the log, for they would
-rewrite for ever. In the owned mode our plugin is in a file of its own, a copy of the network's with our entry,
-which sorts before it: that survives a reboot of the node, on which pods start before any agent does.
+The network's own installer, or a second mesh, can rewrite the configuration at any time. The folder is watched by
+inotify, and differences are repaired. If two installers overwrite each other, the log names them, because they
+would do so for ever. In the owned mode our plugin is in a separate file, a copy of the network's with our entry,
+which sorts before it. That survives a reboot of the node, after which pods start before the agent.
 
 A runtime takes the first file by name that it can load, of those that end in .conf, .conflist or .json. Only a
-list can have a second plugin, so that a plain file NAME.conf becomes NAME.conflist. The network's installer may
-write the plain file again: beside a list of ours with its name it is what the network wants now. After each look
-"installed" means that the file that a runtime takes has our plugin.
+list can have a second plugin, so a plain file NAME.conf becomes NAME.conflist. The network's installer can write
+the plain file again: beside a list of ours with its name, it is the network's newest configuration. After each
+check, "installed" means that the file chosen by a runtime has our plugin.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ OWNED: Final = f"02-{TYPE}.conflist"
 _OWN_ENDING: Final = f"-{TYPE}.conflist"
 _SUFFIXES: Final = (".conf", ".conflist", ".json")
 _LIST: Final = ".conflist"
-#: The first line of the program: isolated, without site packages, so that nothing of the host's can disturb it.
+#: The first line of the program: isolated, without site packages, so that packages of the host cannot disturb it.
 _FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
-#: So many rewrites in a row mean that somebody else insists.
+#: This many rewrites in a row mean that another installer conflicts with ours.
 _QUARREL: Final = 5
 _CALM_S: Final = 60.0
 #: A burst of events leads to one look.
@@ -52,7 +52,7 @@ _SETTLE_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """What is to be installed, and where.
+    """The files to install, and their places.
 
     Attributes:
         binaries: where container runtimes look for plugins, such as ``/opt/cni/bin``.
@@ -80,7 +80,7 @@ def install(wanted: Installation) -> list[str]:
     """Make the host's files what they should be; idempotent. Blocks for some small files.
 
     Returns:
-        What was written.
+        The paths of the written files.
 
     Raises:
         NoNetwork: there is no configuration to add to; the program is there already.
@@ -154,7 +154,7 @@ class Installer:
     """Keeps an installation as it should be; :meth:`run` until cancelled.
 
     Attributes:
-        installed: everything is as it should be, as far as is known.
+        installed: whether all files are in place, as of the last check.
         rewrites: how often something had to be written again.
     """
 
@@ -166,7 +166,7 @@ class Installer:
         self.rewrites = 0
 
     async def run(self) -> None:
-        """Install, and again whenever somebody changes the folders.
+        """Install, and install again after each change of the folders.
 
         Raises:
             OSError: a folder cannot be watched.
@@ -208,7 +208,7 @@ class Installer:
         return done
 
     def _moved(self, name: str | None) -> None:
-        # Our own temporary files are written and renamed, too; the look finds nothing to do then.
+        # Our own temporary files are written and renamed, too. The check then finds no difference.
         if name is None or name == TYPE or name.endswith(_SUFFIXES):
             self._news.set()
 
@@ -235,7 +235,7 @@ def _target(wanted: Installation, path: Path) -> Path:
     if target == path or not target.exists():
         return target
     try:
-        # A list without our entry is another one of the network's, and not ours to replace.
+        # A list without our entry is another configuration of the network, and is not replaced.
         return target if has_plugin(read(read_text(target), listed=True)) else copy
     except OnlyOurs:
         return target

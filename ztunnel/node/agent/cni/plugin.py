@@ -1,9 +1,9 @@
-"""The CNI plugin, as it is copied to the host: announces each sandbox to the agent before anything runs there.
+"""The CNI plugin that is copied to the host: announces each sandbox to the agent before a process starts in it.
 
-Chained after the network's own plugin (CNI specification 1.0). It changes nothing itself: the agent enters the
-sandbox's namespace. If the agent does not say 200, the sandbox fails, and the kubelet makes another one: a pod of
-the mesh never starts outside of it. Pods of the excluded namespaces pass without a question, so that what the
-agent needs to start, and the agent itself, can start without it.
+It is chained after the network's own plugin (CNI specification 1.0). It makes no changes itself: the agent enters
+the sandbox's namespace. If the agent does not answer 200, the sandbox fails, and the kubelet creates another one,
+so a pod of the mesh never starts outside of it. Pods of the excluded namespaces are not announced, so that the
+agent and its dependencies can start without it.
 
 Only the standard library, of Python 3.7 and later: this file runs on hosts, by itself, without this package.
 """
@@ -99,7 +99,8 @@ def main() -> int:
             print(json.dumps({"cniVersion": version, "supportedVersions": VERSIONS}))
             return 0
         if command != "ADD":
-            # DEL, CHECK, STATUS, GC: the rules go with the namespace, and the API server says that a pod is gone.
+            # DEL, CHECK, STATUS, GC: the rules disappear with the namespace, and the API server reports deleted
+            # pods.
             return 0
         try:
             config = json.load(sys.stdin)
