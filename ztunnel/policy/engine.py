@@ -1,9 +1,9 @@
 """Evaluates policy lists on the facts of a connection. Pure, and the only module that decides about policy.
 
-:func:`holds` defines what a condition means. :func:`judge` gives the same answers faster. It prepares policies
-when they are first needed, and keeps the result with them:
+:func:`holds` defines the meaning of a condition. :func:`judge` returns the same results faster. It prepares
+policies on first use, and stores the result in them:
 
-* A tier becomes an index. Most policies can hold only for a peer, namespace, address or port that they name,
+* A tier becomes an index. Most policies can match only for a peer, namespace, address or port that they name,
   completely or by a prefix or suffix. These are looked up by the connection's values, and only the others are
   evaluated one by one. Of 10,000 policies that name principals a connection evaluates only those that match its
   own (``bench/scale_istio.py``).
@@ -35,7 +35,7 @@ class Decision:
 #: number of characters or bits that are compared.
 _Shape = tuple[type[Any], str | int, int]
 
-#: A value that a connection must have for a policy to hold, and the kind of look-up for it.
+#: A value that a connection must have for a policy to match, and the kind of look-up for it.
 _Need = tuple[_Shape, Hashable]
 
 
@@ -43,7 +43,7 @@ class _Prepared:
     """A policy prepared for evaluation.
 
     Attributes:
-        needs: it can hold only for connections with one of these values; None means for any.
+        needs: the policy can match only connections with one of these values. None means any connection.
     """
 
     __slots__ = ("_condition", "_test", "needs")
@@ -61,7 +61,7 @@ class _Prepared:
 
 
 class _Index:
-    """The index of a tier: positions of policies by the values they need, and of those that need none."""
+    """The index of a tier: positions of policies by the values they need, and of policies without such values."""
 
     __slots__ = ("always", "by_shape", "prepared")
 
@@ -149,7 +149,9 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values, one of which a connection must have for a condition to hold; ``None``: there are none."""
+    """Return values, one of which a connection must have for a condition to hold. ``None`` if there are no such
+    values.
+    """
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
 
@@ -171,7 +173,7 @@ def _needs_of_all(condition: p.AllOf) -> list[_Need] | None:
 
 def _needs_of_name(condition: p.Authenticated | p.PeerPrincipal | p.PeerNamespace) -> list[_Need] | None:
     match = condition.name if isinstance(condition, p.Authenticated) else condition.match
-    # An empty prefix or suffix matches everything, and ``text[-0:]`` would take the whole text.
+    # An empty prefix or suffix matches every text, and ``text[-0:]`` would be the whole text.
     if match is None or match.ignore_case or not (match.value or match.kind == "exact"):
         return None
     if match.kind not in ("exact", "prefix", "suffix"):
@@ -285,7 +287,7 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
 
 
 def attributes(facts: ConnectionFacts) -> p.Attributes:
-    """Return what CEL expressions may read of a connection; what it does not have is not there, as in Envoy."""
+    """Return the attributes of a connection for CEL expressions. Like in Envoy, missing ones are absent."""
     connection: dict[str, str | int | bool] = {
         "mtls": facts.peer is not None,
         "requested_server_name": facts.server_name,
@@ -305,7 +307,7 @@ def attributes(facts: ConnectionFacts) -> p.Attributes:
 
 
 def compiled(condition: p.Condition) -> _Test:
-    """Return a function with the same result as :func:`holds`, for one condition."""
+    """Return a function with the same result as :func:`holds` for one condition."""
     match condition:
         case p.Always():
             return lambda facts: True
@@ -322,7 +324,8 @@ def compiled(condition: p.Condition) -> _Test:
             if match is None:
                 return lambda facts: facts.peer is not None and facts.peer.identity is not None
             matches = match.matches
-            # Without an identity the principal is the empty string, which may match: a suffix may be empty.
+            # Without an identity the principal is the empty string, which can match, because a suffix can be
+            # empty.
             return lambda facts: (
                 facts.peer is not None and (principal := facts.peer.principal) != "" and matches(principal)
             )

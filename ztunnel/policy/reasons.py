@@ -93,7 +93,7 @@ def _matches(match: StringMatch) -> str:
 
 
 def _value(condition: p.Condition, facts: ConnectionFacts) -> str:
-    """Return what the connection has where a condition looks; empty: nothing that could be shown."""
+    """Return the connection's value for a condition. Empty if there is no value to print."""
     peer = facts.peer
     match condition:
         case p.PeerPrincipal() | p.PeerNamespace() | p.PeerServiceAccount() if peer is None:

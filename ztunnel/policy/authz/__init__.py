@@ -1,4 +1,4 @@
-"""``ztunnel authz``: answers Envoy's ``ext_authz`` checks by Calico's policies, as Calico's Dikastes does."""
+"""``ztunnel authz``: answers Envoy's ``ext_authz`` checks by Calico's policies, like Calico's Dikastes."""
 
 from ztunnel.policy.authz.command import add_arguments
 

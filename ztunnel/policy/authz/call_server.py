@@ -1,8 +1,8 @@
-"""Serves unary gRPC calls on asyncio's loop: sockets, time, and nothing of gRPC's library.
+"""Serves unary gRPC calls on asyncio's loop, without gRPC's library.
 
-That library's server takes 250 us for a call in Python, of which the handler is a tenth. This one takes 80, and
-half of that where several calls come in one read (``make bench-authz``). It has no streams, no TLS and no
-compression; :class:`~xds.aio.grpc_server.GrpcServer` has.
+That library's server takes 250 us for a call in Python, a tenth of it in the handler. This one takes 80 us, and
+half of that if several calls arrive in one read (``make bench-authz``). Unlike
+:class:`~xds.aio.grpc_server.GrpcServer` it has no streams, no TLS and no compression.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from xds.grpc.address import host_and_port
 from xds.grpc.serve_error import ServeError
 from ztunnel.policy.authz.calls import Answer, SharedBuffers, UnaryConnection
 
-#: A connection that was silent for so long is sent a PING, and ends if it does not answer.
+#: The silence after which a connection is sent a PING. It is closed if it does not answer.
 KEEPALIVE_S: Final = 60.0
 KEEPALIVE_TIMEOUT_S: Final = 20.0
 _PING: Final = b"unaryaio"
@@ -33,12 +33,12 @@ class UnaryServer:
         addresses: ``host:port`` (port 0 picks one; ``0.0.0.0`` and ``[::]`` serve both IP versions) and
             ``unix:/path``; see :attr:`addresses` for the outcome.
         answers: by path. They run in the step of the loop that reads the call.
-        socket_mode: of Unix sockets; None leaves what the umask makes of them.
+        socket_mode: file mode of Unix sockets. None leaves the mode given by the umask.
         replace_files: a regular file at a path of a Unix socket is replaced; otherwise only a stale socket is.
-        stop_grace_s: how long answers may take to leave once serving stops.
+        stop_grace_s: the time for answers to leave after serving stops.
 
     Raises:
-        ServeError: on entering; nothing is served then.
+        ServeError: raised on entering. No address is served then.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class UnaryServer:
     def _bound_path(self, path: str) -> socket.socket:
         """Return a socket at a path, in place of a stale one; no other file is replaced unless that is wished.
 
-        It is bound to a name beside, which is moved over the wanted one: that leaves no moment without a socket,
-        and none in which it has another mode.
+        A name beside the path is bound, and that file is then moved over the path. Thus the path always has a
+        socket, and always with the right mode.
         """
         with suppress(FileNotFoundError):
             mode = os.stat(path).st_mode
@@ -206,7 +206,7 @@ class _Connection(asyncio.Protocol):
         if engine.failed:
             self._transport.close()
             return
-        # A client that causes more work than its share waits, and so do the calls for which a step had no room.
+        # A client that causes more work than its share waits. So do calls for which a step had no room.
         self._held = engine.unparsed or engine.pause_s > 0
         if self._held:
             loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
 """The server's end of one connection of unary gRPC calls, as a state machine: bytes in, frames out.
 
-HTTP/2 is that of the tunnels (:class:`hbone.engine.Engine`), with its bounds on what a client may repeat. A call
-is answered in the step that reads its last byte, so calls of one connection never wait for each other. What a
-client can make the server hold is bounded: :data:`HELD_BYTES` of messages that are not complete, and
-:data:`STREAMS` answers that wait for the client's credit.
+HTTP/2 is that of the tunnels (:class:`hbone.engine.Engine`), with its bounds on repeated frames. A call is
+answered in the step that reads its last byte, so calls of one connection never wait for each other. The memory
+that a client can use is bounded: :data:`HELD_BYTES` of incomplete messages, and :data:`STREAMS` answers that wait
+for the client's credit.
 """
 
 import logging
@@ -28,7 +28,7 @@ from hbone.settings import Http2Settings, Role
 
 log = logging.getLogger(__name__)
 
-#: Answers one message with one message; may not wait.
+#: Answers one message with one message. It must not block.
 Answer: TypeAlias = Callable[[bytes], bytes]
 
 #: gRPC's default for the longest message of a client.
@@ -46,7 +46,7 @@ _PREFIX_BYTES: Final = 5
 _BUFFER_BYTES: Final = 256 * 1024
 _BUFFERS_KEPT: Final = 4
 #: Clients of gRPC's libraries send a PING and two WINDOW_UPDATEs with every few messages, to measure the network.
-#: The rates are what one core can do at most: a connection that asks for more is not read from for a while.
+#: The rates are the maximum of one core. Reading from a connection above them pauses.
 _LIMITS: Final = Limits(
     work_burst=2_000_000,
     work_rate=2_000_000.0,
@@ -144,7 +144,7 @@ class UnaryConnection:
                     self._forget(event.stream_id)
                     self._waiting.pop(event.stream_id, None)
                 case WindowOpened(0):
-                    # Once for all of them: looking through a thousand answers for each would take seconds.
+                    # Once for all of them: a search through a thousand answers for each would take seconds.
                     connection_opened = True
                 case WindowOpened():
                     self._send_rest(event.stream_id)
@@ -207,7 +207,7 @@ class UnaryConnection:
             self._send(stream_id, framed)
 
     def _send(self, stream_id: int, framed: memoryview) -> None:
-        """Send an answer or its rest, and its end; what has no credit yet waits."""
+        """Send an answer or its rest, and its end. Bytes without credit wait."""
         sent = self.engine.send_data(stream_id, framed)
         if sent < len(framed):
             self._waiting[stream_id] = framed[sent:]
@@ -216,7 +216,7 @@ class UnaryConnection:
             self.engine.end_stream(stream_id, _OK)
 
     def sent(self) -> None:
-        """Go on with answers for which there was no room; called when the output was sent."""
+        """Continue with answers for which there was no room. Called when the output was sent."""
         for stream_id in list(self._waiting):
             self._send_rest(stream_id)
 
@@ -231,7 +231,7 @@ class UnaryConnection:
         self._respond(stream_id, 200, headers, open_still=open_still)
 
     def _respond(self, stream_id: int, status: int, headers: Headers, *, open_still: bool) -> None:
-        """Answer without a message; the rest of a request that is ``open_still`` is of no interest."""
+        """Answer without a message. The rest of a request that is ``open_still`` is ignored."""
         with suppress(LocalProtocolError):
             code = ErrorCode.NO_ERROR if open_still else None
             self.engine.respond(stream_id, status, headers, ended=True, reset_code=code)

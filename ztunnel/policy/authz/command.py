@@ -22,7 +22,7 @@ DEFAULT_LISTEN: Final = "/var/run/dikastes/dikastes.sock"
 DEFAULT_DIAL: Final = "/var/run/felix/nodeagent/socket"
 _CALL_S: Final = 5.0
 
-#: Exit statuses of ``health``, those of Calico's probe.
+#: Exit statuses of ``health``: those of Calico's probe.
 HEALTHY, BAD_ARGUMENT, NO_ANSWER, UNHEALTHY = 0, 1, 2, 3
 
 
@@ -259,7 +259,7 @@ async def _call(dial: str, method: str, message: bytes) -> bytes:
 
 
 def _http_address(text: str | None, host: str = "0.0.0.0") -> "SocketAddress | None":
-    """Read ``[IP:]PORT``; every address without one, as Calico's server, or another default."""
+    """Read ``[IP:]PORT``. Without an IP, every address like Calico's server, or another default."""
     from xds.model.address import SocketAddress
 
     if text is None:

@@ -12,7 +12,7 @@ from ztunnel.policy.authz import command
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that ends with 1, as Calico's: 2 says that a server did not answer."""
+    """A parser that exits with 1, like Calico's, because 2 means that a server did not answer."""
 
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`."""

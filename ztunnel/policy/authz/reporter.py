@@ -1,4 +1,4 @@
-"""Reports to the PolicySync server which flows were judged, and by which rule; every five seconds, once a flow.
+"""Reports evaluated flows and their deciding rules to the PolicySync server, every five seconds and once per flow.
 
 A server that has no collector says so, and is asked again in the next interval. What cannot be delivered is left
 out and counted: reports are no reason to hold checks up, or memory.
@@ -20,7 +20,7 @@ from ztunnel.policy.calico.verdict import Verdict
 log = logging.getLogger(__name__)
 
 METHOD: Final = "/felix.PolicySync/Report"
-#: As often as Calico's own policy server would.
+#: The interval of Calico's own policy server.
 INTERVAL_S: Final = 5.0
 #: Flows of one interval; more are left out.
 MOST_FLOWS: Final = 10_000

@@ -1,1 +1,1 @@
-"""Calico's policy: what PolicySync tells, evaluated for a flow. Pure; servers and clients stand elsewhere."""
+"""Calico's policy as sent by PolicySync, evaluated for a flow. Pure; servers and clients are elsewhere."""

@@ -1,14 +1,15 @@
-"""Compiles the clauses of a rule to checks on facts. Clauses that are absent compile to nothing. Pure.
+"""Compiles the clauses of a rule to checks on facts. Absent clauses compile to nothing. Pure.
 
-Where a clause cannot be judged it fails: a rule that may be narrower than it looks must not allow. A clause can
-name a missing IP set, or text that is no network or selector; it can ask for what the flow lacks: the address and
-port of a pipe, or the type of an ICMP packet. For a rule that denies or passes to the next tier, failing would be
-the open side, so there it ends the evaluation (:class:`~ztunnel.policy.calico.verdict.Undecidable`).
+A clause that cannot be evaluated fails, because a rule that is possibly narrower than it looks must not allow. A
+clause can name a missing IP set, or text that is not a network or selector. It can need facts that the flow lacks:
+the address and port of a pipe, or the type of an ICMP packet. For a rule that denies or passes to the next tier,
+failing would be the permissive side, so it ends the evaluation there
+(:class:`~ztunnel.policy.calico.verdict.Undecidable`).
 
-Where only connections are judged (``connections_only``), a rule must never open more than it does where requests
-are: a rule that allows and has an HTTP clause does not match, and a client without an identity does not satisfy a
-rule that allows by identity. Calico lets IP sets decide there, for permissive mTLS; rules that deny still do.
-In front of a waypoint that judges requests by these policies the HTTP clause of such a rule is left to it.
+If only connections are evaluated (``connections_only``), a rule must never admit more than with requests: an
+allowing rule with an HTTP clause does not match, and a client without an identity does not satisfy a rule that
+allows by identity. Calico lets IP sets decide there, for permissive mTLS; rules that deny still use them. In front
+of a waypoint that evaluates requests by these policies the HTTP clause of such a rule is left to the waypoint.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,14 +35,14 @@ Check: TypeAlias = Callable[[Facts], bool]
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One clause: what it is called in explanations, and its check."""
+    """One clause: its name in explanations, and its check."""
 
     name: str
     check: Check
 
 
 def all_hold(checks: Iterable[Check], facts: Facts) -> bool:
-    """Return whether all checks hold. One that fails settles it, whatever the others raise.
+    """Return whether all checks hold. One failing check decides, whatever the others raise.
 
     Raises:
         Undecidable: none fails and one cannot be evaluated.
@@ -68,7 +69,7 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
     """Return the clauses of a rule that need no HTTP, cheap ones first.
 
     Args:
-        policy_namespace: of the rule's policy; empty for a global one and for a profile.
+        policy_namespace: of the rule's policy. Empty for a global policy and for a profile.
         connections_only: see the module.
     """
     clauses: list[Clause] = []
@@ -112,9 +113,9 @@ def has_http(rule: c.Rule) -> bool:
 def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
     """Return what stands for a rule's HTTP clause where only connections are judged, or None if it has none.
 
-    It is to be called last. Calico's API knows HTTP on rules that allow only. What else comes with it over the
-    wire must not open anything either: a denial denies every request, and passing some requests on would need to
-    know which.
+    Call it last. Calico's API has HTTP clauses on rules that allow only. Other rules with one can still arrive
+    over the wire, and must not admit anything either: a denying rule denies every request, and passing on some
+    requests would require knowing which.
 
     Args:
         place: of the rule, for :attr:`~ztunnel.policy.calico.verdict.Facts.unseen`.
@@ -252,7 +253,7 @@ _Of: TypeAlias = Callable[[Facts], Peer]
 
 
 def _all_there(facts: Facts, sets: Iterable[str], *, denies: bool) -> bool:
-    """Return whether all sets are there.
+    """Return whether all sets exist.
 
     Raises:
         Undecidable: one is missing, and the rule denies.
@@ -266,7 +267,7 @@ def _all_there(facts: Facts, sets: Iterable[str], *, denies: bool) -> bool:
 
 
 def _is_member(facts: Facts, wanted: frozenset[str], found: frozenset[str], *, denies: bool) -> bool:
-    """Return whether all ``wanted`` sets are among the ``found`` ones.
+    """Return whether all ``wanted`` sets are among the ``found`` sets.
 
     Raises:
         Undecidable: only sets that are missing stand against it, and the rule denies.
@@ -332,7 +333,7 @@ def _in_ranges(port: int, ranges: tuple[tuple[int, int], ...]) -> bool:
 
 
 def _nets(of: _Of, networks: tuple[IpNetwork | None, ...], *, denies: bool) -> Check:
-    # A text that is no network fails the clause when it is reached: what stands before it may still match.
+    # A text that is not a network fails the clause when it is reached. The entries before it can still match.
     whole = None not in networks
     tests = [_in_network(network) for network in networks[: None if whole else networks.index(None)] if network]
 
@@ -429,7 +430,7 @@ def _namespace(of: _Of, peer: c.PeerMatch, policy_namespace: str, *, denies: boo
             return not found.identity.namespace or matches(found.namespace_labels)
 
         return check
-    # A policy of a namespace that says "pods" or "service accounts" means those of its own.
+    # A policy of a namespace that selects pods or service accounts selects those of its own namespace.
     local = peer.selector or peer.not_selector or peer.account_names or peer.account_selector
     if policy_namespace and local:
         return lambda facts: of(facts).identity.namespace in ("", policy_namespace)

@@ -1,13 +1,13 @@
 """Reads policies of a cluster: AdminNetworkPolicy, BaselineAdminNetworkPolicy, ClusterNetworkPolicy. Pure.
 
 The API is policy.networking.k8s.io: v1alpha1 has the first two, v1alpha2 the third, with a field ``tier``. Admin
-policies are asked before NetworkPolicy, baseline ones after it, which only happens for a pod and direction that
-no NetworkPolicy isolates. They become policies of Calico's tiers ``kube-admin`` and ``kube-baseline``, whose ends
-pass.
+policies are evaluated before NetworkPolicy, baseline ones after it, which only happens for a pod and direction
+that no NetworkPolicy isolates. They become policies of Calico's tiers ``kube-admin`` and ``kube-baseline``, whose
+ends pass.
 
-A rule with a peer that cannot be judged here (a domain name, a kind of peer of a later release) fails closed as
-the API says: a rule that allows does not match such a peer, any other rule denies everything. ``notes`` of the
-policy names each.
+A rule with a peer that cannot be evaluated here (a domain name, a kind of peer of a later release) fails closed as
+the API requires: a rule that allows does not match such a peer, and any other rule denies all traffic. ``notes``
+of the policy names each.
 """
 
 import functools
@@ -31,13 +31,13 @@ _ADMIN: Final = "kube-admin"
 _BASELINE: Final = "kube-baseline"
 _TIERS: Final = {"Admin": _ADMIN, "Baseline": _BASELINE}
 _MAX_PRIORITY: Final = 1000
-#: The API gives the baseline of v1alpha1, of which there is one, no priority: it comes after all that have one.
+#: v1alpha1's single baseline policy has no priority in the API: it comes after all policies with one.
 _AFTER_ALL: Final = _MAX_PRIORITY + 1.0
 _ALLOWS: Final = {"ClusterNetworkPolicy": "Accept"}
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _DENY_ALL: Final = ApiRule(c.Action.DENY)
 
-#: Protocol and ports, or one name of a port; no protocol and no ports is anything.
+#: Protocol and ports, or the name of a port. No protocol and no ports match all traffic.
 _Ports = tuple[str | None, tuple[tuple[int, int] | str, ...]]
 
 
@@ -45,7 +45,7 @@ class ClusterPolicyReader(KubernetesReader):
     """Adds the kinds of policy.networking.k8s.io to the readers of Kubernetes' own."""
 
     def cluster_policy(self, resource: Document) -> None:
-        """Read a policy of one of the three kinds; the resource has kind ``Kubernetes`` and its own."""
+        """Read a policy of one of the three kinds. The resource has kind ``Kubernetes`` and its own kind."""
         where = f"{resource.where}: spec"
         spec, unclear = self.attempt(lambda: self._cluster_spec(resource, where))
         self.faults += unclear
@@ -99,7 +99,7 @@ class ClusterPolicyReader(KubernetesReader):
         return float(value)
 
     def _pods_of(self, value: object, where: str) -> Entity:
-        """Return the pods of a subject; one that is faulty selects all, which matters if it is closed for that."""
+        """Return the pods of a subject. A faulty subject selects all, which matters if it is closed for that."""
         subject = _given(self.mapping(value, where, ("namespaces", "pods")))
         if len(subject) != 1:
             self.fault(where, "must be either namespaces or pods")
@@ -108,7 +108,7 @@ class ClusterPolicyReader(KubernetesReader):
         return self._pods(kind, found, where)
 
     def _pods(self, kind: str, value: object, where: str) -> Entity:
-        """Return the pods of ``namespaces``, or of ``pods`` in namespaces; an empty selector selects all."""
+        """Return the pods of ``namespaces``, or of ``pods`` in namespaces. An empty selector selects all."""
         if kind == "namespaces":
             pods, namespaces, place = None, value, f"{where}.namespaces"
         else:
@@ -182,7 +182,7 @@ class ClusterPolicyReader(KubernetesReader):
         return known[value]
 
     def _peers(self, entry: Json, key: str, where: str, rule: RuleFaults, unknown: list[str]) -> list[Entity]:
-        """Return the peers that can be judged here; ``unknown`` gets what is to be said of the others."""
+        """Return the peers that can be evaluated here. ``unknown`` receives notes about the others."""
         found: list[Entity] = []
         items = self.needed(rule, lambda: self.items(entry, key, where))
         if not items:
@@ -217,14 +217,14 @@ class ClusterPolicyReader(KubernetesReader):
             case "domainNames" if outward:
                 unknown.append(f"{place}.domainNames: names are not followed here")
             case "":
-                # As the API has it: a kind of peer that its server knows and this reader's release does not.
+                # The API's rule for a kind of peer that its server supports and this reader does not.
                 unknown.append(f"{place}: no kind of peer that is known here")
             case _:
                 unknown.append(f"{place}.{kind}: no kind of peer that is known here")
         return None
 
     def _cluster_ports(self, entry: Json, key: str, where: str) -> tuple[_Ports, ...]:
-        """Return what ``ports`` of v1alpha1 or ``protocols`` of v1alpha2 mean; no list at all means anything."""
+        """Return the meaning of ``ports`` in v1alpha1 or ``protocols`` in v1alpha2. A missing list matches all."""
         if entry.get(key) is None:
             return ((None, ()),)
         items = self.items(entry, key, where)

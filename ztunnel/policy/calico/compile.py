@@ -1,8 +1,7 @@
 """Compiles resources to what PolicySync sends: selectors to IP sets, tiers in order, labels inherited. Pure.
 
-A rule keeps the original texts of its selectors beside the ids of the sets, as Felix does: the sets say which
-addresses are meant, and identities are judged by the texts. Ids are Calico's own, so that both could serve one
-client.
+A rule keeps the original texts of its selectors beside the ids of the sets, like in Felix: the sets are for
+addresses, the texts for identities. Ids are Calico's own, so that both servers could serve one client.
 """
 
 from abc import ABC, abstractmethod
@@ -40,13 +39,13 @@ ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
 NAME_LABEL: Final = "projectcalico.org/name"
 _OF_NAMESPACE: Final = "pcns."
 _OF_ACCOUNT: Final = "pcsa."
-#: Labels of Kubernetes have at most so many characters; a longer account name is no label.
+#: The maximum length of Kubernetes' label values. A longer account name is not a label.
 _LABEL_LENGTH: Final = 63
 
 
 @dataclass(slots=True)
 class Compiled:
-    """Everything that a node may be told, by key.
+    """All objects that a node can receive, by key.
 
     Attributes:
         ip_sets: type and members of the sets that rules name.
@@ -77,7 +76,7 @@ def endpoint_id(pod: Pod) -> c.EndpointId:
 
 
 def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
-    """Return pods with the addresses that are their own: of an address that several have, one pod's only."""
+    """Return pods with the addresses that they own. An address of several pods is owned by one."""
     holders: dict[IpAddress, Pod] = {}
     for pod in filter(lambda pod: pod.is_endpoint, pods.values()):
         for address in pod.addresses:
@@ -93,13 +92,13 @@ def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
 
 
 def with_addresses(pod: Pod, held: Sequence[IpAddress]) -> Pod:
-    """Return a pod with those of its addresses that it holds; itself if it holds them all."""
+    """Return a pod with the addresses that it owns, or the same object if it owns all of them."""
     return pod if len(held) == len(pod.addresses) else replace(pod, addresses=tuple(held))
 
 
 @dataclass(frozen=True, slots=True)
 class Selectable:
-    """What selectors of endpoints can select: a pod, or a network set."""
+    """The objects of endpoint selectors: a pod, or a network set."""
 
     labels: Mapping[str, str]
     nets: tuple[IpNetwork, ...]
@@ -112,12 +111,12 @@ def profiles_of(pod: Pod) -> tuple[str, str]:
 
 
 def own_labels(known: Labelled | None, name: str) -> dict[str, str]:
-    """Return the labels of a namespace or an account; one that was not read has its name only."""
+    """Return the labels of a namespace or an account. If it was not read, it only has its name."""
     return {**(known.labels if known else {}), NAME_LABEL: name}
 
 
 def namespace_profile(name: str, labels: Mapping[str, str]) -> ApiProfile:
-    """Return the profile that a namespace implies: everything is allowed, its labels are inherited."""
+    """Return the profile that a namespace implies: it allows all traffic, and its labels are inherited."""
     allow = (ApiRule(c.Action.ALLOW),)
     return ApiProfile(f"kns.{name}", allow, allow, {_OF_NAMESPACE + key: value for key, value in labels.items()})
 
@@ -150,7 +149,7 @@ def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str
 
 
 def host_selectable(found: HostEndpoint, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
-    """Return what selectors see of a host endpoint: the addresses that it says it has."""
+    """Return a host endpoint as selectors see it, with the addresses in its resource."""
     labels = dict(found.labels)
     for name in found.profiles:
         for key, value in labels_of(name).items():
@@ -168,22 +167,22 @@ class RuleCompiler(ABC):
 
     @abstractmethod
     def selector_set(self, selector: Selector) -> str:
-        """Return the id of the set of the addresses that a selector selects."""
+        """Return the id of the set of addresses that a selector selects."""
 
     @abstractmethod
     def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
-        """Return the id of the set of selected addresses with their port of a name; None selects everything."""
+        """Return the id of the set of selected addresses with their named port. None selects all."""
 
     @abstractmethod
     def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
-        """Return the id of the set of a service's addresses, with its ports or without."""
+        """Return the id of the set of a service's addresses, with or without its ports."""
 
     @abstractmethod
     def node_set(self, selector: Selector) -> str:
-        """Return the id of the set of the addresses of the nodes that a selector selects."""
+        """Return the id of the set of addresses of the nodes that a selector selects."""
 
     def rule(self, rule: ApiRule, namespace: str) -> c.Rule:
-        """Return a rule of a policy of a namespace; empty for a global policy and a profile."""
+        """Return a rule of a policy of a namespace. An empty namespace is that of a global policy or a profile."""
         protocol = rule.protocol.lower() if isinstance(rule.protocol, str) else rule.protocol
         not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
         source = self._peer(rule.source, namespace, protocol, is_destination=False)
@@ -277,7 +276,7 @@ class _Compiler(RuleCompiler):
     # Labels and profiles
 
     def _all_profiles(self) -> dict[str, ApiProfile]:
-        """Return the profiles that exist and those that namespaces and accounts imply."""
+        """Return existing profiles and those that namespaces and accounts imply."""
         found: dict[str, ApiProfile] = {}
         pods = [pod for pod in self._resources.pods.values() if pod.is_endpoint]
         names = {pod.namespace for pod in pods} | set(self._resources.namespaces)
@@ -304,7 +303,7 @@ class _Compiler(RuleCompiler):
     def _ordered_tiers(self) -> list[tuple[str, bool, list[tuple[ApiPolicy, Selector]]]]:
         """Return name, whether its end passes, and policies of each tier, all in order.
 
-        Tiers that policies name and that do not exist come last and deny at their end.
+        Nonexistent tiers that policies name come last and deny at their end.
         """
         known = {name: (order, passes) for name, (order, passes) in BUILT_IN_TIERS.items()}
         known |= {tier.name: (tier.order, tier.passes) for tier in self._resources.tiers.values()}
@@ -391,7 +390,7 @@ class _Compiler(RuleCompiler):
 
 
 def port_protocol(protocol: int | str | None) -> str:
-    """Return the protocol of which named ports are meant; ``any`` if a rule does not say."""
+    """Return the protocol of named ports. ``any`` if the rule has none."""
     known = {number: text for text, number in c.PROTOCOLS.items()}
     wanted = known.get(protocol) if isinstance(protocol, int) else protocol
     return wanted if wanted in ("tcp", "udp", "sctp") else "any"
@@ -403,7 +402,7 @@ def named_port_id(selector: Selector, protocol: str, name: str) -> str:
 
 
 def node_set_id(selector: Selector) -> str:
-    """Return the id of a set of nodes' addresses; Calico has none like it."""
+    """Return the id of a set of nodes' addresses, which has no counterpart in Calico."""
     return hashed_id("nodes:", str(selector))
 
 
@@ -420,7 +419,7 @@ def named_port_members(found: Selectable, protocol: str, name: str) -> Iterator[
 
 
 def service_members(found: Selectable, service: Service | None) -> Iterator[str]:
-    """Yield what a service's set of ports has of one of its pods."""
+    """Yield the members that a pod adds to the set of a service's ports."""
     for protocol, target in service.targets if service is not None else ():
         for number in _target(target, protocol, found.ports):
             yield from _members(found.nets, protocol, number)
@@ -458,7 +457,7 @@ def policy_selector(policy: ApiPolicy) -> Selector:
 
 
 def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
-    """Return the selector of the endpoints that one side of a rule means; None if nothing in it selects any."""
+    """Return the selector of endpoints of one side of a rule. None if the side does not select any."""
     accounts: list[Node] = []
     if entity.account_selector.strip():
         accounts.append(parse_selector(entity.account_selector).prefixed(_OF_ACCOUNT).root)

@@ -1,9 +1,9 @@
 """Evaluates a store's policies for flows, fast: rules are compiled when they arrive and found by what they need.
 
-The answers are those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests hold the two together. Of
+The answers are those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Of
 20,000 rules a flow reads those whose rarest clause it could satisfy (an IP set that contains its address, a
-network, a service account, a port), in the order of tiers, policies and rules. An answer that read no HTTP is
-kept for connections with the same ends, until anything changes.
+network, a service account, a port), in the order of tiers, policies and rules. An answer that did not depend on
+HTTP is cached for connections with the same ends, until the next change.
 
 Not thread-safe, and needs no locks in asyncio: neither updating nor evaluating waits.
 """
@@ -37,14 +37,14 @@ from ztunnel.policy.calico.verdict import (
 
 #: Answers kept for all endpoints; when there are more, all are dropped. One takes half a kilobyte.
 CACHED_VERDICTS: Final = 65_536
-#: Characters of both principals of an answer that is kept. Real ones have less than a hundred each; a client of a
-#: policy server may send what it likes.
+#: The longest principals, together, of a cached answer. Real ones have less than a hundred characters each, but a
+#: client of a policy server can send any text.
 _CACHED_CHARACTERS: Final = 512
 
-#: What a rule needs of a flow: a kind of look-up and the value it must find.
+#: A rule's requirement on a flow: a kind of look-up and the value to find.
 _Need: TypeAlias = tuple[str, Hashable]
 
-#: What an end without an address offers instead of a network or a port.
+#: The values of an end without an address, in place of a network or a port.
 _NO_ADDRESS: Final = "no address"
 
 #: Ranges of more ports than this are checked, not looked up.
@@ -70,12 +70,12 @@ class _Rule:
         self.place = (policy.place, index)
 
     def matches(self, facts: Facts) -> bool:
-        # The HTTP clause comes last: an answer of which it was no part may be kept for other requests.
+        # The HTTP clause comes last: an answer that did not need it can be cached for other requests.
         return all_hold(self.checks, facts) and (self.http is None or self.http(facts))
 
 
 class _Policy:
-    """A policy in a tier. Without rules because it is missing, it has one that says so."""
+    """A policy in a tier. A missing policy has a single rule that reports it."""
 
     __slots__ = ("id", "needs", "place", "rules", "staged")
 
@@ -144,7 +144,7 @@ class _Tier:
         self._lengths: dict[str, dict[tuple[int, int], int]] = {}
 
     def put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:
-        """Compile a policy of this tier anew; None: the store has none."""
+        """Recompile a policy of this tier. None means that the store does not have it."""
         old = self._compiled.pop(policy_id, None)
         if old is not None:
             for rule, needs in zip(old.rules, old.needs, strict=True):
@@ -182,7 +182,8 @@ class _Tier:
                     found += rules
         if not found:
             return self._always
-        # A rule that lists two networks is found twice if both have the address; the second time changes nothing.
+        # A rule that lists two networks is found twice if both contain the address. The second match has no
+        # effect.
         found += self._always
         found.sort(key=_place)
         return found
@@ -243,8 +244,8 @@ def _reads_port(peer: c.PeerMatch) -> bool:
 def _needs(rule: c.Rule) -> tuple[_Need, ...]:
     """Return values of the rarest clause: a flow must have one for the rule to match. Empty: any flow may match.
 
-    Rules that may deny are not filed by IP sets: one that is missing must be noticed by every flow that gets
-    there. An end without an address must get to those that ask for its network or port.
+    Rules that can deny are not indexed by IP sets, because every flow that reaches a missing set must notice it.
+    An end without an address must reach rules that need its network or port.
     """
     unknown = _NO_ADDRESS if rule.action.may_deny else None
     sides = (("source", rule.source), ("destination", rule.destination))
@@ -283,7 +284,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
 
 
 class _Plan:
-    """What is evaluated for one endpoint and direction, and the answers that still hold."""
+    """The rules for one endpoint and direction, and the cached answers."""
 
     __slots__ = ("answers", "generation", "has_staged", "profiles", "reads_source_port", "tiers")
 
@@ -301,7 +302,7 @@ class Evaluator:
 
     Args:
         store: changed by :meth:`apply` only from now on.
-        trust_domains: of principals that are believed; empty believes all, as Calico does.
+        trust_domains: of accepted principals. Empty accepts all, like Calico.
         connections_only: no HTTP will be seen; see :mod:`ztunnel.policy.calico.clauses`.
     """
 
@@ -456,7 +457,7 @@ def _evaluate(plan: _Plan, facts: Facts, *, enforced: bool) -> Verdict:
 
 
 def decided(place: RuleRef, action: c.Action) -> Verdict:
-    """Return the verdict of a rule that matched. A profile's rule that passes denies: nothing comes after it."""
+    """Return the verdict of a matching rule. A profile's passing rule denies, because nothing follows it."""
     if action is c.Action.ALLOW:
         return Verdict(Code.OK, rule=place)
     if action is c.Action.UNKNOWN:
@@ -465,12 +466,12 @@ def decided(place: RuleRef, action: c.Action) -> Verdict:
 
 
 def denied(place: RuleRef) -> Verdict:
-    """Return the verdict of a rule that denies, or of an end that does."""
+    """Return the verdict of a denying rule, or of a denying end."""
     return Verdict(Code.PERMISSION_DENIED, f"denied by {place}", place)
 
 
 def _cache_key(flow: c.Flow, plan: _Plan, *, enforced: bool) -> Hashable:
-    """Return what an answer depends on if it reads no HTTP; None if that is too much to be worth keeping."""
+    """Return the facts on which an answer without HTTP depends. None if they are too large for the cache."""
     if flow.source_labels or flow.destination_labels:
         return None
     if len(flow.source_principal) + len(flow.destination_principal) > _CACHED_CHARACTERS:

@@ -13,7 +13,7 @@ from ztunnel.policy.calico.walk import Outcome, Step, walk
 
 #: Profiles of service accounts are named so, with namespace and name.
 _OF_ACCOUNT: Final = "ksa."
-#: The source port of a connection about which nothing is said: the first that clients are given (RFC 6335, 6).
+#: The source port of a connection if none is given: the first ephemeral port (RFC 6335, 6).
 EPHEMERAL_PORT: Final = 49152
 
 

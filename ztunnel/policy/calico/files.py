@@ -62,7 +62,7 @@ def read_files(paths: Sequence[Path]) -> Resources:
 
 
 def updates_of(compiled: Compiled) -> Iterator[c.Update]:
-    """Yield the updates that fill an empty store with everything that was compiled, and complete it."""
+    """Yield the updates that fill an empty store with all compiled objects, and complete it."""
     for set_id, (kind, members) in compiled.ip_sets.items():
         yield c.IpSetUpdate(set_id, kind, tuple(members))
     yield from (c.PolicyUpdate(key, policy) for key, policy in compiled.policies.items())
@@ -82,7 +82,7 @@ class FilePolicies:
     cannot be read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
 
     Args:
-        paths: YAML files, and folders of them.
+        paths: YAML files and folders of them.
 
     Attributes:
         complete: every document has been readable once, so that no policy is missing; stays true.
@@ -98,7 +98,7 @@ class FilePolicies:
         self.faults: tuple[str, ...] = ()
 
     def read(self) -> Resources:
-        """Read the files that have changed, and return a copy of everything that is in force; log new faults."""
+        """Read the changed files, and return a copy of the current state. New faults are logged."""
         try:
             changes = self._source.everything()
         except OSError as error:
@@ -128,10 +128,11 @@ class FilePolicies:
 
 
 class Files:
-    """Follows files; a :class:`~ztunnel.policy.calico.live.PolicySource`.
+    """Follows files. Implements :class:`~ztunnel.policy.calico.live.PolicySource`.
 
-    While a part of them has a fault, the rest applies, and of that part what :class:`FilePolicies` says; they
-    are not in sync and their age counts. Before every document has been readable once, nothing is allowed.
+    While a part of them is faulty, the rest applies, and :class:`FilePolicies` defines the effect of the faulty
+    part. The files are not in sync then, and their age counts. Before every document has been readable once, no
+    traffic is allowed.
 
     Args:
         path: a file or a folder of YAML files.
@@ -187,7 +188,7 @@ class Files:
         self._changed()
 
     def _evaluator(self) -> Evaluator | None:
-        """Read the files; return None while policies may be missing."""
+        """Read the files. Return None while policies are possibly missing."""
         resources = self._policies.read()
         if not self._policies.complete:
             return None

@@ -1,7 +1,7 @@
 """Follows a PolicySync server: a new store for each stream, which takes over when it is complete.
 
-While the connection is away, and while a new stream has not said InSync, the last complete store goes on
-answering. So an object that was deleted meanwhile does not live on, and a restart of Felix stops nothing.
+While the connection is down, and until a new stream has sent InSync, the last complete store answers. So objects
+deleted in the meantime do not survive, and a restart of Felix interrupts nothing.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ METHOD: Final = "/felix.PolicySync/Sync"
 
 #: Felix's own limit is 4 MiB, 82,200 members of an IP set. Other servers need not know it.
 MESSAGE_BYTES: Final = 64 * 1024 * 1024
-#: Messages that may be wrong in a row of one stream before it is begun anew.
+#: The number of consecutive faulty messages in one stream before it is restarted.
 FAULTS: Final = 100
-#: What one store may hold, in members of IP sets, which take 95 bytes each. The largest store that Calico has
-#: measured has 280,000 objects and members; a server that never ends its snapshot must not take all memory.
+#: The maximum size of a store in members of IP sets, which take 95 bytes each. The largest store that Calico has
+#: measured has 280,000 objects and members. A server that never ends its snapshot must not take all memory.
 OBJECTS: Final = 5_000_000
-#: Bytes of another object's message that take as much memory as a member: a rule of 100 bytes takes a kilobyte
+#: The message bytes of other objects that take as much memory as one member: a rule of 100 bytes takes a kilobyte
 #: when it is compiled.
 _BYTES_PER_MEMBER: Final = 8
 #: Updates applied before other tasks get their turn, and members of one update, about 4 ms.
 _BATCH: Final = 64
 _SLICE: Final = 4096
-#: How long a snapshot may take before a line says that it is not complete; Felix's waits for its datastore.
+#: The time after which a line reports an incomplete snapshot. Felix waits for its datastore.
 _SLOW_S: Final = 30.0
-#: Begin of the id of a set that is being filled, which no message can have for its own.
+#: The prefix of the id of a set that is being filled. No message can have such an id.
 _FILLING: Final = "\0"
 
 
@@ -69,12 +69,12 @@ class Follower:
         clock: for :attr:`age_s`.
         trust_domains, connections_only: see :class:`~ztunnel.policy.calico.evaluator.Evaluator`.
         changed: called after each change of :attr:`evaluator` or its store.
-        backoff: between streams; by default 0.2 s, doubling to 0.8 s, a fifth of it at random. The server is on
-            the same node, and checks are refused until it has told everything.
+        backoff: between streams. By default 0.2 s, doubling to 0.8 s, a fifth of it at random. The server is on
+            the same node, and checks are refused until it has sent its snapshot.
 
     Attributes:
-        evaluator: over the last complete store; before the first, one that answers UNAVAILABLE.
-        in_sync: the stream is up and its store is the one that answers.
+        evaluator: over the last complete store. Before the first, it answers UNAVAILABLE.
+        in_sync: the stream is open and its store is the one that answers.
         error: why the last stream ended.
     """
 
@@ -163,7 +163,8 @@ class Follower:
                     self._take_over(pending)
                 if pending is self.evaluator:
                     self._changed()
-                # What has arrived is read without waiting, and a snapshot is long: checks come in between.
+                # Received messages are read without waiting, and a snapshot is long, so checks must run in
+                # between.
                 read += 1
                 if read % _BATCH == 0:
                     await asyncio.sleep(0)
@@ -173,7 +174,7 @@ class Follower:
             call.cancel()
 
     async def _apply(self, pending: Evaluator, update: c.Update, weights: "_Weights") -> None:
-        """Apply one update; a large one in slices, between which other tasks get their turn.
+        """Apply one update. A large one is applied in slices, between which other tasks run.
 
         A set is filled under a name of its own meanwhile: half of a set must not be taken for the whole.
 
@@ -215,14 +216,14 @@ class Follower:
 
 
 class _Weights:
-    """What objects other than IP sets take in memory, by their messages' bytes, in members of IP sets."""
+    """The memory of objects other than IP sets, computed from message sizes, in members of IP sets."""
 
     def __init__(self) -> None:
         self.total = 0
         self._of: dict[tuple[str, Hashable], int] = {}
 
     def note(self, update: c.Update, size: int) -> None:
-        """Note an update's message: what it replaces is gone."""
+        """Record an update's message, which replaces the previous one."""
         key: Hashable
         value: object
         match update:

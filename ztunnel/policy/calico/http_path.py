@@ -1,8 +1,8 @@
-"""The normal form of HTTP paths, of requests and of rules alike (as Calico's Dikastes since April 2026).
+"""The normal form of HTTP paths, for requests and rules alike (like in Calico's Dikastes since April 2026).
 
-A proxy and the application behind it may read one path differently: ``/public/..%2Fadmin`` is below ``/public``
-to the one and ``/admin`` to the other. So both sides of a comparison take the form that the most liberal reader
-would, and what has no such form matches nothing.
+A proxy and the application behind it can interpret one path differently: ``/public/..%2Fadmin`` is below
+``/public`` for one and ``/admin`` for the other. So both sides of a comparison are converted to the form of the
+most liberal reader, and a path without such a form matches nothing.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes
 
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-#: What is still an escaped dot, slash or backslash after decoding once has been encoded twice.
+#: A dot, slash or backslash that is still escaped after decoding once was encoded twice.
 _ENCODED_TWICE: Final = re.compile(rb"%(?:2e|2f|5c)", re.IGNORECASE)
 
 

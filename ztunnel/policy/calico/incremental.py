@@ -1,9 +1,9 @@
 """Compiles resources as they change: what one change costs depends on what it touches, not on all there is. Pure.
 
 The result equals that of :func:`~ztunnel.policy.calico.compile.compile_resources` after every change; property
-tests hold the two together. Selectors are found by labels. Each has an anchor: a label, with its value if it asks
-for one, without which nothing is selected. A pod is compared with the selectors whose anchors it has, and a
-selector with the pods that have its anchor, so 5,000 policies and 10,000 pods do not make 50 million comparisons.
+tests compare the two. Selectors are found by labels. Each has an anchor: a label, with its value if it requires
+one, which every selected object has. A pod is compared with the selectors whose anchors it has, and a selector
+with the pods that have its anchor, so 5,000 policies and 10,000 pods do not need 50 million comparisons.
 """
 
 from collections import Counter
@@ -49,14 +49,14 @@ from ztunnel.policy.calico.resources import (
     Resources,
 )
 
-#: A label, and its value; None for any value. The empty anchor is that of selectors that have none.
+#: A label and its value. None matches any value. The empty anchor is for selectors without one.
 _Term: TypeAlias = tuple[str, str | None]
 _ANY: Final[_Term] = ("", None)
 
 
 @dataclass(slots=True)
 class Delta:
-    """Keys of what a change has changed in a ``Compiled``, or removed from it."""
+    """Keys of changed and removed entries of a ``Compiled``."""
 
     ip_sets: set[str] = field(default_factory=set)
     policies: set[c.PolicyId] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Delta:
     namespaces: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        """Whether anything has changed."""
+        """Whether there is any change."""
         return any(getattr(self, item.name) for item in fields(self))
 
 
@@ -106,7 +106,7 @@ def _terms(thing: Selectable | None) -> Iterator[_Term]:
 
 @dataclass(frozen=True, slots=True)
 class _NodeKey:
-    """The key of a node among the things: selectors of endpoints do not select it, whatever its labels are."""
+    """The key of a node among selectable objects. Endpoint selectors never select it, whatever its labels."""
 
     name: str
 
@@ -116,7 +116,7 @@ class _Watch:
     """A selector of one set or one policy.
 
     Attributes:
-        selected: what it selects, with what of each is a member; a policy's has no members.
+        selected: the selected objects with their members. A policy's have no members.
     """
 
     terms: tuple[_Term, ...]
@@ -131,7 +131,7 @@ class Compiler(RuleCompiler):
 
     Attributes:
         resources: the current ones; changed by :meth:`apply` only.
-        compiled: what they mean. Its values are replaced, never changed.
+        compiled: the result. Its values are replaced, never modified.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Compiler(RuleCompiler):
 
         Args:
             changes: name of a table of :class:`~ztunnel.policy.calico.resources.Resources`, key, and the new
-                value; None removes.
+                value. None removes.
         """
         self._delta = Delta()
         by_table: dict[str, dict[Any, Any]] = {}
@@ -189,7 +189,7 @@ class Compiler(RuleCompiler):
         for key in list(pods):
             before, after = changed["pods"][key], self.resources.pods.get(key)
             self._count(before, after)
-            # Whose an address is may have changed for every pod that has it.
+            # The owner of an address can have changed for every pod that has it.
             pods |= self._claim(key, before, after)
         namespaces = set(changed.get("namespaces", ())) | {namespace for namespace, _ in pods}
         accounts = set(changed.get("accounts", ()))
@@ -248,7 +248,7 @@ class Compiler(RuleCompiler):
                 self._account_uses[pod.namespace, pod.account] += step
 
     def _claim(self, key: PodKey, before: Pod | None, after: Pod | None) -> set[PodKey]:
-        """Note which addresses a pod has now, and return all pods with one of these, or of those of before."""
+        """Record a pod's current addresses, and return all pods with one of its current or previous addresses."""
         found: set[PodKey] = set()
         for pod, has in ((before, False), (after, True)):
             for address in pod.addresses if pod is not None and pod.is_endpoint else ():
@@ -427,7 +427,7 @@ class Compiler(RuleCompiler):
                 self._note(key, watch_id, selected=False)
 
     def _anchor(self, node: Node) -> tuple[_Term, ...]:
-        """Return terms of which everything that a selector selects has one."""
+        """Return terms such that every selected object has at least one of them."""
         match node:
             case Compare(label, "==", value):
                 return ((label, value),)
@@ -464,14 +464,14 @@ class Compiler(RuleCompiler):
         self._own(policy_id, self._needed)
         if _put(self.compiled.policies, policy_id, compiled):
             self._delta.policies.add(policy_id)
-        # Its order, tier or types may have changed, so the endpoints that it selects are made anew in any case.
+        # Its order, tier or types can have changed, so the endpoints that it selects are rebuilt in any case.
         self._unwatch(policy_id)
         if policy is not None:
             selector = policy_selector(policy)
             self._watch(policy_id, _Watch(self._anchor(selector.root), _by(selector), _no_members))
 
     def _own(self, owner: Hashable, needed: set[str]) -> None:
-        """Keep the sets that an owner needs now, and drop those that it was the last to need."""
+        """Keep the sets that an owner now needs, and drop those that no owner needs any more."""
         before = self._sets_of.get(owner, set())
         for set_id in needed - before:
             self._owners.setdefault(set_id, set()).add(owner)
@@ -502,14 +502,14 @@ class Compiler(RuleCompiler):
         return set_id
 
     def selector_set(self, selector: Selector) -> str:
-        """Return the id of the set of the addresses that a selector selects."""
+        """Return the id of the set of addresses that a selector selects."""
         return self._set(
             selector.identity,
             lambda: _Watch(self._anchor(selector.root), _by(selector), _networks, c.IpSetType.NET),
         )
 
     def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
-        """Return the id of the set of selected addresses with their port of a name; None selects everything."""
+        """Return the id of the set of selected addresses with their named port. None selects all."""
         chosen = selector or Selector(All())
         text = port_protocol(protocol)
         return self._set(
@@ -523,11 +523,11 @@ class Compiler(RuleCompiler):
         )
 
     def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
-        """Return the id of the set of a service's addresses, with its ports or without."""
+        """Return the id of the set of a service's addresses, with or without its ports."""
         return self._set(service_id(service, ports=ports), lambda: self._service_watch(service, ports=ports))
 
     def node_set(self, selector: Selector) -> str:
-        """Return the id of the set of the addresses of the nodes that a selector selects."""
+        """Return the id of the set of addresses of the nodes that a selector selects."""
         matches = selector.matches
         return self._set(
             node_set_id(selector),
@@ -629,7 +629,7 @@ def _no_members(_: Selectable) -> tuple[str, ...]:
 
 
 def _put(table: dict[Any, Any], key: Any, value: Any) -> bool:
-    """Put a value into a table, None removes; return whether that changed anything."""
+    """Put a value into a table, or remove it if it is None. Return whether that was a change."""
     before = table.get(key)
     if value is None:
         return table.pop(key, None) is not None

@@ -1,9 +1,9 @@
 """IP sets, indexed by member: a few look-ups find every set that has an address, however many sets there are.
 
-One table per prefix length maps a network to the sets that list it; another maps addresses with ports. A member
-that is in one set costs one entry and no object of its own. Sets have numbers inside; removing or replacing a set
-retires its number, and the entries of retired numbers are swept when they are more than the others. So every
-update costs in proportion to itself.
+One table per prefix length maps a network to the sets that list it. Another table maps addresses with ports. A
+member of a single set costs one entry and no separate object. Sets have internal numbers. Removing or replacing a
+set retires its number, and entries of retired numbers are swept when they outnumber the others. So every update
+costs in proportion to its size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,14 +34,14 @@ class _Set:
 
 
 class MalformedMember(ValueError):
-    """A text is no member of a set of its type."""
+    """A text is not a valid member of a set of its type."""
 
 
 class IpSets:
     """The IP sets of a store.
 
-    Of a set of which a member cannot be read, the others are known members. Whether anything else is one is as
-    unknown as of a set that never came.
+    If a member of a set is unreadable, its other members are known. Whether any other address is a member is as
+    unknown as for a missing set.
 
     Attributes:
         generation: changes when sets appear, disappear, break or are mended, but not with their members.
@@ -68,21 +68,21 @@ class IpSets:
 
     @property
     def members(self) -> int:
-        """The number of members of all sets."""
+        """The number of members in all sets."""
         return self._members
 
     @property
     def weight(self) -> int:
-        """What the sets take in memory, in members; one that cannot be read is kept as its text."""
+        """The memory of the sets, in members. An unreadable member is stored as its text."""
         return self._members + self._unreadable
 
     @property
     def unusable(self) -> int:
-        """The number of sets of which a member cannot be read."""
+        """The number of sets with an unreadable member."""
         return sum(bool(found.broken) for found in self._sets.values())
 
     def broken(self) -> Iterator[tuple[str, str]]:
-        """Yield the id of each set that cannot be used, and a member that cannot be read."""
+        """Yield the id of each unusable set with one of its unreadable members."""
         for found in self._sets.values():
             if found.broken:
                 yield found.id, min(found.broken)
@@ -99,7 +99,7 @@ class IpSets:
             self._add(added, member)
 
     def change(self, set_id: str, added: Iterable[str], removed: Iterable[str]) -> bool:
-        """Add and remove members; return False, changing nothing, if there is no such set."""
+        """Add and remove members. Return False without a change if the set does not exist."""
         found = self._sets.get(set_id)
         if found is None:
             return False
@@ -252,7 +252,7 @@ class IpSets:
 
 
 def _weight(text: str) -> int:
-    """Return how many members take as much memory as a text that is none."""
+    """Return the number of members that take as much memory as an invalid text."""
     return 1 + len(text) // 64
 
 

@@ -1,8 +1,8 @@
 """Reads Kubernetes' kinds that make policy: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure.
 
-A part of an object that cannot be used is a :class:`Flaw`. It is left out alone, in the direction that lets
-nothing more through: of a list the entry, of a rule that allows the rule, of a rule that denies the clause. A
-fault makes the object as a whole unusable; only what says which pods it is about, or when it counts, can be one.
+An unusable part of an object is a :class:`Flaw`. It is left out alone, in the direction that admits no more
+traffic: the entry of a list, the whole of an allowing rule, the clause of a denying rule. A fault makes the object
+as a whole unusable. Only the parts that select pods, or that decide when the object applies, can have one.
 
 Objects have no largest number of entries here: an API server keeps none of more than a few megabytes.
 """
@@ -39,7 +39,7 @@ _POLICY_KINDS: Final = {
     "NetworkPolicy": "KubernetesNetworkPolicy",
     "StagedKubernetesNetworkPolicy": "StagedKubernetesNetworkPolicy",
 }
-#: The annotation by which Istio's node agent, and ours, say that a pod is in the mesh.
+#: The annotation by which Istio's node agent, and ours, mark a pod as enrolled.
 _REDIRECTION: Final = "ambient.istio.io/redirection"
 _NAMED_PORT: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _RANGE: Final = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
@@ -58,11 +58,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A part of an object that is not in force as it is written.
+    """A part of an object that is not enforced as written.
 
     Attributes:
-        fault: what is wrong with it, beginning with its place.
-        consequence: what is in force instead.
+        fault: its description, starting with its place.
+        consequence: the behaviour in its place.
     """
 
     fault: str
@@ -77,9 +77,10 @@ class RuleFaults:
     """What cannot be read of one rule.
 
     Attributes:
-        allows: the rule is one that allows.
+        allows: whether the rule allows.
         faults: each beginning with its place.
-        opens: what is left of the rule matches more than the rule as written. A rule that denies may do that.
+        opens: whether the rest of the rule matches more than the rule as written, which is acceptable for a
+            denying rule.
     """
 
     allows: bool
@@ -96,7 +97,7 @@ class KubernetesReader(ConfigReader):
     """Reads documents of one kind each into :attr:`found`.
 
     Attributes:
-        found: what was read.
+        found: the resources read.
         flaws: the parts that were left out or made stricter.
     """
 
@@ -114,7 +115,7 @@ class KubernetesReader(ConfigReader):
         return value, faults
 
     def flawed(self, faults: Iterable[str], consequence: str) -> None:
-        """Record faults of a part, with what is in force instead."""
+        """Record faults of a part with their consequence."""
         self.flaws += [Flaw(fault, consequence) for fault in faults]
 
     def without(self, read: Callable[[], _Value], consequence: str) -> _Value:
@@ -124,7 +125,9 @@ class KubernetesReader(ConfigReader):
         return value
 
     def needed(self, rule: RuleFaults, read: Callable[[], _Value]) -> _Value:
-        """Return a clause of a rule, all of which is needed: the fallback for a fault matches more, never less."""
+        """Return a clause of a rule whose entries are all needed: the fallback for a fault matches more, never
+        less.
+        """
         value, faults = self.attempt(read)
         rule.faults += faults
         rule.opens = rule.opens or bool(faults)
@@ -140,7 +143,7 @@ class KubernetesReader(ConfigReader):
         return values
 
     def put(self, table: dict[Any, Any], key: Any, value: Any, where: str) -> None:
-        """Add a resource to its table, or record that it is there twice."""
+        """Add a resource to its table, or record a duplicate."""
         if key in table:
             self.fault(where, "is there twice")
         table[key] = value
@@ -158,7 +161,7 @@ class KubernetesReader(ConfigReader):
         return value if isinstance(value, str) and value else "default"
 
     def nets(self, entry: Json, key: str, where: str) -> tuple[IpNetwork, ...]:
-        """Return a list of networks, host bits cleared, without those that are none."""
+        """Return a list of networks with host bits cleared, without invalid entries."""
         found = []
         for value in self.items(entry, key, where):
             network = parse_network(value) if isinstance(value, str) else None
@@ -228,7 +231,7 @@ class KubernetesReader(ConfigReader):
                             yield NamedPort(name, protocol, number)
 
     def node(self, resource: Document) -> None:
-        """Read a Node: its labels, and those of its addresses that are IP addresses."""
+        """Read a Node: its labels and its IP addresses."""
         place = f"{resource.where}: status"
         status = self.mapping(resource.body.get("status"), place, None)
         found: list[IpAddress] = []
@@ -315,7 +318,7 @@ class KubernetesReader(ConfigReader):
                 yield ApiRule(c.Action.ALLOW, source, with_ports(destination, ports), protocol)
 
     def _ports(self, entry: Json, where: str) -> tuple[tuple[str | None, tuple[tuple[int, int] | str, ...]], ...]:
-        """Return protocols and their ports, without those that cannot be read; no list at all means any."""
+        """Return protocols and their ports, without unreadable ones. A missing list matches any."""
         items = self.items(entry, "ports", where)
         if not items:
             return ((None, ()),)
@@ -410,7 +413,7 @@ class KubernetesReader(ConfigReader):
         return terms
 
 
-#: What is in force instead of a rule that allows and that has faults.
+#: The consequence of faults in an allowing rule.
 ALLOWS_NOTHING: Final = "the rule allows nothing"
 ALLOWS_THE_REST: Final = "the rule allows only what the rest of it says"
 
@@ -433,7 +436,7 @@ def _quoted(value: str) -> str:
 
 
 def read_port(value: object) -> tuple[int, int] | str | None:
-    """Read a port, a range ``first:last`` or the name of a port; None if it is none of them."""
+    """Read a port, a range ``first:last`` or the name of a port. Return None for any other text."""
     if is_port(value):
         assert isinstance(value, int)
         return value, value

@@ -1,9 +1,8 @@
 """Turns objects of an API server into changes of policy resources, with a fallback for each that is faulty. Pure.
 
-A part that cannot be used is left out alone, see :mod:`ztunnel.policy.calico.kubernetes`, and the rest is in
-force. Where that cannot be, the object's last good form stays. A policy that never had one closes the pods that it
-selects, or all pods of its namespace if its selector cannot be read either; one that is in no namespace closes all
-pods.
+An unusable part is left out alone, see :mod:`ztunnel.policy.calico.kubernetes`, and the rest is enforced. If that
+is impossible, the object's last good form stays. A policy without one closes the pods that it selects, or all pods
+of its namespace if its selector is also unreadable. A policy outside of namespaces closes all pods.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from ztunnel.kube.objects import Object, ObjectKey
 from ztunnel.policy.calico.read import read_object
 from ztunnel.policy.calico.resources import ApiPolicy, ApiRule, Resources
 
-#: Table of :class:`~ztunnel.policy.calico.resources.Resources`, key, value; None removes.
+#: Table of :class:`~ztunnel.policy.calico.resources.Resources`, key, value. None removes.
 ResourceChange: TypeAlias = tuple[str, Any, Any]
 
 #: Kinds that :class:`PolicyObjects` reads.
@@ -35,16 +34,16 @@ _POLICY_KINDS: Final = frozenset(
     }
 )
 _STRICTER: Final = "the rest of it is in force"
-#: Faults of an object that are told one by one: a network set may have thousands.
+#: The number of faults of an object that are reported one by one: a network set can have thousands.
 _TOLD: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with an object.
+    """A fault of an object.
 
     Attributes:
-        consequence: what is in force instead.
+        consequence: the behaviour in its place.
     """
 
     key: ObjectKey
@@ -144,7 +143,7 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
 
 
 def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
-    """Return a policy that closes what a faulty one selects, in the directions that it governs.
+    """Return a policy that closes the pods selected by a faulty one, in the directions that it governs.
 
     What cannot be read of a selector selects all, and what cannot be read of the directions is both.
     """

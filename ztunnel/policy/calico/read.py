@@ -49,7 +49,7 @@ def read_resources(texts: Mapping[str, str]) -> Resources:
     """Read files, given as texts by name.
 
     Raises:
-        Faults: all of them, each with file, resource and field; or two resources are one.
+        Faults: all of them, each with file, resource and field. Two resources with the same key are also a fault.
     """
     reader = _Reader()
     for name, text in texts.items():
@@ -65,9 +65,9 @@ class ReadObject:
     """What one object becomes.
 
     Attributes:
-        found: without what cannot be used of it. With faults it only says what the object is about.
-        faults: what makes the object unusable, each with resource and field.
-        flaws: the parts of which something else is in force than what is written.
+        found: without its unusable parts. With faults it only has the object's selection.
+        faults: the reasons why the object is unusable, each with resource and field.
+        flaws: the parts that are not enforced as written.
     """
 
     found: Resources
@@ -88,9 +88,9 @@ _SKIPPED: Final = frozenset({"FelixConfiguration"})
 
 
 def refusal(group: str, kind: str) -> str:
-    """Return why objects of a kind in policy files are a fault; nothing for a kind that is passed over.
+    """Return why objects of a kind are a fault in policy files. Empty for an ignored kind.
 
-    A kind that is not known may be a policy's with a slip in its name.
+    An unknown kind can be a policy with a misspelt kind.
     """
     if group in _CALICO and kind in _SKIPPED:
         return ""
@@ -148,7 +148,7 @@ class _Reader(ClusterPolicyReader):
         return float(value)
 
     def selector_text(self, spec: Json, key: str, where: str, *, global_allowed: bool = False) -> str:
-        """Return a selector; one with a fault selects all."""
+        """Return a selector. A faulty one selects all."""
         text = self.text(spec, key, where, "")
         try:
             found = parse_selector(text)
@@ -214,7 +214,9 @@ class _Reader(ClusterPolicyReader):
         return "Ingress" in given, "Egress" in given
 
     def rules(self, spec: Json, key: str, where: str, namespace: str) -> tuple[ApiRule, ...]:
-        """Return the rules of one direction, each as much of it as can be used; a list that is none denies all."""
+        """Return the rules of one direction, each reduced to its usable parts. A value that is not a list denies
+        all.
+        """
         items, faults = self.attempt(lambda: self.items(spec, key, where))
         if faults:
             self.flawed(faults, "everything is denied there")
@@ -223,7 +225,9 @@ class _Reader(ClusterPolicyReader):
         return tuple(rule for rule in found if rule is not None)
 
     def usable_rule(self, item: object, where: str, namespace: str) -> ApiRule | None:
-        """Return a rule, or with faults what of it lets nothing more through; None if that is nothing."""
+        """Return a rule, or with faults the part of it that admits no more traffic. None if there
+        is no such part.
+        """
         action = item.get("action") if isinstance(item, Mapping) else None
         faults = RuleFaults(allows=action == "Allow")
         rule = self.rule(item, where, faults, namespace)
@@ -235,7 +239,7 @@ class _Reader(ClusterPolicyReader):
             case c.Action.LOG:
                 consequence = "nothing is logged"
             case c.Action.PASS:
-                # Neither leaving it out nor passing more on is sure to let nothing more through.
+                # Neither omitting it nor passing more traffic on is certain to admit no more.
                 consequence = "the rule denies, without these clauses, what it would pass on"
                 rule = replace(rule, action=c.Action.DENY)
             case _:
@@ -370,7 +374,7 @@ class _Reader(ClusterPolicyReader):
         return tuple(name for name in names if isinstance(name, str) and name)
 
     def service_of(self, side: Json, where: str, namespace: str) -> tuple[str, str] | None:
-        """Return the Service that a side names, of the policy's namespace unless it says another."""
+        """Return the Service that a side names, in the policy's namespace unless it names another."""
         place = f"{where}.services"
         services, faults = self.attempt(lambda: self.mapping(side.get("services"), place, ("name", "namespace")))
         if side.get("services") is None:

@@ -1,7 +1,7 @@
 """Calico's and Kubernetes' resources that make policy, as values. Pure.
 
-:mod:`ztunnel.policy.calico.read` reads them from YAML, :mod:`ztunnel.policy.calico.compile` makes of them what
-PolicySync sends.
+:mod:`ztunnel.policy.calico.read` reads them from YAML. :mod:`ztunnel.policy.calico.compile` converts them to
+PolicySync's objects.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Entity:
 
     Attributes:
         ports: ranges, and names of ports.
-        service: namespace and name of a Service; None if the rule names none.
-        nodes: a selector of nodes, whose addresses are meant; None if the rule is not about nodes.
+        service: namespace and name of a Service. None if the rule names none.
+        nodes: a selector of nodes, which stands for their addresses. None if the rule does not select nodes.
     """
 
     nets: tuple[IpNetwork, ...] = ()
@@ -69,7 +69,7 @@ class ApiPolicy:
     Attributes:
         order: inside its tier, lowest first.
         ingress, egress: whether it governs the direction, even with no rule.
-        notes: rules that are stricter than they are written, since something of them cannot be judged here.
+        notes: rules that are stricter than written, because a part of them cannot be evaluated here.
     """
 
     id: c.PolicyId
@@ -96,7 +96,7 @@ class ApiTier:
 
 @dataclass(frozen=True, slots=True)
 class ApiProfile:
-    """A profile: rules, and labels that endpoints with it inherit."""
+    """A profile: rules, and labels that its endpoints inherit."""
 
     name: str
     inbound: tuple[ApiRule, ...] = ()
@@ -128,11 +128,11 @@ class Pod:
     """A pod.
 
     Attributes:
-        uid: names its PolicySync socket; empty for none.
+        uid: the name of its PolicySync socket. Empty without one.
         addresses: none while it has none, and when it has finished.
         host_network: such a pod is no endpoint.
         captured: the mesh's node agent has redirected its traffic to the node's proxy.
-        created: the time of creation as the API server writes it, which sorts as text; empty if unknown.
+        created: the creation time in the API server's form, which sorts as text. Empty if unknown.
         terminating: it is being deleted.
     """
 
@@ -156,7 +156,7 @@ class Pod:
 
     @property
     def claim(self) -> tuple[bool, str, str, str]:
-        """What decides whose an address is that several endpoints have: the greatest claim's.
+        """The precedence of an endpoint's claim to an address that several endpoints have. The greatest wins.
 
         A pod that is being deleted, or an older one, has lost its address to another: its object may stay for days
         after its sandbox has ended, waiting for a finalizer.

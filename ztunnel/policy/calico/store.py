@@ -1,4 +1,4 @@
-"""What PolicySync has said: policies, profiles, endpoints, IP sets and labels. Pure; one per stream."""
+"""The state sent by PolicySync: policies, profiles, endpoints, IP sets and labels. Pure; one per stream."""
 
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, assert_never
@@ -19,7 +19,7 @@ class Store:
 
     Attributes:
         generation: counts the updates that changed something.
-        in_sync: everything that existed when the stream began is here.
+        in_sync: all objects that existed when the stream started have arrived.
         ignored: updates about IP sets that do not exist.
     """
 
@@ -35,7 +35,7 @@ class Store:
     _by_address: dict[str, dict[c.EndpointId, None]] = field(default_factory=dict)
 
     def apply(self, update: c.Update) -> None:
-        """Change the state by one update. Updates are idempotent; removing what is not there changes nothing."""
+        """Apply one update to the state. Updates are idempotent. Removing a missing object changes nothing."""
         self.generation += 1
         match update:
             case c.IpSetUpdate():
@@ -61,7 +61,7 @@ class Store:
                 assert_never(update)
 
     def rename_ip_set(self, set_id: str, name: str) -> None:
-        """Put an IP set in the place of another: what was filled bit by bit counts at once."""
+        """Replace an IP set by another, so that a set filled in steps takes effect at once."""
         self.generation += 1
         self.ip_sets.rename(set_id, name)
 
@@ -73,7 +73,7 @@ class Store:
         return objects + labels + len(self.ip_sets) + self.ip_sets.weight
 
     def endpoint_at(self, address: str | None) -> c.EndpointId | None:
-        """Return the endpoint that has an address, the newest if several claim it; None if none has."""
+        """Return the endpoint of an address, the newest if several claim it. None if there is none."""
         found = self._by_address.get(address or "")
         return next(reversed(found)) if found else None
 

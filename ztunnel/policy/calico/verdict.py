@@ -1,4 +1,4 @@
-"""What an evaluation answers, and the facts about a flow that clauses read. Pure."""
+"""The results of an evaluation, and the facts about a flow that clauses read. Pure."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,7 +19,7 @@ PROFILE_TIER: Final = "__PROFILE__"
 
 
 class Code(IntEnum):
-    """gRPC's status codes, those that ``ext_authz`` answers with."""
+    """gRPC's status codes used in ``ext_authz`` answers."""
 
     OK = 0
     INVALID_ARGUMENT = 3
@@ -87,11 +87,11 @@ class Identity:
 
 
 def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | None:
-    """Return the identity that a principal names; None if it is malformed or of a trust domain that is not listed.
+    """Return the identity in a principal. None if it is malformed or of an unlisted trust domain.
 
     Args:
-        principal: a SPIFFE id as Istio forms it; empty for plain text.
-        trust_domains: accepted ones; empty accepts all, as Calico does.
+        principal: a SPIFFE id in Istio's form. Empty for plain text.
+        trust_domains: accepted ones. Empty accepts all, like Calico.
     """
     if not principal:
         return Identity()
@@ -107,7 +107,7 @@ def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | Non
 
 
 class Peer:
-    """One end of a flow, with what the store knows of it; each part is looked up when it is first read."""
+    """One end of a flow with its data from the store. Each part is looked up when it is first read."""
 
     __slots__ = (
         "_labels",
@@ -172,13 +172,13 @@ class Peer:
 
 
 class Facts:
-    """What clauses read of one flow.
+    """The facts about one flow that clauses read.
 
     Attributes:
         read_http: whether a clause has read method or path, so that the answer holds for this request only.
         unseen: the first rule that would allow some requests of this connection, where only the connection is
             judged.
-        left_to: who judges the requests of this connection; empty if nobody is known to.
+        left_to: the proxy that evaluates the requests of this connection. Empty if none is known.
         left: the rule that matched because its HTTP clause is left to them.
     """
 
@@ -216,7 +216,7 @@ class Facts:
 
     @property
     def normal_path(self) -> bytes | None:
-        """The normal form of the request's path; None if it has none."""
+        """The normal form of the request's path. None if it has none."""
         if self._path is False:
             self._path = normal_path(self.path or "")
         assert not isinstance(self._path, bool)
@@ -226,8 +226,8 @@ class Facts:
 def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
     """Return a verdict whose message names the rule that asked for HTTP, if there is one.
 
-    Evaluators and walks of connections call it last: without it nobody could tell a policy that is about requests
-    from one that does not mean this client. Of an allow it says to what the requests were left.
+    Evaluators and walks of connections call it last. It distinguishes a policy about requests from one that does
+    not match this client. For an allow it names the proxy to which requests were left.
     """
     if facts.left is not None and verdict.allowed:
         return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)

@@ -48,7 +48,7 @@ class Step:
     """One rule that was read, or with index -1 one policy, or the end of a tier.
 
     Attributes:
-        clause: the first clause that failed, for a rule that did not match; else the error, if there is one.
+        clause: the first failing clause of a rule that did not match, or the error, if any.
     """
 
     place: RuleRef
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(slots=True)
 class Walk:
-    """The steps up to the one that decided, and the verdict."""
+    """The steps up to the deciding one, and the verdict."""
 
     steps: list[Step] = field(default_factory=list)
     verdict: Verdict = field(default_factory=lambda: Verdict(Code.PERMISSION_DENIED))

@@ -198,7 +198,7 @@ def _follows_nodes(args: argparse.Namespace) -> bool:
 
 
 async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tuple[IpNetwork, ...]":
-    """Return the node's ranges of pod addresses; those of a Node object never change once it has them.
+    """Return the node's ranges of pod addresses, which never change once a Node object has them.
 
     Raises:
         ValueError: one is no network, or the Node has none.
@@ -224,7 +224,7 @@ async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tupl
 async def _source(
     args: argparse.Namespace, stack: contextlib.AsyncExitStack
 ) -> "tuple[WatchedSource, EventSink, Client | None]":
-    """Return where objects come from, and where faults of them go: files and lines, or the API server's client."""
+    """Return the source of objects and the sink for their faults: files and lines, or the API server's client."""
     from ztunnel.policy.policysync.problems import LoggedEvents
 
     if args.objects is not None:
@@ -250,7 +250,7 @@ async def _source(
 
 
 async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
-    """Return the server of this node's proxies; it has nothing to say before all objects have been read.
+    """Return the server of this node's proxies. It sends nothing before all objects have been read.
 
     Raises:
         ValueError: the path cannot be served.
@@ -262,7 +262,7 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
 
     server = await stack.enter_async_context(PolicySyncServer())
     try:
-        # What is published is of this node alone.
+        # Only objects of this node are published.
         await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
     except ServeError as error:
         raise ValueError(f"--policy-sync: {error}") from error
@@ -271,7 +271,7 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[None]:
-    """Cancel what runs inside at SIGINT or SIGTERM, and go on after it; errors and other cancellations pass."""
+    """Cancel the block at SIGINT or SIGTERM and continue after it. Errors and other cancellations pass."""
     loop = asyncio.get_running_loop()
     running = asyncio.current_task()
     assert running is not None

@@ -1,7 +1,7 @@
-"""Follows objects and keeps the node's table as they want it.
+"""Follows objects and keeps the node's table in the state that they describe.
 
-Until every object has been told, nothing is changed: the table of an earlier run stays. While the source is away
-the last table stays likewise. Stopping leaves it, too; only ``ztunnel netpol cleanup`` removes it.
+Until every object has been read, the table of an earlier run is unchanged. While the source is unreachable, the
+last table stays. It also stays after the controller stops; only ``ztunnel netpol cleanup`` removes it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from ztunnel.policy.policysync.view import excerpt
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-#: Notifications tell of changes by others; this is for what they missed.
+#: Notifications report changes by others. This interval is for missed ones.
 _RECHECK_S = 60.0
 #: Connections are judged again at most once in this time: a dump of 100,000 takes about a second.
 _JUDGE_S = 1.0
@@ -45,7 +45,7 @@ _JUDGE_S = 1.0
 
 @dataclass(slots=True)
 class Counts:
-    """What the controller has done since it started."""
+    """The controller's counters since its start."""
 
     applied: int = 0
     failed: int = 0
@@ -56,7 +56,7 @@ class Counts:
 
 @dataclass(slots=True)
 class _Work:
-    """What the worker thread owns: objects, what they mean, and the table."""
+    """The worker thread's data: objects, their compiled form, and the table."""
 
     node: str
     builder: TableBuilder
@@ -87,17 +87,17 @@ class Controller:
 
     Args:
         node: name of this node; its pods are policed.
-        events: is told of objects that cannot be applied as they are.
+        events: reports objects that cannot be applied as written.
         tunnels, pod_cidrs: see :class:`~ztunnel.policy.netpol.table.TableBuilder`.
         netns: where the table is, and whose connections are judged.
-        proxies: is given the policies of this node's pods once all objects have been told, and after each change,
-            also while the kernel refuses the table: what the kernel could not be told, a proxy still judges.
-        nodes: the source tells of Node objects, too; see :class:`~ztunnel.policy.calico.objects.PolicyObjects`.
+        proxies: receives the policies of this node's pods once all objects have been read, and after each change,
+            even while the kernel refuses the table, because a proxy can still enforce them.
+        nodes: whether the source includes Node objects; see :class:`~ztunnel.policy.calico.objects.PolicyObjects`.
 
     Attributes:
         synced: every object has been told.
-        in_force: the table is what the objects want.
-        built: the last table that was wanted.
+        in_force: the kernel's table is the wanted one.
+        built: the last wanted table.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class Controller:
 
     @property
     def problems(self) -> int:
-        """The number of objects that are not in force as they are written."""
+        """The number of objects that are not enforced as written."""
         return len(self._work.objects.problems)
 
     async def run(self, *, once: bool = False) -> None:
-        """Follow the source until cancelled; with ``once`` until the first table is in force."""
+        """Follow the source until cancelled, or with ``once`` until the first table is applied."""
         async with asyncio.TaskGroup() as group:
             following = group.create_task(self._source.next(), name="netpol source")
             try:
@@ -171,9 +171,9 @@ class Controller:
         return following
 
     async def _publish(self, proxies: Publisher) -> None:
-        """Tell proxies what is wanted now; what they know already is not sent again."""
+        """Send proxies the current policies. Unchanged ones are not sent again."""
         try:
-            # Read each time: addresses come and go with interfaces, and a pod's gateway is one of them.
+            # Read each time: addresses change with interfaces, and a pod's gateway is one of them.
             found = await self._table.in_thread(lambda: self._work.excerpt(local_addresses(self._netns)))
         except TproxyError as error:
             self._published = False
@@ -259,7 +259,7 @@ def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
     The node's own connections are not judged, as its own packets are not: they pass no forward hook.
 
     Raises:
-        TproxyError: as :func:`~tproxy.aio.conntrack.forget_flows`.
+        TproxyError: see :func:`~tproxy.aio.conntrack.forget_flows`.
     """
     policed = {
         element.key for item in built.table.sets if item.name.startswith("policed") for element in item.elements

@@ -34,7 +34,7 @@ def explained(
 
     Args:
         source: ``namespace/pod`` or an address; likewise ``destination``.
-        port: see :func:`~ztunnel.policy.calico.explain.flow_of`; ``0`` is one that no rule names.
+        port: see :func:`~ztunnel.policy.calico.explain.flow_of`. ``0`` is a port that no rule names.
         protocol: ``tcp``, ``udp``, ``sctp``, ``icmp``, ``icmpv6`` or a number.
         source_port: likewise; :data:`~ztunnel.policy.calico.explain.EPHEMERAL_PORT` if empty.
 

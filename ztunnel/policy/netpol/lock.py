@@ -1,9 +1,9 @@
-"""One controller of a table per network namespace; others wait until it is gone.
+"""A lock for one controller of a table per network namespace. Others wait until its owner ends.
 
-Two that follow the API server at different speeds would undo each other's changes, and open what the faster one
-has just closed. The lock is an abstract Unix socket: its name belongs to the network namespace, as the table does,
-so that it holds between containers that share nothing else, and the kernel frees it when its owner dies. Any local
-user may bind such a name, so one whose owner has another user id counts for nothing.
+Two controllers that follow the API server at different speeds would undo each other's changes, and reopen
+connections that the faster one has just closed. The lock is an abstract Unix socket. Its name belongs to the
+network namespace, like the table, so it works between containers that share nothing else, and the kernel frees it
+when its owner dies. Any local user can bind such a name, so a socket of another user id is ignored.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _WAITERS = 16
 
 
 class Held(OSError):
-    """Another process has the lock, and the caller did not want to wait."""
+    """Another process has the lock, and the caller does not wait."""
 
 
 class NodeLock:
@@ -33,7 +33,7 @@ class NodeLock:
 
     Args:
         name: of the table.
-        netns: where it is; None is the caller's own.
+        netns: the namespace of the lock. None is the caller's own.
         wait: False raises instead.
 
     Raises:
@@ -91,7 +91,7 @@ class NodeLock:
         return found
 
     async def _owner(self, other: socket.socket) -> tuple[int, int] | None:
-        """Connect to the owner and return its pid and user; None if it is worth trying again."""
+        """Connect to the owner and return its pid and user. None if the caller should try again."""
         try:
             other.connect(self._address)
         except ConnectionRefusedError:

@@ -1,10 +1,10 @@
 """Makes a node's nftables table of compiled policy. Pure.
 
-Per direction there is a base chain at the forward hook, egress before ingress: an accept ends its own base chain
-only, so both must let a connection in. A map leads from a local pod's address to the chain of its tiers; pods
-without policies are not in it. Pods that have the same policies share that chain, and every policy has one chain
-per direction, which all chains of tiers call. Rules that pass are in the chain of the tier, which they leave. A
-jump for each tier that goes on would soon be deeper than the kernel follows (16, NFT_JUMP_STACK_SIZE)::
+Each direction has a base chain at the forward hook, egress before ingress. An accept ends its own base chain only,
+so both must accept a connection. A map leads from a local pod's address to the chain of its tiers; it does not
+contain pods without policies. Pods with the same policies share that chain, and every policy has one chain per
+direction, which all chains of tiers call. Passing rules are in the chain of the tier, which they leave. A jump for
+each continuing tier would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SIZE)::
 
     egress, ingress        established, neighbour discovery, the pod to itself; then the map
     pod-in-HASH            calls each tier, then the profiles
@@ -17,8 +17,8 @@ jump for each tier that goes on would soon be deeper than the kernel follows (16
 
 Names are hashes, comments say what they are of. A member that joins or leaves changes elements of sets only.
 
-What the kernel cannot see (HTTP) never allows: such a rule is left out if it allows and drops what the rest of it
-matches otherwise; :attr:`Built.unseen` names it.
+Conditions invisible to the kernel (HTTP) never allow: such a rule is left out if it allows, and otherwise drops
+the packets that the rest of it matches. :attr:`Built.unseen` names it.
 """
 
 import base64
@@ -49,7 +49,7 @@ TABLE: Final = "ztunnel-netpol"
 #: The port of tunnels between pods of a mesh.
 TUNNEL_PORT: Final = 15008
 _MAX_COMMENT: Final = 120
-#: The chain of notes, how many there are at most, and the beginning of a comment that goes on with the one before.
+#: The chain of notes, their maximum number, and the prefix of a comment that continues the previous one.
 _NOTES: Final = "not-as-written"
 _MAX_NOTES: Final = 100
 _CONTINUED: Final = "... "
@@ -100,11 +100,11 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """What was made of one policy in one direction.
+    """The chains and rules of one policy in one direction.
 
     Attributes:
         source: the compiled policy, by identity.
-        parts: chains of its rules that decide, and between them those that pass, which leave the tier's chain.
+        parts: chains of deciding rules, and between them the passing rules, which leave the tier's chain.
         shapes: of the IP sets that it names, on which its rules depend.
         sets: names of those sets here, and the sets of its own.
     """
@@ -141,12 +141,12 @@ class _Parts:
 
 
 class TableBuilder:
-    """Builds one node's table, again after every change; what has not changed is the same object as before.
+    """Builds one node's table, and rebuilds it after every change. Unchanged parts are the same objects as before.
 
     Args:
         tunnels: let tunnels to and from captured pods through, because the node's proxy judges what is in them.
-        pod_cidrs: the node's ranges of pod addresses. One in them that no known pod has is closed: it may be that
-            of a pod whose policies have not been looked up yet.
+        pod_cidrs: the node's ranges of pod addresses. An address in them without a known pod is closed, because
+            its pod's policies are possibly not looked up yet.
     """
 
     def __init__(self, *, tunnels: bool = False, pod_cidrs: tuple[IpNetwork, ...] = ()) -> None:
@@ -161,7 +161,7 @@ class TableBuilder:
         """Return the table for the pods of one node.
 
         Args:
-            notes: what operators are to find in the table beside rules, see :func:`notes_of`.
+            notes: texts for operators in the table beside rules, see :func:`notes_of`.
         """
         local = {key: compiled.endpoints[key] for key in sorted(local_endpoints(compiled, node), key=str)}
         versions = {net.version for endpoint in local.values() for net in endpoint.addresses}
@@ -300,7 +300,7 @@ class TableBuilder:
         direction: c.Direction,
         parts: _Parts,
     ) -> tuple[Chain, bool]:
-        """Return the chain of a tier, and whether any packet gets out of it undecided."""
+        """Return the chain of a tier, and whether a packet can leave it undecided."""
         found = {policy_id: compiled.policies.get(policy_id) for policy_id in policies}
         calls = [
             rule
@@ -326,8 +326,8 @@ class TableBuilder:
     def _named(self, prefix: str, direction: c.Direction, calls: list[Rule], parts: _Parts) -> Chain:
         """Return the chain of these rules.
 
-        Its name follows from them: pods with the same ones share the chain, and a change of policies is another
-        chain, which an element of the map or another rule comes to name.
+        Its name is derived from them: pods with the same policies share the chain, and a change of policies
+        creates another chain, to which an element of the map or another rule then refers.
         """
         name = f"{prefix}-{_WAYS[direction]}-{hashed(repr(calls))}"
         chain = parts.chains[name] = self._tier_chains.setdefault(name, Chain(name, tuple(calls)))
@@ -378,7 +378,7 @@ class TableBuilder:
         self, compiled: Compiled, policy_id: c.PolicyId, policy: c.Policy, direction: c.Direction
     ) -> _Policy:
         compiler = _RuleCompiler(self._families, lambda set_id: self._ip_set(compiled, set_id))
-        #: Chains of rules that decide, and between them rules that pass; at least one chain.
+        #: Chains of deciding rules, and between them passing rules. There is at least one chain.
         parts: list[list[Rule] | Rule] = [[]]
         unseen: list[Unseen] = []
         in_tier = policy_id.kind != "Profile"  # after profiles there is nothing to pass to
@@ -422,7 +422,7 @@ class TableBuilder:
 def _policy_parts(
     policy_id: c.PolicyId, direction: c.Direction, parts: list[list[Rule] | Rule]
 ) -> Iterator[Chain | Rule]:
-    """Yield the parts of a policy: chains of the rules that decide, by position, and the rules that pass."""
+    """Yield the parts of a policy: chains of the deciding rules, by position, and the passing rules."""
     for index, part in enumerate(parts):
         if isinstance(part, Rule):
             yield part
@@ -473,7 +473,7 @@ class _RuleCompiler:
         self.reasons: list[str] = []
 
     def phrases(self, rule: c.Rule) -> Iterator[Phrase]:
-        """Yield programs of which at least one matches what the rule matches, as far as the kernel can see."""
+        """Yield programs, at least one of which matches if the rule matches, as far as the kernel can see."""
         if rule.http.methods or rule.http.paths:
             self.reasons.append("the kernel sees no HTTP")
         for side, peer in (("source", rule.source), ("destination", rule.destination)):
@@ -571,14 +571,14 @@ class _RuleCompiler:
                 yield (*e.address_and_port_in(family, name, source=source), *rest)
 
     def _addresses(self, peer: c.PeerMatch, family: Family | None, *, source: bool) -> Phrase | None:
-        """Return the clauses about addresses; None if no address of the family matches them."""
+        """Return the clauses about addresses. None if no address of the family matches them."""
         if family is None:
             return ()
         version = _VERSIONS[family]
         found: list[Phrase] = []
         holes = [] if None in peer.not_nets else ranges_of(filter(None, peer.not_nets), version)
-        # A text that is no network has been reported: a rule that allows is left out then, another one drops
-        # whatever it could have meant.
+        # A text that is not a network was already reported. A rule that allows is left out then, and any other
+        # rule drops all packets that the text could have matched.
         if peer.nets and None not in peer.nets:
             left = list(without(ranges_of(filter(None, peer.nets), version), holes))
             if not left:
@@ -593,7 +593,7 @@ class _RuleCompiler:
         return tuple(word for phrase in found for word in phrase)
 
     def _names(self, ids: Iterable[str], family: Family) -> Iterator[str]:
-        """Yield the names that IP sets have here; of those that are missing, record it."""
+        """Yield the names of IP sets here, and record missing sets."""
         for set_id in ids:
             self.used[set_id] = None
             found = self._ip_set(set_id)
@@ -674,7 +674,7 @@ def _noted(notes: Iterable[str]) -> Iterator[Chain]:
 
 
 def notes_of(table: Table) -> list[str]:
-    """Return the notes of a table that was read: what is in force in another form than it is written."""
+    """Return the notes of a table: the objects that are not enforced as written."""
     found: list[str] = []
     for rule in (rule for chain in table.chains if chain.name == _NOTES for rule in chain.rules):
         if rule.comment.startswith(_CONTINUED) and found:

@@ -49,7 +49,7 @@ async def trace(source: str, destination: str, netns: Netns | None = None) -> As
     """Yield lines about packets until closed; then the marks are gone.
 
     Raises:
-        TproxyError: the kernel refuses; ValueError: as :func:`marking`.
+        TproxyError: the kernel refuses. ValueError: see :func:`marking`.
     """
     wanted = marking(source, destination)
     table = BlockingTable(TRACE_TABLE, netns)

@@ -20,21 +20,21 @@ class Publisher(Protocol):
 
 
 class ClusterPolicies:
-    """Keeps a server's policies those of a cluster.
+    """Keeps a server's policies equal to those of a cluster.
 
-    Nothing is published before every object has been told: what is missing could be what closes a pod. While the
-    source is away the last state is served on.
+    Nothing is published before every object has been read, because a missing object could be the policy that
+    closes a pod. While the source is unreachable, the last state is served.
 
     Args:
         source: of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.
-        server: is given a copy of its own after each change that means anything.
-        node: whose pods; None is every node's.
-        events: is told of objects that are not in force as written.
-        nodes: the source tells of Node objects, too.
+        server: receives its own copy after each effective change.
+        node: the node whose pods are served. None serves those of every node.
+        events: reports objects that are not enforced as written.
+        nodes: whether the source includes Node objects.
 
     Attributes:
         synced: every object has been told.
-        compiled: what was published last.
+        compiled: the last published state.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ClusterPolicies:
 
     @property
     def problems(self) -> int:
-        """The number of objects that are not in force as they are written."""
+        """The number of objects that are not enforced as written."""
         return len(self._objects.problems)
 
     @property
@@ -66,7 +66,7 @@ class ClusterPolicies:
         return tuple(self._source.faults)
 
     async def follow(self) -> None:
-        """Take one batch of changes; call it again and again. Cancelling it between two batches loses nothing."""
+        """Process one batch of changes. Call it repeatedly. Cancelling it between two batches loses nothing."""
         changes = await self._source.next()
         # In a thread: 20,000 pods at once take seconds, and sockets of pods are served meanwhile.
         changed = await asyncio.to_thread(self._take, changes)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Longest time that a server may take to explain.
+#: The longest wait for a server's explanation.
 _ASK_S: Final = 10.0
 
 
@@ -210,7 +210,9 @@ def _ask_server(args: argparse.Namespace) -> int:
 
 
 def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
-    """Answer by what a PolicySync server tells on a socket; the exit status is 0 if both ends allow."""
+    """Answer from the state that a PolicySync server sends on a socket. The exit status is 0 if
+    both ends allow.
+    """
     from ztunnel.policy.calico.explain import BadQuestion, answer
     from ztunnel.policy.calico.follower import Follower
     from ztunnel.policy.calico.settings import sync_target
@@ -223,14 +225,14 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(follower.run(), name="policies")
             while not follower.in_sync and not follower.error and time.monotonic() < deadline_s:
-                # The end of a stream changes nothing of what it has told, so its error is looked for.
+                # The end of a stream does not invalidate the received state, so only its error is checked.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), 0.1)
                 changed.clear()
             following.cancel()
         return follower
 
-    # What a client of a policy server logs about its stream is no part of the answer.
+    # A policy client's log lines about its stream are not part of the answer.
     logging.getLogger("ztunnel.policy.calico.follower").setLevel(logging.CRITICAL)
     try:
         follower = asyncio.run(told())
@@ -270,7 +272,7 @@ def serve_command(args: argparse.Namespace) -> int:
         policies = FilePolicies(*args.files)
         policies.read()
         if not policies.complete:
-            # A document that cannot be read can be a policy that closes a pod.
+            # An unreadable document can be a policy that closes a pod.
             print("ztunnel policy serve: there are documents that have never been readable", file=sys.stderr)
             return 1
     # Programs with files alone need no API client.
@@ -345,7 +347,7 @@ class _Files:
     """Files that are served: a change of one is published; of a faulty part what ``FilePolicies`` says.
 
     Attributes:
-        compiled: what is served.
+        compiled: the served state.
     """
 
     def __init__(self, paths: list[Path], policies: "FilePolicies", server: "PolicySyncServer") -> None:
@@ -370,7 +372,7 @@ class _Files:
         self._server.publish(self.compiled)
 
     async def follow(self) -> None:
-        """Wait a moment, and read the files if they have changed."""
+        """Wait briefly, and read the files if they have changed."""
         from ztunnel.policy.calico import files
 
         await asyncio.sleep(files.POLL_S)
@@ -385,10 +387,10 @@ class _Files:
 async def _of_cluster(
     args: argparse.Namespace, server: "PolicySyncServer", stack: AsyncExitStack
 ) -> "ClusterPolicies":
-    """Return the policies of an API server; nothing is served before all objects have been read.
+    """Return the policies of an API server. Nothing is served before all objects have been read.
 
     Raises:
-        BadKubeconfig: before anything is sent.
+        BadKubeconfig: raised before any request.
     """
     import socket
 

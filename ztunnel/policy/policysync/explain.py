@@ -1,4 +1,4 @@
-"""Explains decisions from files: who is meant, and an evaluator over everything that they say. Pure."""
+"""Explains decisions from files: the endpoints of a question, and an evaluator over all objects. Pure."""
 
 from ipaddress import ip_address
 
@@ -34,7 +34,7 @@ def party(text: str, resources: Resources, trust_domain: str) -> Party:
             wanted = ip_address(text)
         except ValueError:
             raise UnknownParty(f"{text!r} is neither namespace/pod, an IP address nor a SPIFFE id") from None
-        # A pod before those of the node's network, which have the node's address.
+        # Pods come before pods in the node's network, which have the node's address.
         having = (pod for pod in pods if wanted in pod.addresses)
         found = min(having, key=lambda pod: pod.host_network, default=None)
         if found is None:
@@ -48,7 +48,7 @@ def party(text: str, resources: Resources, trust_domain: str) -> Party:
 
 
 def evaluator_of(compiled: Compiled) -> Evaluator:
-    """Return an evaluator over everything that was compiled."""
+    """Return an evaluator over all compiled objects."""
     made = Evaluator(Store())
     for update in (*changes(View(), view_of(compiled, compiled.endpoints)), c.InSync()):
         made.apply(update)

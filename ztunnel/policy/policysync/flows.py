@@ -1,7 +1,7 @@
 """What policy servers report of the flows that they judged, added up. Pure.
 
-A report is about one flow and one interval, with the rule that decided; it may have counts of packets and bytes
-(see ``DataplaneStats``). Felix without a collector answers that nobody wants them, and its clients then stop.
+A report has one flow and one interval, with the deciding rule, and optionally counts of packets and bytes (see
+``DataplaneStats``). Felix without a collector answers that reports are not needed, and its clients then stop.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Final
 
 from xds.model import calico as c
 
-#: Rules that are counted one by one; others are counted together.
+#: The number of rules that are counted separately. Others are counted together.
 COUNTED_RULES: Final = 1000
 OTHERS: Final = "others"
 

@@ -1,4 +1,4 @@
-"""The metrics of the PolicySync server: what its clients have reported of flows, and what it cannot serve."""
+"""The metrics of the PolicySync server: its clients' reports of flows, and objects that it cannot serve."""
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -11,8 +11,8 @@ def families(server: PolicySyncServer, faulty: int, not_followed: Iterable[str])
     """Yield the families of one scrape.
 
     Args:
-        faulty: objects, or sets of files, that are not in force as written.
-        not_followed: plurals of the kinds that the API server does not tell of at this moment.
+        faulty: objects, or sets of files, that are not enforced as written.
+        not_followed: plurals of the kinds that the API server currently does not provide.
     """
     flows = server.flows
     for name, text, field in (

@@ -1,4 +1,4 @@
-"""Says once for each fault which objects are not in force as they are written."""
+"""Reports once for each fault which objects are not enforced as written."""
 
 import logging
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class LoggedEvents:
-    """An :class:`~ztunnel.kube.objects.EventSink` that writes lines, and tells another one, too."""
+    """An :class:`~ztunnel.kube.objects.EventSink` that writes log lines, and forwards to another sink."""
 
     def __init__(self, other: EventSink | None = None) -> None:
         self._other = other
@@ -23,7 +23,7 @@ class LoggedEvents:
 
 
 class ProblemReports:
-    """Reports faulty objects to their owners, ``PolicyNotApplied``; a fault that stays is reported once."""
+    """Reports faulty objects to their owners as ``PolicyNotApplied``. A lasting fault is reported once."""
 
     def __init__(self, events: EventSink) -> None:
         self._events = events

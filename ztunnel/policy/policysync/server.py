@@ -1,8 +1,9 @@
 """The PolicySync server: a socket for each pod, whose identity is the socket, and one for a node's proxy.
 
-What a stream must send is computed when it can be written, from what its client has and what there is: a slow
-client costs no queue and gets the newest state when it catches up. The last stream of a pod's socket wins, as
-Felix's; the one before ends well. A node's socket serves all processes of a proxy, and others.
+A stream's next message is computed when it can be written, from its client's state and the current one: a slow
+client needs no queue and gets the newest state when it catches up. The last stream of a pod's socket wins, like in
+Felix, and the one before ends without an error. A node's socket serves all processes of a proxy, and other
+clients.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class PolicySyncServer:
         form: how policies are listed, for clients before Calico 3.32.
 
     Attributes:
-        flows: what clients have reported.
+        flows: the clients' reports.
     """
 
     def __init__(self, form: PolicyForm = PolicyForm.MESSAGES) -> None:
@@ -170,7 +171,7 @@ def pod_socket(prefix: Path, uid: str) -> str:
 
 
 def endpoint_of_credentials(text: bytes) -> c.EndpointId:
-    """Return the endpoint of the pod that a driver's credentials name; keys are read in any case, as Felix does.
+    """Return the endpoint of the pod in a driver's credentials. Keys are case-insensitive, like in Felix.
 
     Raises:
         ValueError: they are no JSON object, or name no pod.
@@ -189,14 +190,15 @@ def endpoint_of_credentials(text: bytes) -> c.EndpointId:
 class Binder:
     """Keeps a socket for each pod of a node below ``<prefix>/mount``.
 
-    Pods are those that the policies know, by their uids, and those for which a volume driver has left credentials
-    in ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
-    ``<prefix>/mount/ID/socket``, also before the policies know the pod. Of a CSI driver the ID is the volume's.
+    Pods are those in the policies, by their uids, and those for which a volume driver has left credentials in
+    ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
+    ``<prefix>/mount/ID/socket``, even before the policies include the pod. For a CSI driver the ID is the
+    volume's.
 
     Args:
         server: whose sockets these are.
         prefix: such as ``/var/run/nodeagent``.
-        node: whose pods; None is every node's. Credentials are of this node.
+        node: the node whose pods are served. None serves those of every node. Credentials are of this node.
     """
 
     def __init__(self, server: PolicySyncServer, prefix: Path, node: str | None = None) -> None:
@@ -207,7 +209,7 @@ class Binder:
         self._credentials: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
 
     async def bind(self, compiled: Compiled) -> None:
-        """Open sockets of pods that have come, close those of pods that have gone. What failed is tried again."""
+        """Open sockets of new pods, and close those of removed pods. Failures are tried again."""
         wanted = {
             pod_socket(self._prefix, uid): endpoint
             for uid, endpoint in compiled.uids.items()

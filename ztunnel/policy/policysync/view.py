@@ -1,8 +1,8 @@
-"""What one client of PolicySync is told, and the updates from one state to the next in a safe order. Pure.
+"""The state sent to one client of PolicySync, and the updates from one state to the next in a safe order. Pure.
 
-A client hears of an object before what names it, and of its removal after: IP sets, policies, profiles,
-endpoints; then removals the other way round; service accounts and namespaces last. So it never evaluates a rule
-whose set is missing.
+A client receives an object before the objects that refer to it, and its removal after them: IP sets, policies,
+profiles, endpoints; then removals in reverse order; service accounts and namespaces last. So it never evaluates a
+rule whose set is missing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,8 +63,8 @@ def view_of(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> View:
 def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
     """Return a copy of what servers of these endpoints need; later changes of ``compiled`` do not reach it.
 
-    For a compiler that works in another thread than the server: what is copied here are tables, whose values never
-    change. Service accounts and namespaces are copied whole, since selectors may read any of them.
+    For a compiler that works in another thread than the server: tables are copied, and their values never change.
+    Service accounts and namespaces are copied whole, because selectors can read any of them.
     """
     view = view_of(compiled, endpoints)
     return Compiled(

@@ -1,8 +1,8 @@
-"""Work of one connection that has a fiber of its own although another fiber waits for it.
+"""Runs a part of a connection's work in its own fiber while another fiber waits for it.
 
-The inbound half of a tunnel within the node is such work. It belongs to another pod than the fiber that waits for
-it, so that it can be ended by itself: by that pod's policy, or with that pod. The waiting half then gets an error,
-as it would over the wire, and is not cancelled.
+The inbound half of a tunnel within the node is such a part. It belongs to another pod than the waiting fiber, so
+it can end separately: by that pod's policy, or with that pod. The waiting half then gets an error, as it would
+over the wire, and is not cancelled.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ T = TypeVar("T")
 async def run_apart(
     tasks: Tasks, poller: Poller, work: Coroutine[Any, Any, T], name: str, discard: Callable[[T], object]
 ) -> T:
-    """Run ``work`` in a fiber of its own and return its result; a caller that is cancelled cancels it.
+    """Run ``work`` in its own fiber and return its result. Cancelling the caller cancels it.
 
     Args:
         tasks: own the fiber.
         poller: runs it.
-        work: raises its own errors, and leaves nothing open when it is cancelled.
+        work: raises its own errors, and releases everything when it is cancelled.
         name: of the fiber.
-        discard: gives back a result that came too late for its caller.
+        discard: releases a result that came too late for its caller.
 
     Raises:
-        TunnelBroken: the fiber was cancelled by somebody else, and ``work`` gave no error of its own.
+        TunnelBroken: the fiber was cancelled by another caller, and ``work`` raised no error of its own.
         Exception: what ``work`` raised.
     """
     answer: OneShotFuture[T] = OneShotFuture(poller)

@@ -1,8 +1,8 @@
 """How often a connection is tried, as a value: an attempt failed, so try again or give up. Pure.
 
 An attempt ends with an upstream or an error. Before the upstream has answered, the client's bytes are in the
-kernel, and another endpoint can be tried. What must never be tried again is an attempt whose peer may have got
-bytes of the client, because they would be delivered twice: :attr:`Attempts.repeatable` judges the error.
+kernel, and another endpoint can be tried. An attempt whose peer has possibly received bytes of the client must
+never be repeated, because they would be delivered twice: :attr:`Attempts.repeatable` judges the error.
 """
 
 import math
@@ -14,10 +14,10 @@ from typing import Final, Generic, TypeVar
 #: No further endpoint is tried after this time: applications have a patience of their own.
 RETRY_WINDOW_S: Final = 15.0
 
-#: How long a peer may take to answer a CONNECT. It dials its application first, for which it has ten seconds
-#: (Rust ztunnel's and our own limit). An answer that is late ends the attempts, whatever the window says: the
-#: application may have got bytes that went along with the CONNECT. Not shorter than the window, so
-#: that a single slow peer is not given up earlier than a row of failing ones.
+#: The longest wait for the answer to a CONNECT. The peer dials its application first, with a limit of ten seconds
+#: (the Rust ztunnel's and our own). A late answer ends the attempts, whatever the window, because the application
+#: has possibly received bytes that were sent along with the CONNECT. Not shorter than the window, so that a single
+#: slow peer is not given up earlier than a row of failing ones.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")
@@ -33,7 +33,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Try again; ``failures`` attempts have failed, from which a caller that backs off takes the pause."""
+    """Try again. ``failures`` attempts have failed, which determines a caller's back-off."""
 
     failures: int
 
@@ -51,7 +51,7 @@ class Attempts(Generic[EndpointT]):
 
     Attributes:
         retries_left: how many attempts may follow the first.
-        repeatable: whether an error may be answered by another attempt.
+        repeatable: whether another attempt can follow an error.
         until_s: on the caller's clock; later failures are not followed by another attempt.
         avoid: endpoints that have failed; the next attempt should take others.
         failures: attempts that have failed.
@@ -67,9 +67,9 @@ class Attempts(Generic[EndpointT]):
         """Decide what follows a failed attempt.
 
         Args:
-            error: what it failed with.
+            error: of the failed attempt.
             now_s: the caller's clock.
-            endpoint: what was tried; ``None`` when nothing else could be.
+            endpoint: the one that was tried. ``None`` if no other can be.
         """
         self.failures += 1
         if endpoint is None or not self.repeatable(error):

@@ -12,9 +12,9 @@ _MESSAGE_HEADER: Final = 4
 
 
 class FirstBytes(Enum):
-    """What the first bytes of a connection are.
+    """The kind of a connection's first bytes.
 
-    ``OTHER`` is no TLS, or no ClientHello: whatever reads it will refuse it.
+    ``OTHER`` is not TLS, or not a ClientHello. Its reader will refuse it.
     """
 
     PART = "part"
@@ -24,11 +24,12 @@ class FirstBytes(Enum):
 
 
 def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
-    """Classify what a client has sent so far; it may be empty.
+    """Classify the bytes that a client has sent so far, which can be empty.
 
     Args:
         data: from the first byte on, not consumed.
-        most_bytes: of the message, above which it is ``TOO_LONG``; known from its header, before it is there.
+        most_bytes: the length of the message above which it is ``TOO_LONG``. Its header states it before it is
+            complete.
     """
     size, position, found = len(data), 0, 0
     header = bytearray()
@@ -44,7 +45,7 @@ def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
         position += _RECORD_HEADER
         here = min(length, size - position)
         if wanted is None:
-            # A message may be spread over records, its header of four octets included.
+            # A message can be spread over records, including its header of four octets.
             header += data[position : position + min(here, _MESSAGE_HEADER - len(header))]
             if header and header[0] != _CLIENT_HELLO:
                 return FirstBytes.OTHER

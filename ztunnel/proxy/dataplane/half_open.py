@@ -1,4 +1,4 @@
-"""Connections whose peers have proved nothing yet: small, limited by source and by pod, handshakes in turns.
+"""Limits connections before their authentication: small, limited by source and by pod, with handshakes in turn.
 
 An accepted connection stays here as one small object until its whole ClientHello waits in the kernel, which is
 looked at there and not read. Only then a handshake begins: a TLS object, a fiber, some 80 KiB. Handshakes begin
@@ -10,11 +10,11 @@ neither the bytes of established connections nor the handshakes of other pods.
     accepted --> waiting for a ClientHello --> queued --> handshake --> established, or over
                  (timeout, limits: closed)     (limits: oldest closed)
 
-Every handshake that does not come to its end is charged to its source, its pod and the process. A source that
-causes many of them waits. One that stands still holds its place for a second while others want it.
+Every unfinished handshake is charged to its source, its pod and the process. A source that causes many of them
+waits. A stalled handshake keeps its place for a second while others wait.
 
-The first answer to too many is waiting. Where that is not enough, the oldest of the same source goes, else the
-oldest of the same pod, else the oldest of the pod that has most.
+The first response to overload is waiting. If that is not enough, the oldest connection of the same source is
+closed, else the oldest of the same pod, else the oldest of the pod with the most.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ GONE: Final = "peer closed the connection during the TLS handshake"
 class HalfOpenLimits:
     """Bounds on connections before the end of their handshake.
 
-    A handshake takes a millisecond or two of a core, so that 64 at once are more than any source needs that
-    answers. ``unfinished_*`` are handshakes that ended without a proof, at once and per second: 200 a second of
-    all sources are a sixth of a core.
+    A handshake takes one or two milliseconds of a core, so 64 concurrent ones are more than any honest source
+    needs. ``unfinished_*`` are a burst and a rate per second of handshakes that ended without authentication: 200
+    a second from all sources are a sixth of a core.
     """
 
     per_source: int = 512
@@ -65,7 +65,7 @@ class HalfOpenLimits:
     handshakes_per_pod: int = 128
     handshakes: int = 256
     patience_s: float = 1.0
-    """A handshake that is older gives its place to another that waits."""
+    """The age after which a handshake gives its place to a waiting one."""
     hello_bytes: int = 16_384
     timeout_s: float = 10.0
     unfinished_of_source: tuple[float, float] = (100.0, 50.0)
@@ -74,7 +74,7 @@ class HalfOpenLimits:
 
     @classmethod
     def of_descriptors(cls, most: int, *, timeout_s: float = 10.0) -> HalfOpenLimits:
-        """Return limits for a process of ``most`` descriptors, of which a quarter may be half-open connections."""
+        """Return limits for a process of ``most`` descriptors, a quarter of which can be half-open connections."""
         usual = cls()
         in_all = max(16, min(usual.in_all, most // 4))
         per_pod = min(usual.per_pod, in_all // 2)
@@ -97,7 +97,7 @@ class Cancellable(Protocol):
 
 #: Begins the handshake of an accepted socket, which it owns from then on, and returns what runs it.
 Begin = Callable[["Arrival"], Cancellable]
-#: Called with a connection that is closed next, and why; empty: the pod ends.
+#: Called with a connection that is closed next, and the reason. An empty reason means that the pod ends.
 TurnedAway = Callable[["Arrival", str], None]
 
 
@@ -114,12 +114,12 @@ class _Source:
 
 
 class Arrival:
-    """One connection before the end of its handshake; a handler of the poller until that begins.
+    """One connection before the end of its handshake. It is a handler of the poller until the handshake starts.
 
     Attributes:
         sock: non-blocking; belongs to the entrance until the handshake begins.
         peer: its other end.
-        owner: what its owner knows it by.
+        owner: the owner's key for it.
         queued: it waits for its handshake.
         over: it is here no more.
     """
@@ -153,7 +153,7 @@ class Arrival:
 
     @property
     def in_handshake(self) -> bool:
-        """Whether its handshake has begun."""
+        """Whether its handshake has started."""
         return self._running is not None
 
     def proved(self) -> None:
@@ -161,7 +161,7 @@ class Arrival:
         self._entrance.leave(self, proved=True)
 
     def ended(self) -> None:
-        """Take note that the connection is over; nothing after :meth:`proved`."""
+        """Record the end of the connection. Does nothing after :meth:`proved`."""
         self._entrance.leave(self, proved=False)
 
     # For the entrance
@@ -188,7 +188,7 @@ class Arrival:
         self._running = begin(self)
 
     def stop(self) -> None:
-        """End it, with its handshake if that has begun."""
+        """Close it, and its handshake if started."""
         if self._running is not None:
             self._running.cancel()
         else:
@@ -208,7 +208,7 @@ class Arrival:
 
 
 class HalfOpen:
-    """All half-open connections of a process, by entrance; one per poller.
+    """All half-open connections of a process, by pod. There is one per poller.
 
     Attributes:
         turned_away: how many were closed by a limit, ever.
@@ -230,13 +230,13 @@ class HalfOpen:
         return self.size
 
     def entrance(self, begin: Begin, turned_away: TurnedAway, *, timeout_s: float | None = None) -> Entrance:
-        """Return the entrance of one pod, which its owner closes; see there."""
+        """Return the entrance of one pod. Its owner closes it."""
         entrance = Entrance(self, begin, turned_away, timeout_s or self.limits.timeout_s)
         self._entrances[entrance] = None
         return entrance
 
     def shed(self) -> bool:
-        """Close the oldest half-open connection of the pod that has most; False: there is none."""
+        """Close the oldest half-open connection of the pod with the most. Return False if there is none."""
         fullest = max(self._entrances, key=len, default=None)
         if fullest is None or not len(fullest):
             return False
@@ -260,17 +260,17 @@ class HalfOpen:
         self.poller.requeue(self)
 
     def may_begin(self, now_s: float) -> bool:
-        """Take one unfinished handshake from the budget of the process; False: there is none left."""
+        """Take one unfinished handshake from the budget of the process. Return False if none is left."""
         return self._unfinished.affords(now_s)
 
     def gives_way(self, now_s: float) -> bool:
         """End the oldest handshake of the pod that has most, if it has had its time; return whether it had."""
         fullest = max(self._entrances, key=lambda each: len(each.running), default=None)
-        # There may be none: handshakes of a pod that has ended are counted until their fibers have.
+        # Possibly none: handshakes of a pod that has ended are counted until their fibers end.
         return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
     def earn(self) -> None:
-        """Return what :meth:`may_begin` took: the handshake has come to its end."""
+        """Refund the charge of :meth:`may_begin`, because the handshake was finished."""
         self._unfinished.earn(1.0)
 
     def on_event(self, mask: int) -> None:
@@ -282,7 +282,7 @@ class HalfOpen:
                 continue
             waiting = True
             if entrance.begin_one(now_s):
-                # Behind the others: the next one is another pod's.
+                # Behind the others, so that the next one is another pod's.
                 self._entrances.pop(entrance, None)
                 self._entrances[entrance] = None
                 self.pump()
@@ -322,13 +322,13 @@ class Entrance:
     """The half-open connections of one pod.
 
     Args:
-        half_open: those of the process.
-        begin: begins a handshake; must call :meth:`Arrival.proved` or :meth:`Arrival.ended` some time.
+        half_open: the process's half-open connections.
+        begin: starts a handshake. It must eventually call :meth:`Arrival.proved` or :meth:`Arrival.ended`.
         turned_away: told of each that is closed here.
         timeout_s: the longest wait for a ClientHello.
 
     Attributes:
-        running: connections whose handshake has begun, the oldest first.
+        running: connections whose handshake has started, the oldest first.
     """
 
     def __init__(self, half_open: HalfOpen, begin: Begin, turned_away: TurnedAway, timeout_s: float) -> None:
@@ -354,7 +354,7 @@ class Entrance:
         return bool(self._ready)
 
     def enter(self, sock: socket.socket, peer: tuple[str, int], owner: Any = None) -> Arrival:
-        """Take an accepted, non-blocking socket; another one may have to go for it, or it goes at once."""
+        """Take an accepted, non-blocking socket. At a limit, it or an older one is closed."""
         limits = self._limits
         source = self._source(peer[0])
         if self._closed:
@@ -384,7 +384,7 @@ class Entrance:
     def look(self, arrival: Arrival, *, hung_up: bool) -> None:
         """Peek at what a connection has sent, and queue it for its handshake when that can begin.
 
-        One that is queued is looked at for its end only: what nobody waits for must take no turn.
+        A queued connection is only checked for its end, because a stream without a waiting reader gets no turn.
         """
         if arrival.queued:
             if hung_up:
@@ -406,7 +406,7 @@ class Entrance:
         elif found is FirstBytes.TOO_LONG:
             self.turn_away(arrival, TOO_LONG)
         else:
-            # What is no TLS gets its error from the handshake, too.
+            # Bytes that are not TLS also get their error from the handshake.
             arrival.queued = True
             source = arrival.source
             if not source.queue:
@@ -500,7 +500,7 @@ class Entrance:
         self._all.changed(-1)
 
     def sweep(self, now_s: float) -> None:
-        """Close connections that have sent no ClientHello in time; a handshake has a limit of its own."""
+        """Close connections that have sent no ClientHello in time. A handshake has its own limit."""
         until_s = now_s - self._timeout_s
         for arrival in list(self._arrivals):
             if arrival.in_handshake:
@@ -512,7 +512,7 @@ class Entrance:
     def close(self) -> None:
         """Close what has not begun its handshake, and what comes later; idempotent.
 
-        What has begun ends with its fiber.
+        Started handshakes end with their fibers.
         """
         self._closed = True
         self._begin = _begins_nothing  # nothing begins here any more; without this the pod could not be freed

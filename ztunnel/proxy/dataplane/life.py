@@ -1,13 +1,12 @@
 """The life of a connection as one table: its states, the events that meet it, and what follows in each pair. Pure.
 
-A *life* is anything alive that belongs to a connection: an accepted socket, a tunnel connection in either
-direction, a request on one, each half of a tunnel within the node, a relay. It moves through :class:`State` from
-top to bottom and skips states that it has no use for. :data:`TABLE` has one :class:`Action` for each state and
-event.
+A *life* is any live part of a connection: an accepted socket, a tunnel connection in either direction, a request
+on one, each half of a tunnel within the node, a relay. It moves through :class:`State` from top to bottom and
+skips states that it does not need. :data:`TABLE` has one :class:`Action` for each state and event.
 ``docs/life.md`` prints it; ``make life`` walks it in both front ends.
 
-The rule behind the table: **an open connection is allowed by the policies and revocation lists that are current**,
-or is within a grace period that its :class:`Verdict` states. It is kept by two means only.
+The rule behind the table: **an open connection is allowed by the current policies and revocation lists**, or is
+within a grace period stated by its :class:`Verdict`. Two rules ensure it:
 
 * A life whose facts are complete is judged at each event that can change its verdict (:attr:`Action.JUDGE`).
 * A life whose facts are not complete is judged when they are, by what is current *then*
@@ -25,7 +24,7 @@ from hbone.enums import Key
 
 
 class State(Key):
-    """How far a life has come."""
+    """The progress of a life."""
 
     ACCEPTED = "accepted"
     """A socket was accepted. Its destination is not known yet: listener filters, SOCKS, the pod's workload."""
@@ -48,7 +47,7 @@ class State(Key):
 
 
 class Event(Key):
-    """What happens to a life from outside."""
+    """An external event that concerns a life."""
 
     POLICIES = "policies"
     """Policies that may concern it have changed: of the mesh, of Calico, of a chain's filter from ECDS."""
@@ -74,7 +73,7 @@ class Action(Enum):
     """What follows."""
 
     KEEP = "keep"
-    """Nothing: the life goes on as it is."""
+    """No action: the life continues unchanged."""
     AWAIT_FACTS = "judge when the facts are complete"
     """Nothing now. The step that completes the facts judges by what is current then."""
     JUDGE = "judge now"
@@ -82,7 +81,7 @@ class Action(Enum):
     LEAVE = "ask to leave"
     """Send GOAWAY where the protocol has it; the life may end by itself until the deadline."""
     FINISH = "close in order"
-    """Close with END_STREAM, close_notify and FIN, so that an application can tell this from a crash."""
+    """Close with END_STREAM, close_notify and FIN, so that an application can distinguish this from a crash."""
     CLOSE = "close"
     """Close at once."""
 
@@ -107,14 +106,14 @@ _WITH_FACTS: Final = _BEFORE_FACTS | {
 }
 _OPEN: Final = _WITH_FACTS | {Event.DEADLINE: Action.FINISH}
 
-#: What follows each event in each state.
+#: The action for each event in each state.
 TABLE: Final[dict[tuple[State, Event], Action]] = {
     (state, event): action
     for state, row in {
         State.ACCEPTED: _BEFORE_FACTS,
         State.FILTERED: _BEFORE_FACTS,
         State.HANDSHAKE: _BEFORE_FACTS,
-        # Its verdict is pending: whoever waits for the policy judges when it comes, or when its time is over.
+        # Its verdict is pending: the waiting step judges when the policy arrives, or when its time is over.
         State.IDENTIFIED: _BEFORE_FACTS,
         State.DIALING: _WITH_FACTS,
         State.OPEN: _OPEN,
@@ -130,7 +129,7 @@ class Verdict(NamedTuple):
     """Whether a life is allowed now.
 
     Attributes:
-        reason: why it must end, in the words of its access line; empty: it is allowed.
+        reason: why it must end, in the words of its access line. Empty if it is allowed.
         until_s: allowed until this time of the event loop, when it is judged again: a policy is named and has not
             arrived. Infinite: until the next event.
     """

@@ -1,9 +1,9 @@
 """Every connection of this process that is open or being opened, in one table. Entries own what they opened.
 
-:class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction.
-:meth:`LiveTable.review` and :meth:`Lives.review` are the only ways in which a change reaches connections: they
-look up :data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies
-:meth:`Life.judge` and the ways in which a life can be ended. It decides nothing else.
+:class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction. Changes
+reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`: they look up
+:data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies
+:meth:`Life.judge` and the ways to end a life, and decides nothing else.
 
 A life is registered when it is made, before its policy is asked: a change in between must still find it. What ends
 it changes on its way (cancel the fiber that dials, then abort the relay). The entry holds the current way, and
@@ -37,7 +37,8 @@ Abort = Callable[[str], object]
 
 LifeT = TypeVar("LifeT", bound="Life")
 
-#: Lives of one slice of a review. Other connections wait about a millisecond for a slice (``bench/review.py``).
+#: The number of lives in one slice of a review. Other connections wait about a millisecond for a slice
+#: (``bench/review.py``).
 SLICE: Final = 128
 #: The reason of a life whose verdict could not be found because of a bug: fail closed.
 _UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
@@ -74,7 +75,7 @@ class Life:
     def judge(self) -> Verdict:
         """Return whether it is allowed by what is current; called in states whose facts are complete.
 
-        A refusal is counted and logged by the front end that gives it, because the life ends with it.
+        The front end that refuses a life also counts and logs the refusal, because the life ends with it.
         """
         return ALLOWED
 
@@ -102,7 +103,7 @@ class Life:
     ) -> None:
         """Enter :attr:`State.OPEN` or :attr:`State.JOINED`.
 
-        What was asked of it before, to leave or to end, is done at once.
+        An earlier request to leave or to end is carried out at once.
 
         Args:
             abort: ends it at once.
@@ -127,7 +128,7 @@ class Life:
             self._leave()
 
     def end(self, reason: str) -> None:
-        """End it at once. The first reason wins; later calls do nothing."""
+        """End it at once. The first reason wins, and later calls do nothing."""
         if self.reason or self.state is State.CLOSED:
             return
         self.reason = reason
@@ -135,13 +136,13 @@ class Life:
             self._abort(reason)
 
     def finish(self, reason: str) -> None:
-        """End it in order; like :meth:`end` where it knows no such way."""
+        """End it in order, or like :meth:`end` if it has no such way."""
         if self._finish is not None:
             self._abort = self._finish
         self.end(reason)
 
     def close(self) -> None:
-        """Release everything it owns and unregister it: it is over. Idempotent."""
+        """Release everything it owns and unregister it. Idempotent."""
         if self.state is State.CLOSED:
             return
         self.state = State.CLOSED
@@ -157,7 +158,7 @@ class Life:
 
 
 def cancels_current_task(poller: Poller) -> Abort:
-    """Return what ends a life that does not relay yet: cancelling the fiber or task that works for it."""
+    """Return an abort for a life that does not relay yet: it cancels the fiber or task that works for it."""
     return current(poller).cancel
 
 
@@ -168,7 +169,7 @@ class Lives(Generic[LifeT]):
         table: that this group is a part of.
 
     Attributes:
-        on_close: called with each life that is over; None: nobody follows.
+        on_close: called with each closed life. None disables it.
     """
 
     __slots__ = ("_emptied", "_entries", "_table", "_timer", "_until_s", "on_close")
@@ -210,7 +211,7 @@ class Lives(Generic[LifeT]):
         """Do for each life what the table says of an event; the first :data:`SLICE` lives before this returns.
 
         Args:
-            event: what has happened.
+            event: the event that occurred.
             reason: the reason of lives that the event ends. A verdict has its own reason.
             concerned: returns whether the event concerns a life. ``None``: it concerns all.
         """
@@ -247,7 +248,7 @@ class Lives(Generic[LifeT]):
             self._look_again(verdict.until_s)
 
     def _look_again(self, until_s: float) -> None:
-        """Judge all again at a time; an earlier time replaces a later one."""
+        """Judge all again at this time. An earlier time replaces a later one."""
         self._stop_timer()
         self._until_s = until_s
         self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)
@@ -292,13 +293,13 @@ class LiveTable:
             group.review(event, reason)
 
     async def reviewed(self) -> None:
-        """Wait until every review that has begun has looked at all its lives."""
+        """Wait until every running review has visited all its lives."""
         while self._walks:  # noqa: ASYNC110  the walk needs exactly the turns that this gives up
             await asyncio.sleep(0)
 
     def _start(self, walk: Iterator[None]) -> None:
-        # The first slice at once: what is reviewed in a small mesh has ended when the update is answered. Reviews
-        # that are under way go first, so that a life meets events in their order.
+        # The first slice runs at once: in a small mesh, ended lives are closed before the update is answered.
+        # Running reviews come first, so that a life sees events in order.
         self._walks.append(walk)
         if self._handle is None and not self._walking:  # else one that ends a life has led here
             self._continue()
@@ -327,7 +328,7 @@ class LiveTable:
 
 
 async def all_emptied(*groups: Lives[Any]) -> None:
-    """Wait until all groups are empty at the same time: a life may be made in one for another."""
+    """Wait until all groups are empty at the same time, because a life in one can create a life in another."""
     while any(groups):
         for group in groups:
             await group.emptied()

@@ -45,7 +45,7 @@ def parse_header(data: bytes) -> ProxyHeader:
     """Read a header from the first bytes of a connection.
 
     Raises:
-        NeedMore, NoHeader, BadHeader: see there.
+        NeedMore, NoHeader, BadHeader: as their names say.
     """
     if data[: len(SIGNATURE_2)] == SIGNATURE_2[: len(data)]:
         return _version_2(data)
@@ -109,13 +109,13 @@ _VERSION_2_PROXY = 0x21
 
 
 def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: str | None) -> bytes:
-    """Return a version 2 header as the Rust ztunnel sends it to a sandwiched waypoint (``application_tunnel``).
+    """Return a version 2 header like the Rust ztunnel's to a sandwiched waypoint (``application_tunnel``).
 
-    One header has no room for addresses of two families: it says AF_UNSPEC and has none then.
+    One header has no room for addresses of two families. It has AF_UNSPEC and no addresses then.
 
     Args:
         source: peer of the tunnel's TCP connection.
-        destination: what the tunnel is for.
+        destination: the destination of the tunnel.
         spiffe_id: of the tunnel's client, as TLV 0xD0; ``None`` leaves it out.
     """
     addresses = [ipaddress.ip_address(address.host) for address in (source, destination)]
@@ -136,7 +136,7 @@ LOCAL_HEADER: Final = SIGNATURE_2 + bytes((0x20, 0, 0, 0))
 
 
 def header_of_version(version: int, source: SocketAddress, destination: SocketAddress) -> bytes:
-    """Return the header of a proxied connection, as Envoy's ``upstream_proxy_protocol`` sends it.
+    """Return the header of a proxied connection in the form of Envoy's ``upstream_proxy_protocol``.
 
     Addresses of two families do not fit into one header: version 1 says UNKNOWN, version 2 AF_UNSPEC.
 

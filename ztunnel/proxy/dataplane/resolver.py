@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from dns.resolver import Answer as DnsAnswer
 
 
-#: A hosts file has no times to live; this is how soon a change of it is noticed.
+#: A hosts file has no times to live. Changes are noticed after this time.
 _HOSTS_TTL_S: Final = 5.0
-#: As Envoy has it for answers of getaddrinfo(3).
+#: Envoy's value for answers of getaddrinfo(3).
 _NO_TTL_S: Final = 60.0
-#: As Envoy's documentation of ``CaresDnsResolverConfig`` has them; they matter where only one of both is set.
+#: From Envoy's documentation of ``CaresDnsResolverConfig``. They matter if only one of both is set.
 _QUERY_TIMEOUT_S: Final = 5.0
 _TRIES: Final = 4
 
@@ -45,7 +45,7 @@ class ResolveFailed(Exception):
     """A name could not be resolved.
 
     Attributes:
-        absent: servers answered that there is no such name, or no address; otherwise what is known of it may be
+        absent: servers answered that the name, or its address, does not exist. Otherwise earlier results can be
         kept.
     """
 
@@ -65,7 +65,7 @@ class Resolver:
         resolv_conf: the file of name servers; read once.
         port: of the name servers in ``resolv_conf``.
         lifetime_s: for each candidate and family, if the settings have no time for a query.
-        settings: what is done otherwise than by the rest of the host.
+        settings: differences from the host's resolver configuration.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class Resolver:
         """Return the answer to the first candidate that has one.
 
         Raises:
-            dns.exception.DNSException, OSError: none has; what the first failure was that is no NXDOMAIN, since a
-                name that could not be asked for may exist.
+            dns.exception.DNSException, OSError: no server has an answer. The error is the first failure other than
+                NXDOMAIN, because a name whose query failed can exist.
         """
         import dns.exception
         import dns.name
@@ -210,7 +210,9 @@ class Resolver:
 
 
 def addresses_in(hosts: str) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of each name of a hosts file (hosts(5)), names in lower case; bad lines are skipped."""
+    """Return the addresses of each name in a hosts file (hosts(5)), with names in lower case. Bad lines are
+    skipped.
+    """
     found: dict[str, list[str]] = {}
     for line in hosts.splitlines():
         address, *names = line.partition("#")[0].split() or [""]
@@ -230,7 +232,7 @@ def _of_family(hosts: tuple[str, ...], family: str) -> tuple[str, ...]:
 
 
 def _candidates(name: Name, search: Iterable[Name], ndots: int) -> list[Name]:
-    """Return the names to ask for, in glibc's order: as it is first if it has as many dots as ``ndots``."""
+    """Return the names to query, in glibc's order: the name itself first if it has at least ``ndots`` dots."""
     import dns.name
 
     plain = name.concatenate(dns.name.root)

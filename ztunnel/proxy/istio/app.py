@@ -93,7 +93,7 @@ class Readiness:
 
     @property
     def pending(self) -> set[str]:
-        """What the proxy waits for now; empty: it is ready."""
+        """The tasks that the proxy waits for. Empty when it is ready."""
         return self._pending | {DESCRIPTORS} if self._short() else self._pending
 
     def done(self, task: str) -> None:
@@ -107,7 +107,7 @@ class Readiness:
                 log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
 
     def set(self, task: str, ready: bool) -> None:
-        """Mark a task as complete or as pending, for those that may become pending again; idempotent."""
+        """Mark a task as complete or as pending, if it can become pending again. Idempotent."""
         if ready:
             self.done(task)
         else:
@@ -120,7 +120,7 @@ class IstioProxy:
     Its public attributes serve the admin pages and tests.
 
     Args:
-        config: see there.
+        config: the proxy's configuration.
         clock: the clock; tests give their own.
     """
 
@@ -347,7 +347,7 @@ class IstioProxy:
         self._stop.set()
 
     def say_goodbye(self) -> int:
-        """Ask the peers of a dedicated proxy to take new connections elsewhere; it serves on. Idempotent.
+        """Ask the peers of a dedicated proxy to open new connections elsewhere. It continues to serve. Idempotent.
 
         Returns:
             How many connections it carries.

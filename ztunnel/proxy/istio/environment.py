@@ -1,10 +1,10 @@
 """Reads Rust ztunnel's environment variables into one :class:`IstioConfig`; reports all bad values together.
 
-Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
+Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, and those of
-:mod:`ztunnel.policy.calico.settings`; those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
+:mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
 
 import ipaddress
@@ -87,7 +87,7 @@ def _quantity(text: str) -> int:
 
 
 def _address(text: str) -> str:
-    """Return an address of the control plane with its scheme; empty stays empty and means none."""
+    """Return an address of the control plane with its scheme. Empty stays empty and means none."""
     if not text:
         return text
     endpoint = Endpoint.parse(text)
@@ -126,7 +126,7 @@ class _Environment:
         ]
 
 
-#: Variables that other code reads, or that Istio's chart sets and this proxy does not use.
+#: Variables that other code reads, or that Istio's chart sets without an effect here.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",
@@ -201,7 +201,7 @@ def _log_json(seen: _Environment) -> bool:
 
 
 def _compliance(text: str) -> str:
-    """Return a known policy, whatever its case.
+    """Return a known policy, in any case.
 
     Another one asks for restrictions that this proxy does not know. The Rust ztunnel would run without them.
     """
@@ -315,7 +315,7 @@ def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str
         try:
             parsed[key] = json.loads(text, parse_constant=_no_constant)
         except ValueError as error:
-            # As in Rust ztunnel, the value is left out of the node's metadata and the proxy starts.
+            # Like in the Rust ztunnel, the value is left out of the node's metadata and the proxy starts.
             seen.warnings.append(f"environment variable ISTIO_METAJSON_{key} is ignored: not JSON: {error}")
     values["metadata_json"] = parsed
     return metadata
@@ -343,7 +343,7 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
         headers = []
         for key, value in seen.prefixed(prefix):
             lower = key.lower()
-            # Values may be credentials, so messages do not contain them.
+            # Values can be credentials, so messages do not contain them.
             if not re.fullmatch(r"[0-9a-z_.-]+", lower) or lower.endswith("-bin") or lower.startswith("grpc-"):
                 seen.faults.append(f"invalid env var {prefix}{key} (not the name of a gRPC header)")
             elif not re.fullmatch(r"[\x20-\x7e]*", value):
@@ -375,7 +375,7 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
     )
     wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
     if values["sidecar"]:
-        # What they cost is CAP_NET_ADMIN, which a sidecar does without.
+        # They need CAP_NET_ADMIN, which a sidecar does not have.
         for name, given in (("ENABLE_ORIG_SRC", wanted == "true"), ("PACKET_MARK", bool(mark))):
             if given:
                 seen.faults.append(f"{name} cannot be used with ZTUNNEL_SIDECAR=true, whose rules match the user")

@@ -1,4 +1,4 @@
-"""The files that an environment names for TLS: whether the proxy can use what is in them, before it does."""
+"""Checks before the start whether the proxy can use the TLS files named in its environment."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from ztunnel.proxy.istio.settings.config import ROOT_CERT, IstioConfig
 
 
 class Findings:
-    """What a look at the files has found, once; no file is kept open.
+    """The result of one check of the files. No file is kept open.
 
     Attributes:
-        faults, warnings: a line each, which begins with the variable. A file that is not there is a warning,
-            because the proxy waits for one that is mounted late.
+        faults, warnings: a line each, starting with the variable. A missing file is a warning, because the proxy
+            waits for files that are mounted late.
         contexts: how many TLS contexts can be built.
     """
 

@@ -1,1 +1,1 @@
-"""What is recorded of a connection in an Istio mesh: log lines, metrics, outcomes."""
+"""Accounting of a connection in an Istio mesh: log lines, metrics, outcomes."""

@@ -1,8 +1,8 @@
 """Bounds what peers say of themselves in metrics and logs. Pure.
 
-A peer that the control plane has not described (yet), or that is behind a gateway, is labelled by its baggage: its
-own words. Each principal has a budget of label sets. Without one, a single peer could fill the page of metrics,
-and what comes after it would count as unknown. Beyond it a connection has the principal alone, which is proved.
+A peer that the control plane has not described (yet), or that is behind a gateway, is labelled by its own baggage.
+Each principal has a budget of label sets, because otherwise a single peer could fill the metrics page, and later
+ones would count as unknown. Above the budget a connection has only its principal, which is proven.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUE_CHARACTERS: Final = 253
 
 
 class BaggageLabels:
-    """The label sets that came as baggage, by principal; those unused for :data:`EXPIRY_S` are forgotten.
+    """The label sets received as baggage, by principal. Sets unused for :data:`EXPIRY_S` are dropped.
 
     Attributes:
         refused: how many connections were labelled by their principal alone, ever.
@@ -37,7 +37,7 @@ class BaggageLabels:
 
         Args:
             baggage: the peer's.
-            identity: what its certificate has proved. Its namespace is taken before the baggage's.
+            identity: proven by its certificate. Its namespace has precedence over the baggage's.
             now_s: monotonic seconds.
         """
         principal = str(identity) if identity is not None else ""

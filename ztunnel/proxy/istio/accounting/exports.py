@@ -52,7 +52,7 @@ class Exports:
             self._tasks.keep(self._metrics.run, "metrics export")
 
     async def close(self) -> None:
-        """Send what waits, for a moment, and end; idempotent."""
+        """Send queued data within a time limit, and end. Idempotent."""
         self._logs.export = None
         await self._tasks.close()
         if self._access is not None:
@@ -73,7 +73,7 @@ class Exports:
 
 
 def resource_attributes(config: IstioConfig) -> Mapping[str, str]:
-    """Return what the resource says of this proxy, by OpenTelemetry's names; what is not known is left out."""
+    """Return the attributes of this proxy as a resource, with OpenTelemetry's names. Unknown ones are left out."""
     found = {
         "service.name": "ztunnel",
         "service.version": __version__,

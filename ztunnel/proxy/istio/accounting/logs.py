@@ -26,7 +26,7 @@ _LEVELS = {
     "debug": logging.DEBUG,
     "trace": TRACE,
 }
-#: The time that a line waits for others, so that one write takes all of them.
+#: The delay of a line, so that one write takes several lines.
 _FLUSH_S = 0.05
 
 #: Our loggers and the targets that operators filter by; the first prefix that matches wins.
@@ -79,7 +79,7 @@ class LogFilter:
         """Add clauses, which replace earlier ones for the same target.
 
         Raises:
-            InvalidLevel: a clause is neither a level nor ``target=level``; nothing is changed then.
+            InvalidLevel: a clause is neither a level nor ``target=level``. Nothing is changed then.
         """
         default, targets = self.default, dict(self.targets)
         for clause in filter(None, (part.strip() for part in text.split(","))):
@@ -172,7 +172,7 @@ def json_line(time: str, level: str, target: str, message: str, fields: Fields) 
 def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
     """Return a record's message without the fields at its end, and these: ``fetched identity=%s`` has one.
 
-    A line of JSON has them as keys, as those of the Rust ztunnel; plain lines print them where they stand.
+    JSON lines have them as keys, like those of the Rust ztunnel. Plain lines have them in place.
     """
     head, names = _parts(str(record.msg))
     args = record.args
@@ -239,10 +239,10 @@ class LogStream(logging.Handler):
         self.dns_level = self.levels.level("dns")
 
     def change(self, text: str, *, reset: bool = False) -> None:
-        """Add clauses to the filter; with ``reset`` to the one that the process was started with.
+        """Add clauses to the filter, or with ``reset`` to the filter at the start of the process.
 
         Raises:
-            InvalidLevel: a clause is invalid; nothing is changed.
+            InvalidLevel: a clause is invalid. Nothing is changed.
         """
         wanted = LogFilter(self._start_filter if reset else str(self.levels))
         wanted.add(text)
@@ -292,7 +292,7 @@ class LogStream(logging.Handler):
         )
 
     def write_access(self, time_s: float, level: str, message: str, fields: Fields, trace: bytes) -> None:
-        """As :meth:`write` for a line about a connection, whose tunnel had ``trace`` as its ``traceparent``."""
+        """Like :meth:`write`, for a line about a connection whose tunnel had ``trace`` as its ``traceparent``."""
         self.write(time_s, level, "access", message, fields)
         if self.export is not None:
             self.export(time_s, level, message, fields, trace)

@@ -56,7 +56,7 @@ class Flags(StrEnum):
 
 
 class EarlyDeny(Exception):
-    """The connection ends before it counts as opened; it gets one warning and no metrics."""
+    """The connection ends before it counts as opened. It gets one warning and no metrics."""
 
 
 class Failed(Exception):
@@ -74,7 +74,7 @@ class Failed(Exception):
 
 
 def io_text(error: OSError | None) -> str:
-    """Return an error as Rust prints it: ``Connection refused (os error 111)``."""
+    """Return an error in Rust's form: ``Connection refused (os error 111)``."""
     if error is None or error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
@@ -127,12 +127,12 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
 
 
 def worth_another_endpoint(error: BaseException) -> bool:
-    """Return whether another endpoint may be tried after this error.
+    """Return whether another endpoint can be tried after this error.
 
     A 401 or a TLS alert is the peer's verdict on our identity, which another endpoint would repeat. A peer with a
-    wrong identity may be an attacker's, and trying others would hide that. First bytes of the application may have
-    been sent along with the CONNECT and delivered, when no answer came in time (``TimeoutError``) or the tunnel
-    broke (``perhaps_delivered``); they must not be sent twice.
+    wrong identity can be an attacker's, and trying others would hide that. First bytes of the application can have
+    been sent along with the CONNECT and delivered if no answer came in time (``TimeoutError``) or the tunnel broke
+    (``perhaps_delivered``). They must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -149,7 +149,7 @@ def worth_another_endpoint(error: BaseException) -> bool:
             return False
 
 
-#: Errors that count as an ordinary end of an application's connection, as in Rust ztunnel.
+#: Errors that count as an ordinary end of an application's connection, like in the Rust ztunnel.
 _ORDINARY = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
 
 
@@ -174,22 +174,22 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
 
 
 def of_reason(reason: str) -> Failed:
-    """Return the failure for a connection that this side ended for a reason; empty means the drain."""
+    """Return the failure for a connection that this side ended for a reason. Empty means the drain."""
     flags = {POLICY_CHANGE: Flags.DENY, REVOKED: Flags.CERT_REVOKED}
     return Failed(reason or DRAINED, flags.get(reason, Flags.NONE))
 
 
 def answered(status: int) -> str:
-    """Return the text for a refused CONNECT, as Rust ztunnel prints it: ``http status: 401 Unauthorized``."""
+    """Return the text for a refused CONNECT in the Rust ztunnel's form: ``http status: 401 Unauthorized``."""
     return f"http status: {status} {_STATUS.get(status, '')}".rstrip()
 
 
 class Judgement(NamedTuple):
-    """What a workload's policies say of a connection.
+    """The result of a workload's policies for a connection.
 
     Attributes:
-        policy: that decided, or that is missing; empty: none did.
-        refusal: what an access line says of a refusal, in the Rust ztunnel's words; empty: it is allowed.
+        policy: the deciding or missing policy. Empty if none decided.
+        refusal: the reason for a refusal in the access line, in the Rust ztunnel's words. Empty if it is allowed.
     """
 
     policy: str
@@ -197,7 +197,7 @@ class Judgement(NamedTuple):
 
 
 def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
-    """Judge a connection; a policy that a workload names and that has not arrived refuses everything."""
+    """Judge a connection. A policy named by a workload but not yet received refuses every connection."""
     if policies.missing:
         return Judgement(policies.missing[0], f"policy {policies.missing[0]} has not arrived")
     decision = judge(policies.enforced, facts)

@@ -1,4 +1,4 @@
-"""How a workload shows in labels and baggage, made once per version of it. Pure."""
+"""A workload's labels and baggage, computed once per version of it. Pure."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 
 
 class WorkloadLabels(NamedTuple):
-    """A workload and what is printed of it for each of its connections.
+    """A workload with the labels printed for each of its connections.
 
     Attributes:
-        workload: this version of it.
-        identity: what its certificate says.
+        workload: the version described.
+        identity: the identity in its certificate.
         plain: its labels on a connection that proves no identity.
-        secured: its labels, the principal included, on one that does.
+        secured: its labels, including the principal, on a connection with proven identity.
         baggage: the header by which its proxy describes it to the peer's.
     """
 
@@ -27,7 +27,7 @@ class WorkloadLabels(NamedTuple):
 
 
 def labels_of(workload: Workload) -> WorkloadLabels:
-    """Make the labels of one version of a workload."""
+    """Compute the labels of one version of a workload."""
     plain = PeerLabels.of(workload)
     identity, place = workload.identity, workload.locality
     return WorkloadLabels(

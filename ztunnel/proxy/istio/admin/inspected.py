@@ -1,4 +1,4 @@
-"""The interface by which admin pages read and change the proxy, so that they need not import the application."""
+"""The interface through which admin pages read and change the proxy without importing the application."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Connections = dict[str, list[dict[str, str | None]]]
 
 
 class PendingTasks(Protocol):
-    """The tasks that readiness waits for; empty once the proxy is ready."""
+    """The tasks that readiness waits for. Empty once the proxy is ready."""
 
     @property
     def pending(self) -> set[str]:
@@ -90,7 +90,7 @@ class InspectedProxy(Protocol):
         """Change the log's filter, in workers, too."""
 
     def say_goodbye(self) -> int:
-        """Ask peers to take new connections elsewhere; the number of those that are open."""
+        """Ask peers to open new connections elsewhere. Return the number of open connections."""
 
     def shut_down(self) -> None:
         """Begin to drain, then end."""

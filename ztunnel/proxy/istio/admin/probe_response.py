@@ -48,12 +48,12 @@ class Head:
 
     @property
     def location(self) -> str:
-        """The first ``Location``; empty without one."""
+        """The first ``Location``, or empty without one."""
         return self._first("location")
 
     @property
     def content_type(self) -> str:
-        """The first ``Content-Type``; empty without one."""
+        """The first ``Content-Type``, or empty without one."""
         return self._first("content-type")
 
     def _first(self, name: str) -> str:
@@ -99,7 +99,9 @@ async def _head(reader: asyncio.StreamReader) -> Head:
 
 
 async def _field_lines(reader: asyncio.StreamReader) -> list[bytes]:
-    """Return the lines of a head up to the empty one; a line that begins with space continues the one before."""
+    """Return the lines of a head up to the empty line. A line that begins with space continues the
+    previous one.
+    """
     found: list[bytes] = []
     size = 0
     while line := await _line(reader):
@@ -116,7 +118,7 @@ async def _field_lines(reader: asyncio.StreamReader) -> list[bytes]:
 
 
 async def read_body(reader: asyncio.StreamReader, head: Head, most: int) -> bytes:
-    """Read the body, at most ``most`` bytes of it.
+    """Read at most ``most`` bytes of the body.
 
     Raises:
         BadResponse: it is shorter than announced, or not framed as announced.
@@ -135,7 +137,7 @@ async def read_body(reader: asyncio.StreamReader, head: Head, most: int) -> byte
 
 
 def _length(head: Head) -> int | None:
-    """Return the length of the body, -1 for up to the end of the connection; None: in chunks."""
+    """Return the length of the body, -1 for up to the end of the connection, or None for chunked."""
     lengths = {value.strip(b" \t") for value in head.fields.get("content-length", ())}
     codings = head.fields.get("transfer-encoding", ()) if head.modern else ()
     if len(codings) > 1 or (codings and codings[0].lower() != b"chunked"):
@@ -198,7 +200,7 @@ async def _until_line_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
-    """Return so many bytes, fewer if the connection ends before."""
+    """Return this many bytes, or fewer if the connection ends before."""
     try:
         return await reader.readexactly(count)
     except asyncio.IncompleteReadError as error:

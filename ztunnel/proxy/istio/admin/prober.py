@@ -1,4 +1,4 @@
-"""Answers kubelet's probes by those that the application has: one connection each, nothing is remembered.
+"""Answers kubelet's probes by probing the application: one connection each, without state.
 
 As in Istio's sidecar: the status is the application's, the body's first 10 KiB come along, TLS is not verified (as
 kubelet does not), and a redirect to another host counts as success. HTTPS is asked in HTTP/1.1. An answer passes
@@ -47,7 +47,7 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     Args:
         probe: what to ask.
         address: of the application, unless the probe names another host.
-        source: where to connect to that address from, so that the pod's rules leave the connection alone.
+        source: the local address for the connection, chosen so that the pod's rules do not capture it.
     """
     host = probe.host or address
     if host != address:

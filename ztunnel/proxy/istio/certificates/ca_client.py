@@ -38,13 +38,13 @@ class IstioCertificateAuthority:
     Args:
         endpoint: the authority's address.
         credentials: sent with every request.
-        roots: verify the authority. They are read for each certificate; a change makes a new connection. If they
-            become unreadable, the old connection stays in use.
+        roots: verify the authority. They are read for each certificate, and a change opens a new connection. If
+            they become unreadable, the old connection stays in use.
         impersonate: request identities of other workloads (as a node proxy), not that of the token.
         lifetime_s: the requested lifetime; the authority may give less.
         alternative_name: also accepted as the server's name.
         tls_1_2: whether TLS 1.2 is accepted.
-        groups: the groups for key exchange, in order; None takes OpenSSL's.
+        groups: the groups for key exchange, in order. None uses OpenSSL's.
         timeout_s: time limit of one attempt, connecting included.
 
     Raises:

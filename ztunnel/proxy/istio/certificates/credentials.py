@@ -1,7 +1,7 @@
-"""The addresses of the control plane, the tokens that it gets and the roots that verify it.
+"""The addresses of the control plane, the tokens for it, and the roots that verify it.
 
-Files are read anew for each use, because tokens and roots are rotated under a running process. A missing file is
-an error of that use, with its path; the next use reads it again.
+Files are read for each use, because tokens and roots are rotated under a running process. A missing file is an
+error of that use, with its path. The next use reads it again.
 """
 
 import ipaddress
@@ -38,7 +38,7 @@ class Endpoint:
 
     Attributes:
         target: gRPC's target, ``host:port`` or ``unix:/path``.
-        tls: whether TLS is used; False only for Unix sockets and loopback addresses.
+        tls: whether TLS is used. False only for Unix sockets and loopback addresses.
     """
 
     target: str
@@ -46,7 +46,7 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """The name or address that the server's certificate must contain; empty for Unix sockets."""
+        """The name or address that the server's certificate must contain. Empty for Unix sockets."""
         return "" if self.target.startswith("unix:") else self.target.rpartition(":")[0].strip("[]")
 
     @classmethod
@@ -54,7 +54,8 @@ class Endpoint:
         """Parse ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
 
         Raises:
-            ValueError: anything else. Plain text to another host would reveal the token to the network.
+            ValueError: the text has another form. Plain text to another host would reveal the token to the
+                network.
         """
         if address.startswith("unix:"):
             if len(address) == len("unix:"):
@@ -137,7 +138,7 @@ class Credentials:
     """The metadata of every request to the control plane.
 
     Attributes:
-        token: identifies this node. Without one no ``clusterid`` is sent either, as in Rust ztunnel.
+        token: identifies this node. Without one no ``clusterid`` is sent either, like in the Rust ztunnel.
         cluster_id: the cluster in which istiod searches for the node of an impersonated pod.
         headers: further headers, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
     """
@@ -179,8 +180,8 @@ class Roots:
         """Return the current roots, in PEM.
 
         Raises:
-            CredentialsError: unreadable, or without a certificate; an empty store would refuse every server with
-                a misleading error.
+            CredentialsError: unreadable, or without a certificate. An empty store would refuse every server with a
+                misleading error.
         """
         match self.kind:
             case "Static":

@@ -1,15 +1,15 @@
 """Decides when each identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
 
-Theory of operation. From the moment an identity is wanted it has exactly one of two: a fetch under way, or a time
-at which the next one is due. After a success the next fetch is due at half of the lifetime, up to a tenth earlier,
-so that a node's identities do not renew in step. After a failure it is due after a back-off, or when the current
+Theory of operation: while an identity is wanted, it has exactly one of two: a running fetch, or a time at which
+the next one is due. After a success the next fetch is due at half of the lifetime, up to a tenth earlier, so that
+a node's identities do not renew in step. After a failure it is due after a back-off, or when the current
 certificate expires if that is sooner. Due fetches start in the order of their priority, then of their due time. At
 most ``concurrency`` run.
 
 A certificate stays in use until it expires, even if its renewal fails. An identity without a valid one fails
 requests at once with the last error, until a retry succeeds.
 
-The wall clock may be set. If it jumps forward, renewals come early but never in a loop: none is due sooner after
+The wall clock can be set. If it jumps forward, renewals come early but never in a loop: none is due sooner after
 the last fetch than a quarter of the lifetime or a minute, whichever is shorter. If it jumps back, retries are due
 at once rather than after the length of the jump.
 """
@@ -67,7 +67,9 @@ class _Entry:
 
 
 class Schedule:
-    """The state machine; see the module. Methods cost time proportional to the identities, as many as pods."""
+    """The state machine; see the module. Methods take time proportional to the number of identities, which is that
+    of the pods.
+    """
 
     def __init__(self, *, concurrency: int = 8) -> None:
         self._concurrency = concurrency
@@ -81,7 +83,7 @@ class Schedule:
         return identity in self._entries
 
     def want(self, identity: SpiffeId, priority: Priority) -> None:
-        """Keep a certificate for an identity from now on; a further call can only raise its priority."""
+        """Keep a certificate for an identity from now on. A further call can only raise its priority."""
         entry = self._entries.get(identity)
         if entry is None:
             self._entries[identity] = _Entry(priority, _AT_ONCE)
@@ -118,7 +120,7 @@ class Schedule:
     def succeeded(
         self, fetch: Fetch, not_before_s: float, not_after_s: float, now_s: float, jitter: float
     ) -> bool:
-        """Record that a fetch returned a certificate; returns False if the identity is no longer wanted.
+        """Record that a fetch returned a certificate. Return False if the identity is no longer wanted.
 
         Args:
             fetch: from :meth:`start`.
@@ -141,9 +143,9 @@ class Schedule:
         return True
 
     def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float) -> bool:
-        """Record that a fetch failed; returns False if the identity is no longer wanted.
+        """Record that a fetch failed. Return False if the identity is no longer wanted.
 
-        The arguments are those of :meth:`succeeded`.
+        See :meth:`succeeded` for the arguments.
         """
         entry = self._ended(fetch)
         if entry is None:
@@ -152,8 +154,8 @@ class Schedule:
         spread = 1 - _BACKOFF_SPREAD + 2 * _BACKOFF_SPREAD * jitter
         backoff_s = min(_FIRST_BACKOFF_S * 2**exponent * spread, _LONGEST_BACKOFF_S)
         entry.error, entry.failures = error, entry.failures + 1
-        # At expiry requests begin to fail. One attempt at that moment, inside a long back-off, keeps the outage
-        # short if the authority has come back.
+        # Requests start to fail at expiry. One attempt at that time, inside a long back-off, shortens the outage
+        # if the authority has recovered.
         entry.due_s = now_s + backoff_s
         if entry.expires_s is not None and entry.expires_s > now_s:
             entry.due_s = min(entry.due_s, entry.expires_s)
@@ -168,7 +170,7 @@ class Schedule:
         return entry
 
     def next_due_s(self, now_s: float) -> float | None:
-        """Return the time to call :meth:`start` next; None means after the end of a running fetch."""
+        """Return the time to call :meth:`start` next. None means after the end of a running fetch."""
         waiting = [entry.due_s for entry in self._entries.values() if entry.fetch is None]
         if not waiting or len(self._entries) - len(waiting) >= self._concurrency:
             return None

@@ -28,7 +28,7 @@ class DnsSettings:
 
     Attributes:
         cluster_domain: the domain of Kubernetes' services.
-        search: the clients' search list; None takes Kubernetes' list for the client's namespace.
+        search: the clients' search list. None uses Kubernetes' list for the client's namespace.
         ipv6: whether questions for AAAA get addresses.
         preferred_namespace: its service wins if several share a name and none is in the client's namespace.
         ttl_s: time to live of our own records; short, because the mesh changes.
@@ -53,7 +53,7 @@ class Alias:
     """A name that a question may stand for.
 
     Attributes:
-        stripped: the question's name without its search domain; None if it had none.
+        stripped: the question's name without its search domain. None if it had none.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Local:
     """The mesh's answer: the addresses of a service, possibly none.
 
     Attributes:
-        canonical: the name that the question's name is an alias of, for a CNAME record; None if it is no alias.
+        canonical: the name for a CNAME record, if the question's name is an alias. Otherwise None.
     """
 
     service: Service
@@ -81,10 +81,10 @@ def answer(name: str, *, ipv6: bool, client: Workload, mesh: Mesh, settings: Dns
         ipv6: the question is for AAAA, not A.
         client: the workload that sent the query.
         mesh: the mesh.
-        settings: see there.
+        settings: of the DNS proxy.
 
     Returns:
-        The answer, with addresses in the mesh's order; None if the name is no service, and must be forwarded.
+        The answer, with addresses in the mesh's order. None if the name is not a service and must be forwarded.
     """
     found = _find(name.lower(), client, mesh, settings) if name else None  # the root is no service
     if found is None:

@@ -35,7 +35,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: Makes a socket of a family and a type, in the pod's namespace and with its mark; not connected.
+#: Creates a socket of a family and a type, in the pod's namespace and with its mark. It is not connected.
 OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
 
 _PORT: Final = 53
@@ -240,7 +240,7 @@ class Forwarder:
     async def _ask_all(
         self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
     ) -> bytes | None:
-        """Query servers concurrently; return the first useful answer, else one that refuses, else None."""
+        """Query servers concurrently. Return the first useful answer, else a refusal, else None."""
         refusal: bytes | None = None
         running: set[asyncio.Task[bytes | ForwardFailed]] = set()
         # No TaskGroup: the first answer cancels the other attempts, and a group would report that as an error.

@@ -1,6 +1,6 @@
 """Names of the proxy's own ``/etc/hosts``, among them a pod's ``hostAliases``, and ``localhost``.
 
-The Rust ztunnel's resolver answers them, too, before it asks a name server.
+The Rust ztunnel's resolver also uses the hosts file before name servers.
 """
 
 import ipaddress
@@ -16,12 +16,12 @@ from ztunnel.runtime.watched_file import FileState, file_state
 log = logging.getLogger(__name__)
 
 _LOCALHOST: Final = "localhost"
-#: No server is asked for these, whatever a file says (RFC 6761, 6.3).
+#: These names are never forwarded, whatever a file contains (RFC 6761, 6.3).
 _LOOPBACK: Final[tuple[IpAddress, ...]] = (ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1"))
 
 
 def entries(text: str) -> dict[str, tuple[IpAddress, ...]]:
-    """Return the addresses of each name of a hosts(5) file, in the file's order.
+    """Return the addresses of each name in a hosts(5) file, in the file's order.
 
     Names are in lower case and without a final dot. A line whose address cannot be read is left out.
     """
@@ -39,7 +39,7 @@ def entries(text: str) -> dict[str, tuple[IpAddress, ...]]:
 
 
 class Hosts:
-    """The names of one file; it is read again whenever it changes.
+    """The names of one file, which is read again after each change.
 
     Args:
         path: the file. While it cannot be read, its last content stays in use.
@@ -51,7 +51,9 @@ class Hosts:
         self._names: Mapping[str, tuple[IpAddress, ...]] = {}
 
     def addresses(self, name: str, *, ipv6: bool) -> tuple[IpAddress, ...]:
-        """Return the addresses of a name, without its final dot, in one family; empty: ask a name server."""
+        """Return the addresses of a name, without its final dot, in one family. Empty means that name servers must
+        be asked.
+        """
         name = name.lower()
         known = self._current().get(name, ())
         if name == _LOCALHOST or name.endswith(f".{_LOCALHOST}"):

@@ -2,8 +2,8 @@
 
 Our own answers have few kinds of records and are built here: a query costs 25 microseconds, with dnspython 130.
 Forwarded answers are not re-encoded, so that records of any type and class arrive as the server sent them. Only
-the header, the question's spelling and the times to live change. dnspython knows the names of rare record types;
-to import all of it takes 60 ms and 2 MiB, for which the pods of a proxy that starts anew would wait.
+the header, the question's spelling and the times to live change. dnspython has the names of rare record types.
+Importing all of it takes 60 ms and 2 MiB, a delay for the pods of a restarted proxy.
 """
 
 import re
@@ -37,7 +37,7 @@ _COMMON: Final = {_A: "A", _CNAME: "CNAME", _SOA: "SOA", 12: "PTR", 15: "MX", 16
 _PIECE: Final = re.compile(
     rb"(?P<plain>[^\\.]+)|(?P<dot>\.)|\\(?:(?P<number>[0-9]{3})|(?P<octet>[^0-9]))|(?P<bad>\\)"
 )
-#: What a name's text shows as an escape (RFC 1035, 5.1; the same octets as dnspython).
+#: Octets that are escaped in the text of a name (RFC 1035, 5.1; the same octets as dnspython).
 _SPECIAL: Final = re.compile(r'[^!-~]|["().;\\@$]')
 
 
@@ -45,7 +45,7 @@ class Malformed(Exception):
     """The bytes are no DNS message, or not one with exactly one question.
 
     Attributes:
-        response: the answer to send; None to send none.
+        response: the answer to send. None sends none.
     """
 
     def __init__(self, reason: str, response: bytes | None = None) -> None:
@@ -59,7 +59,7 @@ class Query:
 
     Attributes:
         wire: the bytes.
-        name: the question's name with its final dot, as spelled; empty for opcodes other than QUERY.
+        name: the question's name with its final dot, as spelled. Empty for opcodes other than QUERY.
         kind: the number of the record type.
         type_name: its name, ``UNKNOWN`` for a number without one. It is a label of metrics, and clients must not
             be able to create any number of labels.
@@ -98,7 +98,7 @@ class Query:
 
     @property
     def cache_key(self) -> tuple[object, ...] | None:
-        """The key of cached answers; None for a query whose answer must not be cached."""
+        """The key of cached answers. None for a query whose answer must not be cached."""
         if not self.is_question or self.edns_options:
             return None
         flags = int.from_bytes(self.wire[2:4], "big") & (_RD | _CD)
@@ -170,11 +170,11 @@ def local_answer(
 ) -> bytes:
     """Return our own answer: the addresses, behind a CNAME record if ``canonical`` is given.
 
-    Without addresses it has the SOA record that lets resolvers cache that there are none (RFC 2308, 3).
+    Without addresses it has the SOA record that lets resolvers cache the negative answer (RFC 2308, 3).
 
-    An answer longer than ``limit`` holds as many addresses as fit and is marked as truncated. It is not emptied,
+    An answer longer than ``limit`` has as many addresses as fit and is marked as truncated. It is not emptied,
     because some clients never retry by TCP, unless there is no room for two names of 255 bytes. Addresses keep
-    their order; all must be of the question's type.
+    their order. All must be of the question's type.
 
     Raises:
         ValueError: ``canonical`` is no DNS name.
@@ -327,7 +327,7 @@ def _with_opt(query: Query, response: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response that may be used again.
+    """A cached response.
 
     Attributes:
         wire: the bytes as received.
@@ -341,8 +341,8 @@ class Kept:
 
     def aged(self, query: Query, age_s: float) -> bytes:
         """Return the response for another query of the same cache key, with times to live lowered by its age."""
-        # A cache must not give out a record with more time than it has left (RFC 1035, 3.2.1). The lifetime is the
-        # shortest of the answer's, so records of the other sections may be older than theirs: they get 0.
+        # A cache must not return a record with more than its remaining time (RFC 1035, 3.2.1). The lifetime is the
+        # shortest of the answer's, so records of the other sections can be older than theirs: they get 0.
         message = bytearray(self.wire)
         for offset, ttl_s in self.ttls:
             struct.pack_into(">I", message, offset, max(0, ttl_s - int(age_s)))
@@ -418,7 +418,7 @@ def _encoded(name: str) -> bytes:
     """Return a name, with or without its final dot, as octets in lower case; letters beyond ASCII by IDNA 2003.
 
     Raises:
-        ValueError: a label is empty or too long, or all of it is too long.
+        ValueError: a label is empty or too long, or the whole name is too long.
     """
     if name == ".":
         return b"\x00"
@@ -433,7 +433,7 @@ def _encoded(name: str) -> bytes:
 
 
 def _labels(text: bytes) -> list[bytes]:
-    """Return the labels of a name's text, in which an octet may be escaped: the inverse of :func:`_escaped`.
+    """Return the labels of a name's text, in which an octet can be escaped: the inverse of :func:`_escaped`.
 
     Raises:
         ValueError: an escape is none.
@@ -490,10 +490,10 @@ def _skip_name(wire: bytes, position: int) -> int:
 
 
 def _read_name(wire: bytes, position: int) -> tuple[str, int]:
-    """Return the question's name in text form, and the position behind it.
+    """Return the question's name in text form, and the next position.
 
     Raises:
-        ValueError: it is compressed, though no name stands before it, or too long.
+        ValueError: it is compressed, although no name precedes it, or too long.
         IndexError: it ends outside the message.
     """
     end = _skip_name(wire, position)

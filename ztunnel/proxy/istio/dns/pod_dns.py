@@ -1,7 +1,7 @@
 """The DNS proxy of one pod: sockets on the pod's loopback, queries counted and logged.
 
-The sockets are bound to loopback addresses. One bound to all addresses would answer from the pod's address, and
-conntrack would not recognise that as the reply to a query that it redirected to loopback.
+The sockets are bound to loopback addresses. A socket bound to all addresses would answer from the pod's address,
+and conntrack would not match that to the query that it redirected to loopback.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PodDns:
     Args:
         node: the state that pods share.
         name: the pod.
-        netns: the namespace to make sockets in; None for this process's own.
+        netns: the namespace for sockets. None for this process's own.
 
     Raises:
         TproxyError: a port is taken.
@@ -62,7 +62,7 @@ class PodDns:
             self._client,
             DnsSettings(
                 cluster_domain=config.cluster_domain,
-                # A shared proxy's own search list says nothing about the pod's.
+                # A shared proxy's own search list is unrelated to the pod's.
                 search=search_domains(_RESOLV_CONF.read_text()) if dedicated else None,
                 ipv6=config.ipv6,
                 preferred_namespace=config.preferred_service_namespace,

@@ -1,8 +1,8 @@
 """The name server of one pod: answers queries by UDP and TCP on sockets made in its namespace.
 
-Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of queries under
-way and of TCP connections are bounded, and so is the rate of queries. A pod beyond it is not read from for a
-moment; the kernel drops what does not fit into the socket's buffer, as a network may do, and clients retry. A
+Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of open queries
+and of TCP connections are bounded, and so is the rate of queries. Reading from a pod above its rate pauses
+briefly. The kernel drops datagrams that do not fit into the socket's buffer, like a network, and clients retry. A
 datagram from one of the server's own addresses is dropped: it can only be forged, and answering it would be a
 loop.
 """
@@ -47,7 +47,7 @@ QUERIES: Final = 1000
 CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
-#: Per turn of the loop: each is a task of 0.1 ms, for which connections of all pods wait.
+#: Per loop iteration: each is a task of 0.1 ms, which delays connections of all pods.
 _DATAGRAMS: Final = 16
 #: Queries of one pod at once and per second; 2,000 are a fifth of a core. A guess: three times a busy pod's, which
 #: asks for each name with its whole search list.
@@ -72,7 +72,7 @@ class QueryReport:
             ``forwarding failed (...)``.
         endpoints: number of addresses in our own answer, or of records in a forwarded one.
         forwarded: whether the answer comes from name servers, the cache of their answers, or the hosts file.
-        failed: whether a forwarded query got no answer, or one that is an error.
+        failed: whether a forwarded query got no answer, or an error as its answer.
         duration_s: time until the answer was made.
     """
 
@@ -88,10 +88,10 @@ class QueryReport:
 
 
 class Drop(StrEnum):
-    """Why datagrams are not answered; a label of the metric."""
+    """The reasons for unanswered datagrams. Used as a label of the metric."""
 
     RATE = "rate"
-    """Counted once for each pause, in which the kernel keeps what fits into the socket's buffer."""
+    """Counted once for each pause, during which the kernel keeps datagrams that fit into the socket's buffer."""
     OWN_ADDRESS = "own-address"
     UNDER_WAY = "under-way"
 
@@ -102,7 +102,7 @@ class DnsServer:
     Args:
         mesh: the mesh, whose services are answered here.
         client: returns the pod's workload, or None if it is not known in time.
-        settings: see there.
+        settings: of the DNS proxy.
         hosts: the names of a hosts file, which are not forwarded either.
         forwarder: answers all other queries.
         on_query: called once per query, when it is answered.
@@ -334,7 +334,7 @@ class DnsServer:
         except ForwardFailed as error:
             result = f"forwarding failed ({error})"
             return server_failure(query), _Outcome(client, result, forwarded=True, failed=True)
-        # As the Rust ztunnel counts them: NXDOMAIN, SERVFAIL, REFUSED and the like.
+        # The codes that the Rust ztunnel counts: NXDOMAIN, SERVFAIL, REFUSED and the like.
         failed = rcode(response) != _NO_ERROR
         outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=failed)
         return fitting(query, response, limit), outcome

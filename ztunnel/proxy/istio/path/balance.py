@@ -1,10 +1,10 @@
 """Chooses the endpoint of a service for a connection: candidates, their ranks, and a draw by weight.
 
-Deciding anew for each connection would check every endpoint. Instead :class:`Candidates` holds the usable
+A new decision for each connection would check every endpoint. Instead :class:`Candidates` holds the usable
 endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
-indexed tree, so that a draw takes time logarithmic in their number. Candidates are made on first use, so that only
-services that this node's pods dial cost anything. They follow the mesh by its change notifications, and a change
-of one endpoint costs one endpoint.
+indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so
+services that this node's pods do not dial cost nothing. They follow the mesh by its change notifications, and a
+change of one endpoint costs one endpoint.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +24,7 @@ _ANY_ENDPOINT = LoadBalancing()
 #: Draws before endpoints to avoid are removed one by one: one call in 256, with half of the weight to avoid.
 _DRAWS = 8
 
-#: The largest number of sets of candidates; reached only in a mesh whose pods dial everything.
+#: The largest number of sets of candidates, reached only in a mesh whose pods dial every service.
 _KEPT = 16384
 
 
@@ -69,7 +69,9 @@ def question_of(service: Service, port: int, client: Workload, *, waypoint: bool
 
 
 def scope_of(workload: Workload, scope: Scope) -> str:
-    """Return a workload's value of a scope; an unknown one is the empty string, which equals another."""
+    """Return a workload's value of a scope. An unknown value is the empty string, which equals another unknown
+    value.
+    """
     match scope:
         case Scope.REGION:
             return workload.locality.region
@@ -86,11 +88,11 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 
 
 def rank_of(question: Question, workload: Workload) -> int | None:
-    """Return the rank of an endpoint for its client, higher is better; None if it may not be used.
+    """Return the rank of an endpoint for its client, higher is better. None if it must not be used.
 
-    The rank is the number of leading scopes that agree. A network that leads the list is an exception: if it
+    The rank is the number of equal leading scopes. A network at the front of the list is an exception: if it
     differs, counting continues. With network, region, zone the ranks are: all 5, network and region 4, network 3,
-    region and zone in another network 2, region 1, nothing 0.
+    region and zone in another network 2, region 1, none 0.
     """
     preferences = question.preferences
     rank = extra = 0
@@ -214,10 +216,10 @@ class Candidates:
         self._ranks: dict[int, Weighted] = {}
         self._rank_of: dict[WorkloadUid, int] = {}
         self._changed: set[WorkloadUid] | None = None
-        """Endpoints to check again before the next draw; None means all."""
+        """Endpoints to check again before the next draw. None means all."""
 
     def touch(self, uids: Collection[WorkloadUid] | None) -> None:
-        """Mark endpoints as changed; None marks all."""
+        """Mark endpoints as changed. None marks all."""
         if uids is None:
             self._changed = None
         elif self._changed is not None:

@@ -1,4 +1,4 @@
-"""What is alive in one pod: connections by direction, and the tunnel connections that carry them.
+"""The live connections of one pod by direction, and the tunnel connections that carry them.
 
 Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`), registered before its policy is
 asked. Drain and stop wait for these groups; the dump prints them.
@@ -30,8 +30,8 @@ from ztunnel.proxy.istio.accounting.outcome import REVOKED
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 
-#: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second for which a
-#: server still takes what its peer had under way (``ConnectionSettings.drain_grace_s``); a guess.
+#: The time for which idle tunnel connections are kept after GOAWAY: some round trips, and the second for which a
+#: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
 
 
@@ -43,10 +43,10 @@ class PodConnection(Life):
 
     Attributes:
         record: its account.
-        original: what was dialled (outbound), or the service the client meant (inbound), for the dump.
+        original: the dialled address (outbound), or the service that the client meant (inbound), for the dump.
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
-        facts: what policies of the mesh judge (inbound).
+        facts: the input of the mesh's policies (inbound).
         flow: what Calico's policies judge (outbound).
         connection: the tunnel connection that carries it.
         inner: of a double tunnel, the connection within.
@@ -155,15 +155,16 @@ class PodConnections:
     """The groups of one pod.
 
     Attributes:
-        arriving: accepted, and their destination is unknown: SOCKS clients, and captured connections for a moment.
+        arriving: accepted connections without a known destination: SOCKS clients, and captured connections for a
+            short time.
         inbound, outbound: connections by direction.
         carriers: tunnel connections that were accepted here, their handshakes included.
         dialled: tunnel connections that the pool has opened or is opening.
-        phase: see there; moves forward only.
+        phase: of the pod; it only advances.
     """
 
     def __init__(self, table: LiveTable) -> None:
-        # In the order in which a review visits them: what a carrier carries ends with a reason of its own.
+        # In the order in which a review visits them, because a carrier's tunnels end with its reason.
         self.arriving: Lives[Life] = Lives(table)
         self.inbound: Lives[PodConnection] = Lives(table)
         self.outbound: Lives[PodConnection] = Lives(table)
@@ -173,16 +174,16 @@ class PodConnections:
 
     @property
     def groups(self) -> tuple[Lives[Any], ...]:
-        """All of them."""
+        """All groups."""
         return *self.ended_here, self.dialled
 
     @property
     def ended_here(self) -> tuple[Lives[Any], ...]:
-        """All but those that the pool closes."""
+        """All groups except the connections that the pool closes."""
         return self.arriving, self.inbound, self.outbound, self.carriers
 
     def descriptors(self) -> int:
-        """Return about how many descriptors the pod uses; a connection that is relayed has two."""
+        """Return the approximate number of descriptors of the pod. A relayed connection has two."""
         return len(self.arriving) + len(self.carriers) + 2 * len(self)
 
     def __len__(self) -> int:
@@ -208,8 +209,8 @@ class PodConnections:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
-                # A peer may have asked for a tunnel before it heard of the end, or may be about to hear: idle
-                # tunnel connections and handshakes get some round trips. They are not waited for any longer.
+                # A peer can have requested a tunnel before it was notified, or can be about to be: idle tunnel
+                # connections and handshakes get some round trips. After that they are not waited for.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
                         await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
@@ -217,13 +218,13 @@ class PodConnections:
         return len(self)
 
     def finish_all(self, reason: str) -> None:
-        """Close everything in order, because the grace period is over."""
+        """Close all lives in order, because the grace period is over."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.DEADLINE, reason)
 
     def end_all(self, reason: str) -> None:
-        """End everything now; what arrives later is refused by its phase."""
+        """End all lives now. Later ones are refused by the pod's phase."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.STOP, reason)
@@ -234,7 +235,7 @@ class PodConnections:
             group.dissolve()
 
     def end_carried(self, connection: Connection, reason: str) -> int:
-        """End what a tunnel connection carries, with the reason for which it ends itself.
+        """End the tunnels of a tunnel connection with the connection's reason.
 
         Returns:
             How many connections those were.
@@ -245,9 +246,9 @@ class PodConnections:
         return len(carried)
 
     def dump(self) -> dict[str, list[dict[str, str | None]]]:
-        """Return ``connections`` of the dump; equal inbound ones collapse, as in upstream's table.
+        """Return ``connections`` of the dump. Equal inbound ones are merged, like in upstream's table.
 
-        ``srcIdentity``, what an inbound client has proven, is ours: the Rust ztunnel does not show it.
+        ``srcIdentity``, an inbound client's proven identity, is an addition: the Rust ztunnel does not have it.
         """
         inbound = {
             (

@@ -1,9 +1,9 @@
 """One line for a connection that a policy denied, where no access line says so.
 
-Access logs are often off (``RUST_LOG=info,access=off``), and then nothing said who was refused what. The line has
-what a person needs to act: both workloads, the client's address and proven identity, the policy, and the rule
-with the clause that decided. It is rate-limited for each pod, so that a client that tries again and again fills no
-disk; finding the rule costs what judging by one policy costs, and only for lines that are written.
+Access logs are often off (``RUST_LOG=info,access=off``), and then denials would be invisible. The line has the
+facts that a person needs: both workloads, the client's address and proven identity, the policy, and the deciding
+rule with its clause. It is rate-limited for each pod, so that a client that retries does not fill the disk.
+Finding the rule costs as much as judging by one policy, and only for lines that are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ztunnel.runtime.line_limit import LineLimit
 log = logging.getLogger(__name__)
 
 _NONE = "-"
-#: ALLOW policies that are named where none of them matches; of more, only their number.
+#: The number of ALLOW policies that are named if none of them matches. Of others, only their number is printed.
 _MOST_NAMED = 4
 
 
@@ -47,14 +47,14 @@ class DenialLines:
     def write(
         self, verb: str, workload: Workload | None, facts: ConnectionFacts, policy: str, rule: str | None = None
     ) -> None:
-        """Write a line if one is wanted and the limit admits it.
+        """Write a line if it is enabled and the limit admits it.
 
         Args:
             verb: what became of the connection: ``denied`` or ``ended``.
             workload: that the connection came or went to, if it is known.
-            facts: what was judged.
-            policy: that decided; empty: none of the ALLOW policies matched.
-            rule: of it, in words; ``None``: it is a policy of the mesh, whose rule is found here.
+            facts: of the connection.
+            policy: the deciding policy. Empty if no ALLOW policy matched.
+            rule: its deciding rule in words. ``None`` for a policy of the mesh, whose rule is found here.
         """
         if not (self.wanted and log.isEnabledFor(logging.INFO) and self._limit.admits()):
             return
@@ -88,7 +88,7 @@ class DenialLines:
 
 
 def deciding_rule(policy: AuthorizationPolicy, facts: ConnectionFacts) -> str:
-    """Return the first rule of a policy that matches a connection, by its place, with the clause that decides."""
+    """Return the place of the first rule of a policy that matches a connection, with the deciding clause."""
     condition = policy.condition
     # The compiled condition has one part for each rule, but for one rule alone, or if the whole is not understood.
     parts = condition.conditions if isinstance(condition, AnyOf) and len(policy.rules) > 1 else (condition,)

@@ -1,12 +1,12 @@
-"""Endpoints that failed a moment ago, on this node: passed over while there are others. Pure."""
+"""Endpoints that failed recently on this node. They are avoided while there are others. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from xds.model.workload import WorkloadUid
 
-#: How long an endpoint that failed is passed over while there are others; a guess between Envoy's outlier
-#: ejection (30 s) and what a restarting pod takes.
+#: The time for which a failed endpoint is avoided. A guess between Envoy's outlier ejection (30 s) and the restart
+#: of a pod.
 AVOID_S = 10.0
 _MOST = 10_000
 
@@ -40,8 +40,8 @@ class FailedEndpoints:
     """Endpoints that failed within :data:`AVOID_S`, at most 10,000 of them."""
 
     def __init__(self) -> None:
-        # All stay for the same time, so that the order of failing is that of expiring. An OrderedDict, because
-        # taking the first one of a dict again and again walks over all that were taken before.
+        # All entries stay for the same time, so the order of failures is that of expiry. An OrderedDict, because
+        # repeatedly taking the first entry of a dict would iterate over all previously removed ones.
         self._until_s: OrderedDict[WorkloadUid, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class FailedEndpoints:
         self._until_s.pop(uid, None)
 
     def current(self, now_s: float, own: Collection[WorkloadUid] = _NONE) -> Collection[WorkloadUid]:
-        """Return the endpoints to pass over now; a view, to be used before anything else happens.
+        """Return the endpoints to avoid now. The result is a view; use it before the next change.
 
         Costs what has expired since the last call, not what is in there: every connection asks.
 

@@ -1,4 +1,4 @@
-"""A pod's connections where Calico's policies are in force, too; see :mod:`ztunnel.policy.calico.guard`.
+"""A pod's connections under Calico's policies; see :mod:`ztunnel.policy.calico.guard`.
 
 The order is Calico's tiers, then the policies of the mesh; both must allow. Without Calico's policies none of this
 is made, and a connection costs what it did.
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedAuthorizer(Authorizer):
-    """Asks Calico's policies before those of the mesh."""
+    """Evaluates Calico's policies before those of the mesh."""
 
     def __init__(self, node: Node, policies: LivePolicies) -> None:
         super().__init__(node)
@@ -65,8 +65,8 @@ class GuardedAuthorizer(Authorizer):
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
-        # While that waited for a policy of the mesh, Calico's may have changed, and a review passes over what is
-        # not admitted.
+        # While it waited for a policy of the mesh, Calico's can have changed, and a review skips connections that
+        # are not yet admitted.
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         self._require(decision, workload, facts, record)
 
@@ -167,7 +167,7 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     peer = facts.peer
     principal = ""
     if peer is not None:
-        # Not empty without an identity: that would be plain text, for which addresses may be enough.
+        # Not empty without an identity, because empty means plain text, for which addresses can suffice.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 
@@ -181,7 +181,7 @@ def _outbound_flow(call: PodCall, route: Route, target: SocketAddress, http_wayp
             port = int(route.authority.rpartition(":")[2])
             there = SocketAddress(target.host, port)
             identity = route.workload.identity
-            # The tunnel proves the identity: nothing else can take the waypoint's place.
+            # The tunnel proves the identity, so no other workload can take the waypoint's place.
             waypoint = f"{identity.namespace}/{identity.service_account}"
             judging = isinstance(route, Tunnel) and route.waypoint and waypoint in http_waypoints
             return connection(

@@ -1,8 +1,7 @@
-"""What a request that came through a tunnel is for: the application's address, and which service was meant.
+"""The target of a request that arrived through a tunnel: the application's address, and the service.
 
-A tunnel that ends here may name this pod by address, or a service by name. It is no way to anywhere else: what is
-dialled is this pod, and an address other than the one the connection came to is refused unless this pod is the
-waypoint of what is there.
+A tunnel that ends here can name this pod by address, or a service by name. Only this pod is dialled: an address
+other than the one of the connection is refused unless this pod is its waypoint.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,8 +34,8 @@ class InboundTarget:
     """Where a request goes.
 
     Attributes:
-        address: of the application; what policies judge.
-        proxy_destination: what the PROXY header says was asked for; None: the application gets none.
+        address: of the application, which policies evaluate.
+        proxy_destination: the requested address in the PROXY header. None sends no header.
         service: the one the authority named.
     """
 
@@ -57,7 +56,7 @@ def inbound_target(
     """Decide where a CONNECT goes.
 
     Args:
-        authority: as sent; None: it was missing.
+        authority: as sent. None if it was missing.
         workload: of the pod the connection came to.
         host: the address it came to.
         mesh: the current mesh.
@@ -65,7 +64,7 @@ def inbound_target(
         illegal_ports: the proxy's own ports in the pod.
 
     Raises:
-        RequestRefused: with status and text as the Rust ztunnel's.
+        RequestRefused: with the Rust ztunnel's status and text.
     """
     raw = authority.encode() if isinstance(authority, str) else authority
     try:
@@ -110,7 +109,7 @@ def inbound_facts(
     Args:
         source: the client's address.
         application: where it goes.
-        peer: what the client has shown in its tunnel's handshake; ``None``: it came in plain text.
+        peer: the client's certificate from its tunnel's handshake. ``None`` for plain text.
     """
     facts = ConnectionFacts(source=source, direct_source=source, destination=application, peer=peer)
     if peer is not None:
@@ -129,7 +128,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Else whoever reaches this pod could have its connections counted, and judged, as any service's.
+        # Otherwise any client of this pod could have its connections counted, and judged, as those of any service.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
@@ -145,7 +144,9 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
 
 
 def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
-    """Return whether a tunnel to ``host`` may ask for another address; a tunnelling application decides itself."""
+    """Return whether a tunnel to ``host`` can request another address. A tunnelling application
+    decides by itself.
+    """
     if wanted == host or workload.application_tunnel is not None:
         return True
     there = mesh.workload_at(network, wanted) or mesh.service_at(network, wanted)

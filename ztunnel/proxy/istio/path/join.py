@@ -1,6 +1,6 @@
-"""Tunnels between two pods of one node, joined without a wire: what the two halves say to each other.
+"""Node-local tunnels between two pods: the values that the two halves exchange.
 
-The outbound half asks (:class:`JoinRequest`), the inbound half of the other pod answers with an open end
+The outbound half sends a :class:`JoinRequest`, and the inbound half of the other pod answers with an open end
 (:class:`Joined`). Policies, baggage, log lines and metrics are those of two proxies on the wire.
 """
 
@@ -17,7 +17,7 @@ from ztunnel.proxy.istio.path.connections import PodConnection
 
 
 class TunnelRequest(NamedTuple):
-    """What a tunnel is asked for, on the wire by a CONNECT.
+    """A tunnel's request, which is a CONNECT on the wire.
 
     Attributes:
         authority: ``:authority``.
@@ -29,15 +29,15 @@ class TunnelRequest(NamedTuple):
 
 
 class JoinRequest(NamedTuple):
-    """What an outbound half brings.
+    """The request of an outbound half.
 
     Attributes:
         outer: its table entry; both halves count the same bytes, and each notes the other's certificate.
         labels: of the pod it is in.
         certificate: that pod's.
-        identities: what the far end may show, as on the wire.
+        identities: the far end's acceptable identities, like on the wire.
         target: the address of the far pod that would be dialled.
-        tunnel: what the CONNECT would ask for.
+        tunnel: the content of the CONNECT.
     """
 
     outer: PodConnection
@@ -63,10 +63,10 @@ class Joined:
         self.entry = entry
 
     def finish(self, failure: Failed | None) -> Failed | None:
-        """Close the half and account for it once the relay is over; called once, by the outbound half.
+        """Close the half and account for it after the end of the relay. Called once, by the outbound half.
 
         Returns:
-            What the outbound half reports: nothing when the inbound one was ended on purpose, because over the
+            Returns the outbound half's failure: none if the inbound half was ended on purpose, because over the
             wire the client's side sees CANCEL, an ordinary end.
         """
         ended_here = self.entry.reason
@@ -76,12 +76,12 @@ class Joined:
 
 
 class JoinTarget(Protocol):
-    """A pod of this node, to which tunnels can be joined: :class:`ztunnel.proxy.istio.path.inbound.Inbound`."""
+    """A pod of this node to which tunnels can be joined: :class:`ztunnel.proxy.istio.path.inbound.Inbound`."""
 
     async def join(self, request: JoinRequest) -> Joined | None:
         """Open the inbound half; ``None``: the tunnel must go over the wire.
 
         Raises:
             ConnectRefused: the answer, as over the wire.
-            TunnelBroken: the far pod's proxy ended before it has answered.
+            TunnelBroken: the far pod's proxy ended before it answered.
         """

@@ -11,7 +11,7 @@ from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.settings.config import PodName
 
-#: How long the control plane may take to describe a pod that has just come.
+#: The time for the control plane to describe a new pod.
 _WAIT_S: Final = 5.0
 
 
@@ -37,15 +37,16 @@ class LocalWorkload:
 
     @property
     def current(self) -> Workload | None:
-        """The workload as last described; ``None`` when the control plane knows none."""
+        """The workload as last described. ``None`` if the control plane does not describe it."""
         return self._current
 
     @property
     def last(self) -> Workload | None:
-        """The workload as last described, also while the control plane knows none; ``None`` when it never did.
+        """The workload as last described, even if the control plane no longer describes it. ``None`` if it never
+        did.
 
-        Open connections are judged by it: a pod that is missing from the mesh for a while must not lose its
-        policies meanwhile.
+        Open connections are judged by it, because a pod that is temporarily missing from the mesh must not lose
+        its policies.
         """
         return self._last
 

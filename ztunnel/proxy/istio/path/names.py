@@ -23,7 +23,7 @@ class Names:
 
         Args:
             hostname: a DNS name.
-            families: the IP versions that may be used, 4 or 6 or both.
+            families: the acceptable IP versions, 4 or 6 or both.
 
         Raises:
             ResolveFailed: the name has no addresses, or no server answered.

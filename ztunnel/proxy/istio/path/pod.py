@@ -44,9 +44,9 @@ class PodProxy:
     """Carries the connections of one pod, from :meth:`start` to :meth:`stop`.
 
     Args:
-        node: what pods share.
+        node: the shared state of the node's pods.
         name: which pod.
-        sockets: listens in it and connects out of it; this object's from now on.
+        sockets: listens in the pod and connects out of it. This object becomes the owner.
         dns: resolves names for SOCKS clients, and ends with the pod; ``None``: names are not resolved.
     """
 
@@ -102,7 +102,7 @@ class PodProxy:
 
     @property
     def connections(self) -> PodConnections:
-        """What is open in the pod, for pages."""
+        """The open connections of the pod, for pages."""
         return self._connections
 
     def dump(self) -> dict[str, list[dict[str, str | None]]]:
@@ -115,9 +115,9 @@ class PodProxy:
         return len(self._connections)
 
     def say_goodbye(self) -> int:
-        """Have peers look for another endpoint (GOAWAY), and serve those that find none; idempotent.
+        """Send GOAWAY, so that peers use another endpoint, and keep serving peers that have none. Idempotent.
 
-        A pod that ends hears of it before the control plane has told everybody.
+        A terminating pod is notified before the control plane has removed its endpoints everywhere.
 
         Returns:
             How many connections are carried.
@@ -129,9 +129,9 @@ class PodProxy:
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.
 
-        The order loses no connection. A successor takes new ones before the listeners close, and what was
-        connected before is accepted first. Only then peers hear GOAWAY, so that they find the successor when they
-        dial again. Handshakes under way become tunnels, whose peers hear it, too, instead of a reset.
+        The order loses no connection. A successor accepts new connections before the listeners close, and earlier
+        ones are accepted first. Only then GOAWAY is sent, so that peers find the successor when they dial again.
+        Current handshakes become tunnels, whose peers also get GOAWAY instead of a reset.
         """
         deadline_s = self._node.poller.loop.time() + timeout_s
         self._connections.begin_drain()
@@ -144,9 +144,9 @@ class PodProxy:
         await self.stop()
 
     async def stop(self) -> None:
-        """End everything at once; idempotent.
+        """End all lives at once. Idempotent.
 
-        Other pods stop joining tunnels before the tables are ended: what came in later would be missed.
+        Other pods stop joining tunnels before the tables are ended, because later ones would be missed.
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()

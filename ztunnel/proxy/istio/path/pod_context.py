@@ -24,12 +24,12 @@ class PodContext:
     """One pod, for the objects that carry its connections; the pod's proxy owns every part.
 
     Attributes:
-        node: what pods share.
+        node: the shared state of the node's pods.
         local: the workload it is.
         sockets: opens sockets in it.
         connections: its tables.
         tasks: run its connections.
-        windows: bytes by which the windows of its tunnel connections may grow.
+        windows: bytes by which the windows of its tunnel connections can grow.
     """
 
     node: Node

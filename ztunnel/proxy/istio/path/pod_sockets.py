@@ -40,7 +40,7 @@ class Bound(NamedTuple):
     """A socket for one of a pod's ports, bound and not listening yet.
 
     Attributes:
-        transparent: connections to applications may have the client's address.
+        transparent: whether connections to applications can have the client's address.
     """
 
     sock: socket.socket
@@ -129,7 +129,7 @@ class PodSockets:
     """Listens in one pod and connects out of it.
 
     Args:
-        node: what pods share.
+        node: the shared state of the node's pods.
         netns: where sockets are made; ``None``: here.
         only_tunnels: the proxy's own pod: only tunnels to it are accepted, and what it sends is not captured and
             needs no mark.
@@ -166,7 +166,7 @@ class PodSockets:
         """Listen on every port of the pod until :meth:`close`.
 
         Args:
-            accepted: what takes the connections of a port.
+            accepted: callback for the connections of a port.
             bound: sockets bound by another process, which belong to this object from now on; ``None``: bind here.
             gate: asked before each connection.
 
@@ -202,7 +202,7 @@ class PodSockets:
     # Connections
 
     def original_destination(self, sock: socket.socket, source: SocketAddress) -> SocketAddress:
-        """Return where the peer of an accepted socket wanted to go, before the kernel redirected it.
+        """Return the destination of an accepted socket's peer, before the kernel redirected it.
 
         Args:
             sock: the socket.
@@ -214,25 +214,25 @@ class PodSockets:
         return SocketAddress(*sockets.dialled_address(sock, 6 if ":" in source.host else 4))
 
     def application_source(self, port: int, client: str, application: str) -> str | None:
-        """Return the address from which to connect to the application; ``None``: the kernel's choice.
+        """Return the source address for connections to the application. ``None`` leaves the choice to the kernel.
 
         Args:
             port: of the listener that took the connection.
             client: the client's address.
-            application: the one that is dialled.
+            application: the address to dial.
         """
         if self.preserves_source[port]:
             return client
         if self._sidecar:
-            # The rules tell by this source that it is not the pod that calls itself (tproxy/sidecar.py).
+            # By this source the rules distinguish it from the pod calling itself (tproxy/sidecar.py).
             return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
         return None
 
     async def dial(self, address: SocketAddress, *, source: str | None = None) -> PlainSocket:
-        """Connect for one connection of a user, as :meth:`connect`; the caller closes the end.
+        """Connect for one connection of a user, like :meth:`connect`. The caller closes the end.
 
-        Keepalive is switched on once it has lasted for a while. Most do not last until then, and its options are
-        four system calls of some twenty.
+        Keepalive is enabled once the connection has lasted some time. Most end before, and its options are four of
+        about twenty system calls.
         """
         keepalive = self._keepalive
         later = keepalive is not None and keepalive.idle_s > LASTING_S

@@ -53,13 +53,13 @@ class PodTunnels:
 
         Args:
             target: where the connection goes.
-            identities: what its far end may show.
+            identities: the far end's acceptable identities.
             certificate: of the pod.
             request: the CONNECT.
             client: whose first bytes may go along; ``None``: none.
 
         Raises:
-            HboneError: as :meth:`hbone.aio.pool.Pool.open`.
+            HboneError: see :meth:`hbone.aio.pool.Pool.open`.
             TproxyError: no connection could be opened.
         """
         key = PoolKey(target, certificate, certificate.generation, identities)

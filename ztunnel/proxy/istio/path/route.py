@@ -1,12 +1,12 @@
 """Where a connection of a pod goes in an Istio mesh: one decision, no input or output, readable as its tables.
 
-Spec: what a ztunnel decides for outbound connections. The shell resolves host names, dials, and, when an attempt
-fails before anything was answered, asks again with the endpoint that failed in ``avoid``.
+Spec: a ztunnel's routing of outbound connections. The shell resolves host names and dials. If an attempt fails
+before an answer, it calls again with the failed endpoint in ``avoid``.
 
-:func:`route_for` is the table of decisions, row by row. Below it is what the rows are made of: what is at an
-address, which endpoint of a service (``balance.py``) with which port and address, waypoints and gateways.
-Two look-ups differ on purpose: whether a waypoint is in between asks for a workload at the address before a
-service, whom to connect to the other way round.
+:func:`route_for` is the table of decisions, row by row. Below it are the parts of the rows: the object at an
+address, the choice of a service's endpoint (``balance.py``) with its port and address, waypoints and gateways. Two
+look-ups differ on purpose: the check for a waypoint looks for a workload at the address before a service, and the
+choice of an endpoint the other way round.
 """
 
 from collections.abc import Callable, Collection
@@ -65,7 +65,7 @@ class Tunnel:
             there, the host is the name; :meth:`at` puts the address in its place.
         identities: SPIFFE identities the peer may show, in order (part of the pool's key).
         workload: at the tunnel's end: an application, or a waypoint.
-        service: what the application dialled, if it was one.
+        service: the dialled service, if any.
         waypoint: the tunnel ends at a waypoint.
     """
 
@@ -77,7 +77,7 @@ class Tunnel:
     waypoint: bool = False
 
     def at(self, host: str) -> "Tunnel":
-        """Return the same tunnel with its target's name resolved; one to an address stays as it is."""
+        """Return the same tunnel with its target's name resolved. A tunnel to an address is unchanged."""
         if not isinstance(self.target, Named):
             return self
         authority = self.authority
@@ -93,7 +93,7 @@ class DoubleTunnel:
     Attributes:
         target, identities: of the outer tunnel: the gateway.
         authority: of both CONNECTs, ``hostname:port`` of the service.
-        inner_identities: what the far end may show; empty: no peer can be right.
+        inner_identities: the far end's acceptable identities. Empty accepts no peer.
         gateway: the gateway's workload; ``workload`` the remote one, ``service`` the one dialled.
     """
 
@@ -113,7 +113,7 @@ class RouteRefused(Exception):
     """No route exists; the text is what the access log prints.
 
     Attributes:
-        workload: to which none does, if one was found or drawn: a service's others may have one.
+        workload: the unreachable one, if one was found or drawn. Other endpoints of a service can be reachable.
     """
 
     def __init__(self, text: str, workload: Workload | None = None) -> None:
@@ -147,7 +147,7 @@ def is_recursive(destination: SocketAddress, illegal_ports: Collection[int]) -> 
 
 
 def source_host(workload: Workload, seen: str, towards: str) -> str | None:
-    """Return the address from which a workload's pod dials ``towards``; ``None``: it has none of that family.
+    """Return the address from which a workload's pod dials ``towards``. ``None`` if it has none of that family.
 
     Args:
         workload: the pod's.
@@ -171,11 +171,11 @@ def route_for(
 
     Args:
         client: the pod that dials.
-        destination: what it dialled.
+        destination: the dialled address.
         mesh: the current mesh.
-        choose: see there.
-        avoid: endpoints that failed a moment ago: others are taken while there are any.
-        known: on demand: whether a key was already asked for; ``None`` when the mesh holds everything.
+        choose: draws a number below its argument.
+        avoid: recently failed endpoints, which are used only if there are no others.
+        known: for on-demand configuration: whether a key was already requested. ``None`` if the mesh is complete.
 
     Raises:
         RouteRefused: no way.
@@ -184,8 +184,8 @@ def route_for(
     search = _Search(client, destination, mesh, choose, avoid, known)
     source = client.workload
 
-    # A service with a waypoint: whatever is behind it, the waypoint decides. Rows 1 to 3; but a captured waypoint
-    # that dials the service itself has decided (upstream sends it to itself again, for ever).
+    # A service with a waypoint: the waypoint decides for all workloads behind it. Rows 1 to 3. But a captured
+    # waypoint that dials the service itself has decided (upstream sends it to itself again, for ever).
     dialled = search.at(client.network, destination.host)
     gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
     if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
@@ -194,8 +194,8 @@ def route_for(
             return search.through_gateway(waypoint, dialled)
         return _to_waypoint(waypoint, destination, dialled)
 
-    # No workload to connect to: a service without endpoints is down, what is no service is outside the mesh and
-    # passes through. Rows 4 and 5.
+    # No workload to connect to: a service without endpoints is down, and an address without a service is outside
+    # the mesh and passes through. Rows 4 and 5.
     found, service = search.upstream()
     if found is None:
         service = service or (dialled if isinstance(dialled, Service) else None)
@@ -273,7 +273,7 @@ class _Upstream:
         """Return its address and port, or its host name.
 
         Raises:
-            RouteRefused: it has no address that may be used, and no name.
+            RouteRefused: it has neither a usable address nor a name.
         """
         workload = self.workload
         if self.like in workload.addresses:
@@ -289,7 +289,7 @@ class _Upstream:
 
 
 def _no_way(workload: Workload) -> RouteRefused:
-    """Return the refusal of a connection to a workload that nothing leads to."""
+    """Return the refusal of a connection to an unreachable workload."""
     shown = workload.name or workload.uid
     return RouteRefused(f"no valid routing destination for workload: {shown}", workload)
 
@@ -403,7 +403,7 @@ class _Search:
 
         Args:
             remote: the workload there.
-            service: what the gateway is asked to connect to.
+            service: the service that the gateway is asked for.
 
         Raises:
             RouteRefused: there is no gateway, or no workload behind it.

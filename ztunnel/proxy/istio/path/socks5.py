@@ -12,10 +12,10 @@ _VERSION, _NO_AUTHENTICATION, _NONE_ACCEPTABLE = 5, 0, 0xFF
 _CONNECT = 1
 _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
-#: Bytes to discard before a close; a greeting and a request are at most 257 and 262 bytes (RFC 1928, 3 and 4).
+#: Bytes to discard before a close. A greeting and a request are at most 257 and 262 bytes (RFC 1928, 3 and 4).
 MOST_BYTES = 4096
 _TIMEOUT_S = 5.0
-#: The time limit for resolving a name; resolvers take longer to give up on one that does not exist.
+#: The time limit for resolving a name. Resolvers take longer to give up on a nonexistent one.
 _LOOKUP_S = 5.0
 
 
@@ -40,7 +40,7 @@ def reply(status: int) -> bytes:
 async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
     """Do the handshake and return the requested destination.
 
-    Success is answered before the destination is dialled, as Rust ztunnel does.
+    Success is answered before the destination is dialled, like in the Rust ztunnel.
 
     Returns:
         None if the client was refused and that was answered, or if it sent no request in time.
@@ -74,7 +74,7 @@ def _refuse(client: PlainSocket, answer: bytes) -> None:
 
 
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """Return the requested name (bytes) or address and the port; None if refused and answered."""
+    """Return the requested name (bytes) or address and the port. None if it was refused and answered."""
     version, count = await _exactly(client, 2)
     if version != _VERSION:
         raise _Refused(COMMAND_NOT_SUPPORTED)  # the rest of another protocol cannot be read

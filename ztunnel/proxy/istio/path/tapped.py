@@ -37,7 +37,7 @@ def observed(
         entry: the connection, with its far side.
         application: the pod's own end.
         tunnel: the other end, if the connection is tunnelled; any other end is shown as none.
-        dialled: what the client dialled (outbound), or the application's address (inbound).
+        dialled: the address that the client dialled (outbound), or the application's (inbound).
         headers: of the CONNECT (inbound).
     """
     stream = capture.stream(_facts(entry, tunnel, dialled, _client(entry.record.source, headers)))

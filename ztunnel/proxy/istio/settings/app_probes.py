@@ -6,7 +6,7 @@ it paths of the proxy instead, and the originals go to the proxy as ``ISTIO_KUBE
     {"/app-health/web/readyz": {"httpGet": {"path": "/ready", "port": 8080, "scheme": "HTTP"}, "timeoutSeconds":
     1}}
 
-with one of ``httpGet``, ``tcpSocket`` and ``grpc`` each, as Kubernetes writes them, ports as numbers.
+with one of ``httpGet``, ``tcpSocket`` and ``grpc`` each, in Kubernetes' form, with ports as numbers.
 """
 
 import json
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 VARIABLE: Final = "ISTIO_KUBE_APP_PROBERS"
-#: The name that Istio's sidecar has for it.
+#: The variable's name in Istio's sidecar.
 LEGACY_LOCALHOST: Final = "REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION"
 PREFIXES: Final = ("/app-health/", "/app-lifecycle/")
 _PATH: Final = re.compile(r"/app-(health|lifecycle)/[^/]+/(livez|readyz|startupz|prestopz|poststartz)", re.ASCII)
@@ -36,13 +36,13 @@ class AppProbe:
     """One probe.
 
     Attributes:
-        kind: what is asked.
+        kind: the kind of probe.
         port: of the application.
         timeout_s: for the answer.
         host: in place of the pod's address; ``None``: that.
         path: of HTTP, with its query.
         headers: of HTTP, in order; ``Host`` among them counts.
-        service: of gRPC's health service; empty: the server as a whole.
+        service: of gRPC's health service. Empty means the server as a whole.
     """
 
     kind: Literal["http", "https", "tcp", "grpc"]
@@ -55,7 +55,7 @@ class AppProbe:
 
 
 def parse_probers(text: str) -> Mapping[str, AppProbe]:
-    """Read the variable; empty is no probes.
+    """Read the variable. Empty means no probes.
 
     Raises:
         BadProbers: with the path and what is wrong there.

@@ -43,7 +43,7 @@ class PodName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketConfig:
-    """The TCP keepalive of connections; a time of None switches it off."""
+    """The TCP keepalive of connections. A time of None disables it."""
 
     keepalive_time_s: float | None = 180.0
     keepalive_interval_s: float = 180.0
@@ -59,22 +59,22 @@ class IstioConfig:
         workload: the workload of dedicated mode.
         sidecar: the rules of this pod are those of ``ztunnel init``, for a proxy without capabilities.
         app_probes: the application's, answered on the metrics port, by path.
-        app_probes_localhost: ask for them on the loopback address, not on the pod's.
+        app_probes_localhost: probe the loopback address, not the pod's.
         own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
-        xds_address, ca_address: ``https://host:port`` or ``unix:/path``; empty: none.
+        xds_address, ca_address: ``https://host:port`` or ``unix:/path``. Empty means none.
         auth_token: path or literal; ``None``: the default file, if it exists.
         packet_mark: the mark of the proxy's sockets; ``None``: none.
-        dns_host: the address that the DNS proxy serves; empty: loopback, in both families.
+        dns_host: the address of the DNS proxy. Empty means loopback, in both families.
         compliance: see :meth:`ztunnel.proxy.istio.certificates.manager.TlsPolicy.for_compliance`.
         policies: where Calico's policies come from; ``None``: there are none.
         connect_retries: further endpoints that are tried before a connection fails.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
-        log_wait_s: the longest time for which new connections wait for the log; 0: lines are dropped at once.
+        log_wait_s: the longest time for which new connections wait for the log. 0 drops lines at once.
         otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
-        tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
+        tap_socket: path of the local socket through which root can request taps. Empty permits none.
         worker_threads: processes that carry connections; with one, this process does and starts no other.
         warnings: messages for the log, which opens later.
     """

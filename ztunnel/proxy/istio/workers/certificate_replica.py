@@ -43,7 +43,7 @@ class ReplicatedCertificates:
         channel: to the main process.
         policy: TLS versions and groups of tunnels.
         revocations: ``None``: none are configured.
-        clock: tells what has expired.
+        clock: used to detect expired certificates.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Either end of the link between the main process and a worker: notifications, requests and responses.
 
-Notifications are applied in the order in which they were sent, each before the next is read. A request runs as a
-task of its own, started in that same order, so that a pod that takes its time to drain delays nothing else.
+Notifications are applied in the order in which they were sent, each before the next is read. A request runs in its
+own task, started in the same order, so that a slowly draining pod delays nothing else.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Descriptors:
-    """File descriptors that accompanied a message; those that are not taken are closed."""
+    """File descriptors that accompanied a message. Descriptors that are not taken are closed."""
 
     def __init__(self, found: Sequence[int] = ()) -> None:
         self._found = deque(found)
@@ -68,7 +68,7 @@ class Descriptors:
         self._found.extend(found)
 
     def take(self) -> int:
-        """Remove and return the next descriptor; it is the caller's now.
+        """Remove and return the next descriptor, which the caller then owns.
 
         Raises:
             ProtocolViolation: there is none.
@@ -91,7 +91,7 @@ class Outgoing:
     def __init__(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         self._message: Message | None = message
         self._frame = b""
-        #: Duplicates, closed once sent: the originals may be closed meanwhile.
+        #: Duplicates, closed once sent, because the originals can be closed meanwhile.
         self.descriptors = [os.dup(each) for each in descriptors]
 
     def frame(self) -> bytes:
@@ -171,7 +171,7 @@ class IpcChannel:
         number = next(self._numbers)
         future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
         self._responses[number] = (future, [])
-        # Only the side that answers may name this body; the other one's decoder refuses it.
+        # Only the answering side can name this body. The other side's decoder refuses it.
         self.send(Outgoing(cast(Message, Request(number, body)), descriptors))
         try:
             return await future

@@ -1,10 +1,9 @@
-"""How connections are spread over workers: shared memory with the number of connections of each.
+"""Spreads connections over workers, by shared memory with each worker's number of connections.
 
 All workers accept from the same listening socket, whose queue wakes every one of them. Without these counts the
-one that wakes first would take nearly all connections under light load, and a few connections that move much
-would share one core. A worker with more connections than another leaves a new one to that other, and takes it
-after all if it
-is still queued a moment later: no worker has to be alive for others to be served.
+first one to wake would take nearly all connections under light load, and a few bulk connections would share one
+core. A worker with more connections than another leaves a new one to that other, and takes it if it is still
+queued shortly afterwards, so no worker depends on another being alive.
 """
 
 import mmap
@@ -20,7 +19,7 @@ class ConnectionCounts:
     """The shared memory, as one process maps it.
 
     Args:
-        descriptor: of the memory; it stays the caller's.
+        descriptor: of the memory. The caller keeps ownership.
         workers: number of entries.
     """
 
@@ -30,7 +29,7 @@ class ConnectionCounts:
 
     @classmethod
     def create(cls, workers: int) -> tuple[Self, int]:
-        """Return new memory in which no worker runs, and its descriptor, which is the caller's."""
+        """Return new memory without running workers, and its descriptor, which the caller owns."""
         descriptor = os.memfd_create("ztunnel-workers", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, workers * _ENTRY_BYTES)
         counts = cls(descriptor, workers)

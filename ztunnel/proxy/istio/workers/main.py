@@ -1,17 +1,16 @@
 """The main process's half: starts workers, keeps their state current, and gives them the pods.
 
-**Listeners.** The main process binds a pod's ports and hands the same sockets to every worker. Workers with
-sockets of their own (SO_REUSEPORT) would each have a queue that dies with them, and of several sockets of a
-predecessor and a successor the kernel cannot be told which to prefer
-(:func:`tproxy.aio.sockets.leave_to_newer`). Connections that wait while a worker dies, or while all of them do,
-are taken by the next one to accept. ``connection_counts.py`` spreads them.
+**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. Workers with their
+own sockets (SO_REUSEPORT) would each have a queue that is lost with them, and the kernel has no preference between
+several sockets of a predecessor and a successor (:func:`tproxy.aio.sockets.leave_to_newer`). Connections that wait
+while one or all workers die are taken by the next one to accept. ``connection_counts.py`` spreads them.
 
 **State.** A worker that starts gets a snapshot of one instant, then each change, in order. Messages are queued as
 references to values until they can be sent. A worker that does not read, or does not answer within
 :data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
 
-**Counters** of a worker that died are kept as they were last read, and so are those of a worker that answers
-late: a counter that goes down would be taken for that of a new process.
+**Counters** of a dead worker keep their last values, and so do those of a worker that answers late: a decreasing
+counter would be taken for that of a new process.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ log = logging.getLogger(__name__)
 _FIRST_RESTART_S: Final = 0.1
 #: Longest time a page waits for a worker.
 _PAGE_S: Final = 1.0
-#: Longest time applying a snapshot may take; 200,000 workloads take ten seconds.
+#: The time limit for applying a snapshot. 200,000 workloads take ten seconds.
 _SYNC_S: Final = 300.0
 
 
@@ -94,7 +93,7 @@ class WorkerPod:
     """A pod whose connections workers carry, see :class:`ztunnel.proxy.istio.zds.pods.RunningPod`.
 
     Args:
-        workers: all of them.
+        workers: all workers.
         number: of this pod, in messages.
         bound: its sockets, which belong to this object from now on.
         dns: serves the pod's DNS in this process; ``None`` without a DNS proxy.
@@ -118,7 +117,7 @@ class WorkerPod:
         self.leaving = False
 
     def start(self) -> tuple[StartPod, list[int]]:
-        """Return the request that starts it in a worker, and the descriptors that go along."""
+        """Return the request that starts it in a worker, with its descriptors."""
         listening = tuple(
             Listening(port=each.address.port, host=each.address.host, transparent=each.transparent)
             for each in self._bound
@@ -405,7 +404,7 @@ class Workers:
                 raise outcome
 
     def carriers(self) -> list[Carry]:
-        """Return what captures in each worker that serves; one that starts later captures nothing."""
+        """Return a capture carrier for each serving worker. A worker that starts later captures nothing."""
         return [partial(self._tap, worker) for worker in self._running.values() if worker.serves]
 
     @staticmethod

@@ -1,14 +1,14 @@
 """The messages between the main process and its workers, and their bytes. Pure.
 
-A frame is its length (4 bytes), the number of file descriptors that accompany it (1 byte) and one message in
-MessagePack. Messages are typed and tagged (msgspec): a frame that is no message of the direction it travels in
-is a :class:`ProtocolViolation`. Both ends run the same files, so nothing is negotiated.
+A frame is its length (4 bytes), the number of accompanying file descriptors (1 byte) and one message in
+MessagePack. Messages are typed and tagged (msgspec): a frame that is not a message of its direction is a
+:class:`ProtocolViolation`. Both ends run the same files, so nothing is negotiated.
 
-**Trust.** A worker parses bytes of strangers and may be taken over; the main process holds the node's token. What
-comes from a worker is therefore limited to the small types below: texts, numbers, identities, counts. The other
-direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. They go
-as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`), which a worker reads and the main process never
-does: a worker obeys its main process in everything anyway.
+**Trust.** A worker parses untrusted bytes and can be taken over; the main process has the node's token. So
+messages from a worker are limited to the small types below: texts, numbers, identities, counts. The other
+direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. They
+are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`), which only a worker reads: a worker
+obeys its main process anyway.
 
 Descriptors travel beside the bytes and in order: on a Unix stream socket they cannot overtake their frame.
 """
@@ -41,14 +41,14 @@ MAX_DESCRIPTORS: Final = 8
 
 
 class ProtocolViolation(Exception):
-    """The other process sent no frame, or a message it may not send; nothing after it can be trusted."""
+    """The other process sent no valid frame, or a message of the wrong direction. Later data cannot be trusted."""
 
 
-# Notifications: to a worker, answered by nothing
+# Notifications to a worker, without an answer
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag=True):
-    """The first message to a worker; with it comes the shared memory of :class:`ConnectionCounts`.
+    """The first message to a worker, accompanied by the shared memory of :class:`ConnectionCounts`.
 
     Attributes:
         pickled_config: see :meth:`config`; without what only the main process needs (tokens and headers).
@@ -70,7 +70,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
-    """One batch of changes, or a part of it: nothing is applied before the last part has arrived.
+    """One batch of changes, or a part of it. Nothing is applied before the last part has arrived.
 
     Attributes:
         pickled: see :meth:`put`.
@@ -225,7 +225,7 @@ class CountsPart(Struct, frozen=True, tag=True):
 
 
 class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
-    """Entries of the dump of one pod."""
+    """Entries of one pod in the dump."""
 
     number: int
     direction: Literal["inbound", "outbound"]
@@ -233,7 +233,7 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TapTotals(Struct, frozen=True, tag=True):
-    """What a tap has seen in a worker."""
+    """A tap's totals in a worker."""
 
     totals: Totals
 
@@ -312,7 +312,7 @@ class FrameDecoder:
         """Remove and yield the complete messages, each with the number of its descriptors.
 
         Raises:
-            ProtocolViolation: from here on nothing can be read.
+            ProtocolViolation: no more can be read from here on.
         """
         while len(self._buffer) >= _HEADER.size:
             length, descriptors = _HEADER.unpack_from(self._buffer)

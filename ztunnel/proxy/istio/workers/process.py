@@ -21,15 +21,15 @@ from ztunnel.runtime.log_pressure import LogPressure
 
 log = logging.getLogger(__name__)
 
-#: Longest time a worker may take for anything but draining; starting a pod takes it a millisecond.
+#: The time limit for every request except draining. Starting a pod takes a millisecond.
 ANSWER_S: Final = 10.0
 #: A worker ends as soon as its last pod has; after this it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
 #: How long a worker's output is left unread while our log is behind; the pipe holds 64 KiB meanwhile.
 _PRESSURE_S: Final = 0.05
-#: How often a worker is asked for a turn, and the longest time until it has one. Longer than what connections and
-#: their peers bear when a machine pauses: a worker that is ended takes its connections with it.
+#: The interval of liveness checks of a worker, and their time limit. Longer than connections and their peers
+#: tolerate when a machine pauses, because ending a worker ends its connections.
 _BEAT_S: Final = 5.0
 _HUNG_S: Final = 30.0
 
@@ -40,7 +40,7 @@ class OutputReader:
     Args:
         descriptor: of the pipe; belongs to this object from now on.
         logs: our log.
-        pressure: while it is closed nothing is read, so that the worker's own log falls behind; ``None``: always.
+        pressure: while it is closed, reading stops, so that the worker's own log fills up. ``None`` always reads.
     """
 
     def __init__(self, descriptor: int, logs: LogStream, pressure: LogPressure | None = None) -> None:
@@ -93,7 +93,7 @@ class WorkerProcess:
         notified: it gets changes, because it has got the snapshot they are based on.
         synced: it has applied that snapshot, and gets pods.
         serves: it has every pod.
-        counts: what it had counted when it was asked last.
+        counts: its last reported counts.
     """
 
     def __init__(self, index: int, channel: IpcChannel, process: Process, output: OutputReader) -> None:
@@ -195,7 +195,7 @@ async def spawn(
 
 
 def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what may be a credential: workers get their configuration by the link."""
+    """Return an environment without possible credentials. Workers get their configuration by the channel."""
     return {
         name: value
         for name, value in env.items()

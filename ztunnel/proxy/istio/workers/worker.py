@@ -1,7 +1,7 @@
 """One worker: a process that carries connections of pods, with replicas of the main process's state.
 
-It has its own mesh, pools, certificates and counters, and every pod of the node; it writes nothing to disk. It
-ends with the main process.
+It has its own mesh, pools, certificates and counters, and every pod of the node. It never writes to disk. It ends
+with the main process.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _MainDns:
         return str(address) if address is not None else None
 
     async def close(self) -> None:
-        """Do nothing: the main process ends what serves the names."""
+        """Do nothing: the main process ends the name service."""
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class _Carrier:
     # Requests
 
     async def start_pod(self, request: StartPod, descriptors: Descriptors) -> None:
-        """Take a pod's connections; idempotent, since a worker that just started may be requested twice."""
+        """Take a pod's connections. Idempotent, because a newly started worker can get the request twice."""
         if request.number in self.pods:
             return
         netns = Netns.from_fd(descriptors.take(), f"pod {request.name.name}") if request.has_namespace else None
@@ -270,7 +270,7 @@ class _Carrier:
     # The end
 
     async def close(self) -> None:
-        """End everything."""
+        """End all pods."""
         for number in list(self.pods):
             await self.stop_pod(number)
         await self._tasks.close()

@@ -1,1 +1,1 @@
-"""The mesh as istiod describes it: delta xDS subscriptions, applied to the mesh model."""
+"""The mesh as sent by istiod: delta xDS subscriptions, applied to the mesh model."""

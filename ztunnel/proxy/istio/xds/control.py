@@ -86,7 +86,7 @@ class ControlPlane:
         )
 
     def _connects(self, endpoint: Endpoint) -> Connect:
-        """Return a function that connects to the control plane, and reads the roots anew each time."""
+        """Return a function that connects to the control plane, and reads the roots each time."""
         config = self._config
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
@@ -128,7 +128,7 @@ class ControlPlane:
                     (ADDRESS, self._feed.receive_addresses),
                     (AUTHORIZATION, self._feed.receive_authorizations),
                 ):
-                    # No limit on the first answer: readiness waits for it.
+                    # No limit for the first answer, because readiness waits for it.
                     self._client.subscribe(
                         type_url, None, self._counted(type_url, receive), initial_fetch_timeout_s=0
                     )
@@ -169,7 +169,7 @@ class ControlPlane:
         Concurrent calls for one key share a request.
 
         Raises:
-            TimeoutError: no answer within ``_ANSWER_S``; a later one is still applied.
+            TimeoutError: no answer within ``_ANSWER_S``. A later one is still applied.
         """
         assert self._client is not None
         waiting = self._answers.get(key)
@@ -203,7 +203,7 @@ class ControlPlane:
 
     @property
     def updated_ago_s(self) -> float | None:
-        """Seconds since the control plane sent something; None if it has not yet."""
+        """Seconds since the control plane's last message. None before the first."""
         return None if self._updated_s is None else asyncio.get_running_loop().time() - self._updated_s
 
     def refused(self) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,7 @@
 """Makes the mesh's part of ``/config_dump``: workloads, services, policies, staged endpoints, the local file.
 
 Format and names are those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a big
-mesh is written while it is made. The caller sorts the keys.
+mesh is written while it is created. The caller sorts the keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ def services(mesh: Mesh) -> Iterator[Json]:
 
 
 def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
-    """Iterate over all policies, by key, those that have decided with their entry of ``decisions``."""
+    """Iterate over all policies by key, with their entry of ``decisions`` if they have decided."""
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
         made = decisions.get(policy.key)
         yield shown_policy(policy) | ({"decisions": made} if made is not None else {})

@@ -5,7 +5,7 @@ small response is one batch. A big one, such as the whole mesh at the start, is 
 the loop runs other work between them. Removals are applied first, and services before workloads. So between the
 pieces the mesh is incomplete, but never mixes removed resources with new ones.
 
-A local file and a control plane may be used together; for each name the last update wins.
+A local file and a control plane can be used together. For each name the last update wins.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-#: Resources per piece: a millisecond to compile, half of one to apply, for which connections of all pods wait.
+#: Resources per piece: a millisecond to compile, half of one to apply, which delays connections of all pods.
 _PIECE = 50
 #: Faults named in one log line.
 _NAMED = 10
@@ -60,7 +60,7 @@ class MeshFeed:
         """Apply workloads and services (``istio.workload.Address``).
 
         Raises:
-            UpdateRejected: names the unreadable resources, after all others are applied.
+            UpdateRejected: names the unreadable resources, after all others were applied.
         """
         values, faults = await _compiled(update.resources, compile_address)
         # The sort is stable: within services and workloads the order of the response stays.
@@ -81,11 +81,11 @@ class MeshFeed:
     async def receive_authorizations(self, update: Update) -> None:
         """Apply policies (``istio.security.Authorization``).
 
-        All policies of an update are applied at once, whatever their number: between a new allow and the deny that
-        restricts it no connection may be decided.
+        All policies of an update are applied at once, whatever their number: no connection must be decided between
+        a new allow and the deny that restricts it.
 
         Raises:
-            UpdateRejected: as :meth:`receive_addresses`.
+            UpdateRejected: see :meth:`receive_addresses`.
         """
         policies, faults = await _compiled(update.resources, lambda data, _: compile_authorization(data))
         for policy in policies:
@@ -100,7 +100,7 @@ class MeshFeed:
         _reject(faults)
 
     def apply_local(self, local: LocalMesh) -> None:
-        """Apply a local file in place of the one before: what it no longer has is removed."""
+        """Apply a local file in place of the previous one. Entries missing from it are removed."""
         before, self._local = self._local, local
         addresses = {workload.uid for workload in local.workloads} | {service.key for service in local.services}
         policies = {policy.key for policy in local.policies}
@@ -160,8 +160,8 @@ def _pieces(values: Sequence[Value]) -> Iterable[list[Value]]:
 class LocalFile:
     """Feeds a local file and its changes while entered.
 
-    The file is read again when anything is renamed into its directory: so editors save, and so Kubernetes replaces
-    the content of a mounted volume. If it is faulty or gone, its last good content stays current.
+    The file is read again when a file is renamed into its directory, which is how editors save, and how Kubernetes
+    replaces the content of a mounted volume. If it is faulty or missing, its last good content stays current.
 
     Args:
         path: the file's path.
@@ -196,7 +196,7 @@ class LocalFile:
         await self._watcher.__aexit__(*exception)
 
     def _moved(self, name: str | None) -> None:
-        # The name is not compared: the file may be a link through the renamed one, as in a mounted volume.
+        # The name is not compared, because the file can be a link through the renamed one, as in a mounted volume.
         try:
             local = read_local_file(self._path)
         except ConfigError as error:

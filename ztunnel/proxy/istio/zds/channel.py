@@ -2,7 +2,7 @@
 
 One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`, and
 with it every descriptor that it did not take over. asyncio's streams have no packets, so this module waits with
-``add_reader`` and calls recvmsg itself; then a cancelled reader loses no packet.
+``add_reader`` and calls recvmsg itself. Thus a cancelled reader loses no packet.
 """
 
 import array
@@ -98,7 +98,7 @@ class Channel:
                 await ready(self._socket, writing=False)
 
     async def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send one packet, once the peer's receive queue has room for it; the descriptors are duplicated.
+        """Send one packet once the peer's receive queue has room for it. The descriptors are duplicated.
 
         Raises:
             OSError: the connection broke.
@@ -114,7 +114,7 @@ class Channel:
                 await ready(self._socket, writing=True)
 
     def shut_down(self) -> None:
-        """End the connection for both sides; a pending :meth:`receive` returns None. Idempotent."""
+        """End the connection for both sides. A pending :meth:`receive` returns None. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -136,7 +136,7 @@ def _receive(sock: socket.socket) -> Packet | None:
         what = "message" if flags & socket.MSG_TRUNC else "control message"
         raise Unreadable(f"{what} truncated")
     if not data:
-        # The end, or an empty packet. recvmsg does not tell them apart, and ZDS has no empty message.
+        # The end, or an empty packet. recvmsg does not distinguish them, and ZDS has no empty message.
         packet.close()
         return None
     return packet
@@ -146,7 +146,7 @@ def connect(path: Path) -> Channel:
     """Connect to an agent. A Unix socket connects or fails at once, so this does not wait.
 
     Raises:
-        OSError: nothing listens there, or the listener's backlog is full (EAGAIN).
+        OSError: no process listens there, or the listener's backlog is full (EAGAIN).
     """
     sock = socket.socket(socket.AF_UNIX, _SEQPACKET)
     try:
@@ -169,8 +169,8 @@ class Listener:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, _SEQPACKET)
-        # The socket is renamed over the old path once it listens with its final mode. So no client connects to
-        # one that does not listen yet, or that others may open.
+        # The socket is renamed over the old path once it listens with its final mode. So no client connects to a
+        # socket that does not listen yet, or that others can open.
         making = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             making.unlink(missing_ok=True)

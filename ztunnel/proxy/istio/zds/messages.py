@@ -1,8 +1,8 @@
 """Encode and decode ZDS, by which a node agent announces pods to a proxy (``istio.workload.zds``).
 
 One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello. Then every request of the agent
-gets exactly one answer, and the proxy sends nothing else. A pod's network namespace travels beside its ``Add`` as
-a descriptor. This module gets only the number of descriptors; ``channel.py`` carries them.
+gets exactly one answer, and the proxy sends nothing else. A pod's network namespace accompanies its ``Add`` as a
+descriptor. This module gets only the number of descriptors; ``channel.py`` carries them.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from xds.proto.istio.zds.zds_pb2 import (
 )
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
-#: The size of either side's receive buffer; a longer packet is truncated.
+#: The size of either side's receive buffer. A longer packet is truncated.
 PACKET_BYTES = 1024
 # Two tags, and two lengths of two bytes each, around the text of an answer.
 _ANSWER_OVERHEAD = 6
@@ -143,7 +143,7 @@ def read_request(data: bytes, descriptors: int) -> Request:
 
     Args:
         data: the packet.
-        descriptors: the number of descriptors that came with it.
+        descriptors: the number of descriptors that accompanied it.
 
     Raises:
         Unreadable: no message, none of the four kinds, or the wrong number of descriptors.
@@ -187,7 +187,7 @@ def answer_bytes(error: str = "") -> bytes:
     text = error.encode(errors="replace")
     if len(text) > room:
         text = text[: room - len(_CUT)] + _CUT.encode()
-    # "ignore": the cut may have split a multi-byte character.
+    # "ignore": truncation can have split a multi-byte character.
     return WorkloadResponse(ack=Ack(error=text.decode(errors="ignore"))).SerializeToString()
 
 

@@ -1,4 +1,4 @@
-"""The types by which the manager of pods sees a pod and its proxy."""
+"""The types through which the manager of pods sees a pod and its proxy."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -38,11 +38,11 @@ from ztunnel.proxy.istio.zds.messages import (
 )
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 
-#: Between two attempts to start a pod, as in Rust ztunnel.
+#: Between two attempts to start a pod, like in the Rust ztunnel.
 RETRY_S = 5.0
 #: The agent waits 5 s for an answer; the difference covers the transport and a busy event loop.
 ANSWER_S = 4.0
-#: The time after the snapshot during which failing pods delay readiness: six attempts; a guess.
+#: The time after the snapshot during which failing pods delay readiness: six attempts. A guess.
 SETTLE_S = 30.0
 
 #: One proxy of one pod, never used again.
@@ -81,7 +81,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer the current request; an empty error is success."""
+    """Answer the current request. An empty error is success."""
 
     error: str = ""
 
@@ -141,7 +141,7 @@ class Reconciler:
 
     @property
     def next_due(self) -> float | None:
-        """The time at which :meth:`advance` must be called next; None if nothing is due."""
+        """The time for the next call of :meth:`advance`. None if nothing is due."""
         due = [pod.retry_at for uid in self._not_up if (pod := self._pods[uid]).retry_at is not None]
         if self._awaited is not None:
             due.append(self._answer_by)
@@ -159,7 +159,7 @@ class Reconciler:
         return {uid: pod.error for uid in self._not_up if (pod := self._pods[uid]).error}
 
     def connected(self) -> None:
-        """Begin a connection to the agent, and with it a new snapshot."""
+        """Start a connection to the agent, and with it a new snapshot."""
         self.disconnected()
         self._connected = True
 
@@ -235,7 +235,7 @@ class Reconciler:
         pod = self._pods.get(uid)
         if self._in_snapshot is not None:
             self._in_snapshot.discard(uid)
-            # As in Rust ztunnel: a running proxy is ended when the snapshot is complete, not here.
+            # Like in the Rust ztunnel, a running proxy is ended when the snapshot is complete, not here.
             if pod is not None and pod.up:
                 pod = None
         return [Answer()] if pod is None else [self._forget(uid), Answer()]
@@ -264,7 +264,7 @@ class Reconciler:
         return self._answered(generation, f"failure to start proxy : {error}")
 
     def advance(self, now: float) -> list[Action]:
-        """Answer and retry whatever is due at ``now``."""
+        """Answer and retry everything that is due at ``now``."""
         actions: list[Action] = []
         if self._awaited is not None and self._answer_by <= now:
             late = f"failure to start proxy : not done after {ANSWER_S:g} s, goes on"
