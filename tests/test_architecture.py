@@ -36,6 +36,7 @@ IMPURE = {
 #: Modules of the application that decide and do nothing else.
 PURE_APPLICATION = (
     "ztunnel/policy/engine.py",
+    "ztunnel/policy/ledger.py",
     "ztunnel/ask/simulate/changes.py",
     "ztunnel/ask/simulate/policies.py",
     "ztunnel/ask/simulate/seen.py",

@@ -14,8 +14,8 @@ from deploy import dashboard
 from hbone.aio.relay import ByteCounts
 from tests.programs import needed
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
-from ztunnel.proxy.istio.accounting.policy_uses import Use
 
 FILE = Path(__file__).parents[2] / "deploy" / "helm" / "ztunnel" / "files" / "ztunnel.rules.yaml"
 RULES: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def on_a_page() -> dict[str, set[str]]:
         metrics, counts = rig.proxy.metrics, ByteCounts()
         labels = traffic_labels("source", PeerLabels(known=True), PeerLabels(), None, secured=True)
         metrics.opened(labels, (), counts, 0.0).finished("DENY", counts)
-        metrics.policy_uses.note("shop/p", Use.DENIED, 0.0)
+        metrics.ledger.own.note("shop/p", Use.DENIED, 0.0)
         page = (await rig.ask("stats", "/stats/prometheus")).text
         for family in text_string_to_metric_families(page):
             for sample in family.samples:

@@ -14,15 +14,10 @@ from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES
 from hbone.hpack_cache import TOLERATED_LIST_BYTES
 from hbone.limits import Limits
 from hbone.settings import Http2Settings
-from ztunnel.policy import denials
-from ztunnel.policy.calico import (
-    evaluator,
-    follower,
-    guard,
-    live,
-)
+from ztunnel.policy import ledger
+from ztunnel.policy.calico import evaluator, follower, live
 from ztunnel.proxy.dataplane.half_open import HalfOpenLimits
-from ztunnel.proxy.istio.accounting import baggage_labels, policy_uses
+from ztunnel.proxy.istio.accounting import baggage_labels
 from ztunnel.proxy.istio.dns import forwarder, server
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.node import DNS_QUERIES
@@ -255,11 +250,11 @@ def _pages_and_logs(config: IstioConfig) -> Iterator[Limit]:
         unit="of a pod at once; per second", beyond="counted in one line: have no line left_out=N",
     )  # fmt: skip
     yield Limit(
-        name="denials that `/denials` lists", value=(denials.MOST_PAIRS,), unit="pairs of workloads",
+        name="denials that `/denials` lists", value=(ledger.MOST_PAIRS,), unit="pairs of workloads",
         beyond="the pair that was denied longest ago is left out",
     )  # fmt: skip
     yield Limit(
-        name="authorization policies that are counted", value=(policy_uses.MOST_POLICIES,), unit="policies",
+        name="policies that are counted", value=(ledger.MOST_POLICIES,), unit="policies of a kind",
         beyond="the one that decided longest ago is left out",
     )  # fmt: skip
     yield Limit(
@@ -305,8 +300,4 @@ def _policies() -> Iterator[Limit]:
     yield Limit(
         name="answers of policies that are kept", value=(evaluator.CACHED_VERDICTS,), unit="answers",
         beyond="all are dropped and made again",
-    )  # fmt: skip
-    yield Limit(
-        name="policies that are counted one by one", value=(guard.COUNTED_POLICIES,), unit="policies of tiers",
-        beyond="counted as others",
     )  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ztunnel.policy.authz.server import PolicyServer
 from ztunnel.policy.calico.follower import Follower
+from ztunnel.policy.calico.guard import results
 from ztunnel.runtime.http.exposition import Family, family, process_families
 
 
@@ -12,7 +13,7 @@ def families(server: PolicyServer, follower: Follower) -> Iterator[Family]:
     store, counts = follower.evaluator.store, follower.counts
     answers = [((code.name,), float(count)) for code, count in sorted(server.answers.items())]
     yield family("authz_checks", "counter", "Checks answered, by gRPC code", answers, ("code",))
-    decided = [(key, float(count)) for key, count in server.hits.counts.items()]
+    decided = [(labels, float(number)) for labels, number in results(server.uses)]
     yield family("authz_policy_decisions", "counter", "Checks by policy", decided, ("tier", "policy", "result"))
     plain: tuple[tuple[str, str, str, float], ...] = (
         ("authz_policysync_in_sync", "gauge", "1 while the policies are known to be current", follower.in_sync),

@@ -22,7 +22,7 @@ def page(server: PolicyServer, follower: Follower, request: PageRequest) -> Page
     evaluator = follower.evaluator
     if request.path == "/policies":
         state = state_of(follower.name, follower.error, follower.age_s, in_sync=follower.in_sync)
-        body = in_force(evaluator.store, state, server.hits.counts, server.hits.used_s)
+        body = in_force(evaluator.store, state, server.uses)
         return Page(content_type=JSON, body=body)
     if request.path == "/policies/explain":
         try:

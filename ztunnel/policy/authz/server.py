@@ -18,9 +18,10 @@ from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
 from ztunnel.policy.authz.call_server import UnaryServer
 from ztunnel.policy.authz.reporter import Reporter
 from ztunnel.policy.calico.follower import Follower
-from ztunnel.policy.calico.guard import Hits
+from ztunnel.policy.calico.guard import note
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import Code, Verdict
+from ztunnel.policy.ledger import TierPolicy, Uses
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.line_limit import LineLimit
 
@@ -69,7 +70,7 @@ class PolicyServer:
 
     Attributes:
         answers: number of checks by answer.
-        hits: the same by policy.
+        uses: the same by policy.
 
     Raises:
         ServeError: on entering.
@@ -86,7 +87,7 @@ class PolicyServer:
         reporter: Reporter | None = None,
     ) -> None:
         self.answers: Counter[Code] = Counter()
-        self.hits = Hits()
+        self.uses = Uses[TierPolicy]()
         self._reporter = reporter
         self._clock = clock
         self._follower = follower
@@ -140,7 +141,7 @@ class PolicyServer:
             # which a rule about requests does not allow. Here both readings must allow it.
             verdict = self.answer(replace(flow, method="", path=""))
         self.answers[verdict.code] += 1
-        self.hits.count(verdict, self._clock.wall())
+        note(self.uses, verdict, self._clock.wall())
         if self._reporter is not None:
             self._reporter.note(flow, verdict)
         if not verdict.allowed and self._lines.admits():

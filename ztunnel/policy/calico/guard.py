@@ -11,68 +11,54 @@ A pod that the policies do not know is denied, as Calico drops what comes from a
 may be one whose policies have not arrived. ``allow_unknown`` is for meshes of which the policies cover a part.
 """
 
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from ztunnel.policy.calico.evaluator import Evaluator
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import Code, RuleRef, Verdict
+from ztunnel.policy.ledger import TierPolicy, Use, Uses
 
-#: Policies that are counted one by one, by every tier that has them; others are counted together.
-COUNTED_POLICIES: Final = 1000
-#: The name under which others are counted.
-OTHERS: Final = "others"
 #: The name under which ends of tiers are counted; no policy decided there.
 END_OF_TIER: Final = "end of tier"
 #: The tier under which decisions are counted that no rule made.
 NO_RULE: Final = "none"
 
 
-class DecisionKey(NamedTuple):
-    """What a decision is counted by.
-
-    Attributes:
-        result: ``allowed``, ``denied``, and with ``staged `` before it what staged policies would do.
-    """
-
-    tier: str
-    policy: str
-    result: str
+#: The metrics' label ``result``, by use.
+RESULTS: Final = {
+    Use.ALLOWED: "allowed",
+    Use.DENIED: "denied",
+    Use.WOULD_ALLOW: "staged allowed",
+    Use.WOULD_DENY: "staged denied",
+}
 
 
-class UseKey(NamedTuple):
-    """A policy in a tier, or the end of the tier."""
+def note(uses: Uses[TierPolicy], verdict: Verdict, now_s: float, *, staged: bool = False) -> None:
+    """Count a decision; ``staged``: it is what staged policies would do."""
+    rule = verdict.rule
+    if rule is None:
+        policy = TierPolicy(NO_RULE, verdict.code.name)
+    else:
+        policy = TierPolicy(rule.tier, END_OF_TIER if rule.index < 0 else str(rule.policy))
+    if staged:
+        use = Use.WOULD_ALLOW if verdict.allowed else Use.WOULD_DENY
+    else:
+        use = Use.ALLOWED if verdict.allowed else Use.DENIED
+    uses.note(policy, use, now_s)
 
-    tier: str
-    policy: str
 
-
-@dataclass(slots=True)
-class Hits:
-    """How often policies decided, and when last (seconds of the wall clock).
-
-    Both tables may be another object's, which adds up those of several processes.
-    """
-
-    counts: MutableMapping[tuple[str, str, str], int] = field(default_factory=dict)
-    used_s: MutableMapping[tuple[str, str], float] = field(default_factory=dict)
-
-    def count(self, verdict: Verdict, now_s: float, *, staged: bool = False) -> None:
-        """Count a decision."""
-        rule = verdict.rule
-        if rule is None:
-            key = UseKey(NO_RULE, verdict.code.name)
-        else:
-            key = UseKey(rule.tier, END_OF_TIER if rule.index < 0 else str(rule.policy))
-        if key not in self.used_s and len(self.used_s) >= COUNTED_POLICIES:
-            key = UseKey(OTHERS, OTHERS)
-        self.used_s[key] = now_s
-        result = ("staged " if staged else "") + ("allowed" if verdict.allowed else "denied")
-        counted = DecisionKey(*key, result)
-        self.counts[counted] = self.counts.get(counted, 0) + 1
+def results(uses: Uses[TierPolicy]) -> list[tuple[tuple[str, str, str], int]]:
+    """Return the number of decisions by tier, policy and result, as metrics have them."""
+    return [
+        ((*policy, result), number)
+        for policy, tally, _ in uses
+        for use, result in RESULTS.items()
+        if (number := tally[use])
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +122,8 @@ class Guard:
 
     Args:
         evaluator: returns the current one, over the last complete store, made with ``connections_only``.
-        wall_s: the wall clock, for :class:`Hits`.
+        wall_s: the wall clock, for counted decisions.
+        uses: where they are counted.
         allow_unknown: see the module.
     """
 
@@ -145,10 +132,10 @@ class Guard:
         evaluator: Callable[[], Evaluator],
         wall_s: Callable[[], float],
         *,
-        hits: Hits | None = None,
+        uses: Uses[TierPolicy] | None = None,
         allow_unknown: bool = False,
     ) -> None:
-        self.hits = hits or Hits()
+        self.uses = uses if uses is not None else Uses[TierPolicy]()
         self._evaluator = evaluator
         self._wall_s = wall_s
         self._allow_unknown = allow_unknown
@@ -179,7 +166,7 @@ class Guard:
                 if differs:
                     staged = _would(would)
                 if counted and (differs or _is_of_staged(would.rule)):
-                    self.hits.count(would, self._wall_s(), staged=True)
+                    note(self.uses, would, self._wall_s(), staged=True)
         elif not store.in_sync:
             verdict = Verdict(Code.UNAVAILABLE, "no policy has been received yet")
         elif self._allow_unknown:
@@ -187,7 +174,7 @@ class Guard:
         else:
             verdict = Verdict(Code.PERMISSION_DENIED, f"the policies know no pod with the address {address}")
         if counted:
-            self.hits.count(verdict, self._wall_s())
+            note(self.uses, verdict, self._wall_s())
         return Decision(verdict, endpoint is None and not verdict.allowed, staged)
 
 

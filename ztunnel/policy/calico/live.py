@@ -10,8 +10,9 @@ from typing import Any, Final, Protocol
 
 from xds.model import calico as c
 from ztunnel.policy.calico.evaluator import Evaluator
-from ztunnel.policy.calico.guard import Decision, Guard, Hits
+from ztunnel.policy.calico.guard import Decision, Guard
 from ztunnel.policy.calico.report import state_of
+from ztunnel.policy.ledger import TierPolicy, Uses
 from ztunnel.runtime.clock import Clock
 
 #: How long a new connection waits for the policies of a pod that is not known yet: a pod may run before its
@@ -58,7 +59,7 @@ class LivePolicies:
     Args:
         source: makes the source, which calls its argument after each change of the evaluator or its store.
         clock: for counters.
-        hits: where decisions are counted.
+        uses: where decisions are counted.
         allow_unknown: see :mod:`ztunnel.policy.calico.guard`.
         http_waypoints: see :class:`~ztunnel.policy.calico.settings.PolicySettings`.
     """
@@ -68,14 +69,14 @@ class LivePolicies:
         source: Callable[[Callable[[], None]], PolicySource],
         clock: Clock,
         *,
-        hits: Hits | None = None,
+        uses: Uses[TierPolicy] | None = None,
         allow_unknown: bool = False,
         http_waypoints: frozenset[str] = frozenset(),
     ) -> None:
         self.http_waypoints = http_waypoints
         self._changed = asyncio.Event()
         self.source = source(self._changed.set)
-        self.guard = Guard(lambda: self.source.evaluator, clock.wall, hits=hits, allow_unknown=allow_unknown)
+        self.guard = Guard(lambda: self.source.evaluator, clock.wall, uses=uses, allow_unknown=allow_unknown)
         self._reviews: dict[Review, None] = {}
         self._waiting: set[asyncio.Event] = set()
         #: Counts reviews that have begun; tests and :meth:`admit`'s callers compare it.

@@ -6,23 +6,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from xds.model import calico as c
-from ztunnel.policy.calico.guard import END_OF_TIER, NO_RULE, OTHERS
+from ztunnel.policy.calico.guard import END_OF_TIER, NO_RULE, RESULTS
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import PROFILE_TIER
+from ztunnel.policy.ledger import PolicyUse, TierPolicy, Uses
 
 
-def in_force(
-    store: Store,
-    state: Mapping[str, Any],
-    counts: Mapping[tuple[str, str, str], int],
-    used_s: Mapping[tuple[str, str], float],
-) -> Iterator[str]:
+def in_force(store: Store, state: Mapping[str, Any], uses: Uses[TierPolicy]) -> Iterator[str]:
     """Yield one JSON document in pieces, a tier each.
 
     Args:
         state: of the source, see :func:`state_of`.
-        counts, used_s: see :class:`~ztunnel.policy.calico.guard.Hits`; those of several processes may have been
-        added.
+        uses: the decisions; those of several processes may have been added.
     """
     yield '{\n"source": ' + json.dumps(state)
     sets = store.ip_sets
@@ -40,14 +35,14 @@ def in_force(
     yield ',\n"tiers": ['
     separator = "\n"
     for tier, policies in _tiers(store).items():
-        shown = [_policy(store, tier, policy, number, counts, used_s) for policy, number in policies.items()]
-        end = _counted(tier, END_OF_TIER, counts, used_s)
+        shown = [_policy(store, tier, policy, number, uses) for policy, number in policies.items()]
+        end = _counted(uses.get(TierPolicy(tier, END_OF_TIER)))
         yield separator + json.dumps({"tier": tier, "policies": shown, "end_of_tier": end})
         separator = ",\n"
     yield '\n],\n"without_a_rule": ' + json.dumps(
-        {code: _counted(NO_RULE, code, counts, used_s) for tier, code in used_s if tier == NO_RULE}
+        {use.policy.policy: _counted(use) for use in uses if use.policy.tier == NO_RULE}
     )
-    yield ',\n"others": ' + json.dumps(_counted(OTHERS, OTHERS, counts, used_s)) + "\n}\n"
+    yield ',\n"others": ' + json.dumps(_counted(uses.others)) + "\n}\n"
 
 
 def state_of(name: str, error: str, age_s: float, *, in_sync: bool) -> dict[str, Any]:
@@ -73,12 +68,7 @@ def _tiers(store: Store) -> dict[str, dict[c.PolicyId, int]]:
 
 
 def _policy(
-    store: Store,
-    tier: str,
-    policy_id: c.PolicyId,
-    endpoints: int,
-    counts: Mapping[tuple[str, str, str], int],
-    used_s: Mapping[tuple[str, str], float],
+    store: Store, tier: str, policy_id: c.PolicyId, endpoints: int, uses: Uses[TierPolicy]
 ) -> dict[str, Any]:
     is_profile = tier == PROFILE_TIER
     policy = store.profiles.get(policy_id.name) if is_profile else store.policies.get(policy_id)
@@ -89,20 +79,18 @@ def _policy(
         "missing": policy is None,
         "endpoints": endpoints,
         "rules": rules,
-        **_counted(tier, str(policy_id), counts, used_s),
+        **_counted(uses.get(TierPolicy(tier, str(policy_id)))),
     }
 
 
-def _counted(
-    tier: str,
-    policy: str,
-    counts: Mapping[tuple[str, str, str], int],
-    used_s: Mapping[tuple[str, str], float],
-) -> dict[str, Any]:
-    results = {
-        result.replace(" ", "_"): count
-        for result in ("allowed", "denied", "staged allowed", "staged denied")
-        if (count := counts.get((tier, policy, result), 0)) or not result.startswith("staged")
+def _counted(use: PolicyUse[Any] | None) -> dict[str, Any]:
+    counts = {
+        result.replace(" ", "_"): number
+        for each, result in RESULTS.items()
+        if (number := use.tally[each] if use is not None else 0) or not result.startswith("staged")
     }
-    last = used_s.get((tier, policy))
-    return {**results, "last_used": None if last is None else datetime.fromtimestamp(last, UTC).isoformat()}
+    last_s = use.last_s if use is not None else 0.0
+    return {
+        **counts,
+        "last_used": datetime.fromtimestamp(last_s, UTC).isoformat() if any(counts.values()) else None,
+    }

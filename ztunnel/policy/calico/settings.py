@@ -1,11 +1,11 @@
 """Where the tunnel proxy has Calico's policies from, as both of its dialects are told."""
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xds.grpc.address import host_and_port
+from ztunnel.policy.ledger import TierPolicy, Uses
 from ztunnel.runtime.clock import Clock
 
 if TYPE_CHECKING:
@@ -99,30 +99,23 @@ def unknown_pods(text: str) -> str:
     return text
 
 
-def live_policies(
-    settings: PolicySettings,
-    clock: Clock,
-    counts: MutableMapping[tuple[str, str, str], int],
-    used_s: MutableMapping[tuple[str, str], float],
-) -> "LivePolicies":
+def live_policies(settings: PolicySettings, clock: Clock, uses: Uses[TierPolicy]) -> "LivePolicies":
     """Return the policies that settings describe; the caller keeps their ``run`` running.
 
     Args:
         clock: for the times of decisions and of the source.
-        counts, used_s: see :class:`~ztunnel.policy.calico.guard.Hits`.
+        uses: where decisions are counted.
     """
     # Proxies without policies save the memory; YAML is for files only.
-    from ztunnel.policy.calico.guard import Hits
     from ztunnel.policy.calico.live import LivePolicies
 
-    hits = Hits(counts, used_s)
     if settings.directory:
         from ztunnel.policy.calico.files import Files
 
         return LivePolicies(
             lambda changed: Files(Path(settings.directory), clock, changed),
             clock,
-            hits=hits,
+            uses=uses,
             allow_unknown=settings.allow_unknown,
             http_waypoints=settings.http_waypoints,
         )
@@ -131,7 +124,7 @@ def live_policies(
     return LivePolicies(
         lambda changed: Follower(settings.sync, clock, connections_only=True, changed=changed),
         clock,
-        hits=hits,
+        uses=uses,
         allow_unknown=settings.allow_unknown,
         http_waypoints=settings.http_waypoints,
     )

@@ -158,8 +158,7 @@ class Proxy:
                 guarded,  # most proxies have no Calico policies, and save the memory
             )
 
-            counts = guarded.CountedDecisions(self.stats)
-            self.policies = live_policies(settings.policies, self.clock, counts, {})
+            self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico)
             enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
             make_terminator = partial(guarded.GuardedTerminator, enforcer)
             make_connector = partial(guarded.GuardedConnector, enforcer)

@@ -295,7 +295,7 @@ def test_a_client_that_floods_with_checks_of_every_kind_takes_no_memory(
                 assert (await check(other, GET))[0] == 0
             plans = follower.evaluator._plans.values()
             assert 0 < sum(len(plan.answers) for plan in plans) <= 100
-            assert len(server.hits.used_s) <= 3
+            assert len(server.uses) <= 3
 
     run(main)
 

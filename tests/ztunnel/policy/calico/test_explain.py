@@ -87,7 +87,7 @@ def test_what_is_in_force_with_its_counts(tmp_path: Path) -> None:
     guard.check(c.Direction.INGRESS, c.Flow(source_ip="10.0.0.2", destination_ip="10.9.9.9"))
     made.apply(c.PolicyUpdate(c.PolicyId("GlobalNetworkPolicy", "", "to-db"), None))
     state = state_of("unix:/x", "gone", 12.34, in_sync=False)
-    told = json.loads("".join(in_force(made.store, state, guard.hits.counts, guard.hits.used_s)))
+    told = json.loads("".join(in_force(made.store, state, guard.uses)))
     assert told["source"] == {"name": "unix:/x", "in_sync": False, "stale_s": 12.3, "error": "gone"}
     assert told["store"]["endpoints"] == 2
     default, profiles = told["tiers"]

@@ -23,6 +23,7 @@ from tests.ztunnel.policy.calico.stores import (
 from xds.model import calico as c
 from ztunnel.policy.calico import live as module
 from ztunnel.policy.calico.follower import Follower
+from ztunnel.policy.calico.guard import results
 from ztunnel.policy.calico.live import LivePolicies
 from ztunnel.policy.calico.verdict import Code
 from ztunnel.runtime.backoff import Backoff
@@ -73,7 +74,7 @@ def test_a_new_connection_waits_for_the_first_store(tmp_path: Path) -> None:
             assert not asked.done()
             stream.put_nowait(c.InSync())
             assert (await asked).allowed
-        assert policies.guard.hits.counts == {("default", str(ONE), "allowed"): 1}
+        assert dict(results(policies.guard.uses)) == {("default", str(ONE), "allowed"): 1}
 
     run(body, tmp_path)
 

@@ -117,8 +117,7 @@ def _policies(asked: Asked) -> Page:
         return text(_NO_POLICIES, 404)
     from ztunnel.policy.calico.report import in_force
 
-    hits = policies.guard.hits
-    body = in_force(policies.source.evaluator.store, policies.state, hits.counts, hits.used_s)
+    body = in_force(policies.source.evaluator.store, policies.state, policies.guard.uses)
     return Page(content_type=JSON, body=body)
 
 

@@ -8,14 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from xds.model.policy import Verdict
+from ztunnel.policy.ledger import PolicyUse, Use
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.telemetry.decisions import (
-    ALLOWED,
-    DENIED,
-    ENDED,
-    PolicyUse,
-)
+from ztunnel.proxy.envoy.telemetry.decisions import RESULTS
 from ztunnel.runtime.http.page import JSON, Page, text
 
 
@@ -28,23 +24,23 @@ def denials_page(proxy: InspectedProxy) -> Page:
             "lastAddress": denial.address,
             "lastTime": _moment(denial.last_s),
         }
-        for denial in proxy.decisions.denials
+        for denial in proxy.decisions.ledger.denials
     ]
     return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
 
 
 def rbac_page(proxy: InspectedProxy) -> Page:
     """Return the policies of the RBAC filters in force, and those that have decided, by name."""
-    shown = {"policies": policies(proxy.listeners.active, proxy.decisions)}
+    shown = {"policies": policies(proxy.listeners.active, proxy.decisions.ledger.own)}
     return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
 
 
-def policies(listeners: Iterable[LiveListener], decisions: Iterable[PolicyUse] = ()) -> list[dict[str, Any]]:
+def policies(listeners: Iterable[LiveListener], uses: Iterable[PolicyUse[str]] = ()) -> list[dict[str, Any]]:
     """Return what :func:`rbac_page` shows.
 
     Args:
         listeners: in force.
-        decisions: that were made.
+        uses: the decisions that were made.
     """
     found: dict[str, dict[str, Any]] = {}
     chains: set[tuple[str, int]] = set()
@@ -62,9 +58,10 @@ def policies(listeners: Iterable[LiveListener], decisions: Iterable[PolicyUse] =
                             chains.add((policy.name, id(chain)))
     for name, _ in chains:
         found[name]["chains"] += 1
-    for use in decisions:
-        entry = found.setdefault(use.policy, _entry(use.policy))
-        entry["decisions"] = {ALLOWED: 0, DENIED: 0, ENDED: 0} | use.counts | {"lastTime": _moment(use.last_s)}
+    for name, tally, last_s in uses:
+        entry = found.setdefault(name, _entry(name))
+        counts = {result: tally[use] for use, result in RESULTS.items() if tally[use] or use <= Use.ENDED}
+        entry["decisions"] = counts | {"lastTime": _moment(last_s)}
     return [found[name] for name in sorted(found)]
 
 

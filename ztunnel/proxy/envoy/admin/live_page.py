@@ -16,22 +16,14 @@ from typing import Final, NamedTuple
 from xds.model.address import SocketAddress
 from xds.model.policy import Verdict
 from ztunnel import __version__
+from ztunnel.policy.ledger import PolicyUse, Tally
 from ztunnel.proxy.envoy.admin.certs import certificates_shown
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
-from ztunnel.proxy.envoy.telemetry.decisions import (
-    ALLOWED,
-    DENIED,
-    ENDED,
-    NONE_MATCHED,
-    SHADOW_ALLOWED,
-    SHADOW_DENIED,
-    DeniedBy,
-    PolicyUse,
-)
+from ztunnel.proxy.envoy.telemetry.decisions import NONE_MATCHED, DeniedBy
 from ztunnel.proxy.ui.seen import (
     Certificate,
     Connection,
@@ -90,7 +82,7 @@ class Traffic:
     def begin(self) -> None:
         """Start to count."""
         self.since_s = self._proxy.clock.wall()
-        self._denied_before = {denial.pair: denial.times for denial in self._proxy.decisions.denials}
+        self._denied_before = {denial.pair: denial.times for denial in self._proxy.decisions.ledger.denials}
         self._proxy.connections.on_close = self._ended
 
     def end(self) -> None:
@@ -111,7 +103,7 @@ class Traffic:
     def add_denied(self) -> None:
         """Count what was denied where a tunnel ends: within the node it is no connection of its own."""
         denied: dict[_Ends, int] = {}
-        for pair, times, _, _ in self._proxy.decisions.denials if self.since_s else ():
+        for pair, times, _, _ in self._proxy.decisions.ledger.denials if self.since_s else ():
             if pair.identity:  # of others the connection itself is counted
                 host = pair.destination.rpartition(":")[0].strip("[]")
                 ends = _Ends(pair.source, host, "", "destination", Security.MUTUAL_TLS)
@@ -232,7 +224,7 @@ async def seen(proxy: InspectedProxy, traffic: Traffic) -> Seen:
                 last_s=denial.last_s,
                 address=denial.address,
             )
-            for denial in proxy.decisions.denials
+            for denial in proxy.decisions.ledger.denials
         ],
         certificates=list(_certificates(proxy)),
         sources=list(_sources(proxy)),
@@ -334,7 +326,7 @@ def _bytes(connection: Connection) -> int:
 
 def _policies(proxy: InspectedProxy) -> list[Policy]:
     """Return the policies of RBAC filters in force, and those that decided, most decisions first."""
-    uses = {use.policy: use for use in proxy.decisions}
+    uses = {use.policy: use for use in proxy.decisions.ledger.own}
     actions = dict.fromkeys(uses, "")
     enforced = set(uses)
     for listener in proxy.listeners.active:
@@ -351,15 +343,15 @@ def _policies(proxy: InspectedProxy) -> list[Policy]:
     return sorted(found, key=lambda each: (-((each.denied or 0) + (each.allowed or 0)), each.name))
 
 
-def _policy(name: str, action: str, use: PolicyUse | None, enforced: bool) -> Policy:
-    counts = use.counts if use is not None else {}
+def _policy(name: str, action: str, use: PolicyUse[str] | None, enforced: bool) -> Policy:
+    tally = use.tally if use is not None else Tally()
     return Policy(
         name="(no policy matched)" if name == NONE_MATCHED else name,
         action=action,
         mode="enforced" if enforced else "shadow",
-        allowed=counts.get(ALLOWED, 0) + counts.get(SHADOW_ALLOWED, 0),
-        denied=counts.get(DENIED, 0) + counts.get(SHADOW_DENIED, 0),
-        ended=counts.get(ENDED, 0),
+        allowed=tally.allowed + tally.would_allow,
+        denied=tally.denied + tally.would_deny,
+        ended=tally.ended,
         last_s=use.last_s if use is not None else None,
     )
 

@@ -23,6 +23,7 @@ from xds.model.listener import (
     TcpProxy,
 )
 from ztunnel.policy.engine import judge, reads_port
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit, live_limit
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
 from ztunnel.proxy.envoy.secrets.store import SecretStore
@@ -39,14 +40,7 @@ from ztunnel.proxy.envoy.stats.stats import (
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied, Incomplete
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs, Sink
-from ztunnel.proxy.envoy.telemetry.decisions import (
-    ALLOWED,
-    DENIED,
-    ENDED,
-    SHADOW_ALLOWED,
-    SHADOW_DENIED,
-    Decisions,
-)
+from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.proxy.envoy.telemetry.format import Renderer, renderer
 from ztunnel.runtime.line_limit import LineLimit
 
@@ -86,7 +80,7 @@ class LiveRbac:
             shadow = judge(model.shadow, facts)
             (self._shadow_allowed if shadow.allowed else self._shadow_denied).value += 1
             if not live and (shadow.policy or not shadow.allowed):
-                decisions.count(shadow.policy, SHADOW_ALLOWED if shadow.allowed else SHADOW_DENIED)
+                decisions.count(shadow.policy, Use.WOULD_ALLOW if shadow.allowed else Use.WOULD_DENY)
             facts.metadata["envoy.filters.network.rbac"] = {
                 f"{model.shadow_prefix}shadow_effective_policy_id": shadow.policy,
                 f"{model.shadow_prefix}shadow_engine_result": "allowed" if shadow.allowed else "denied",
@@ -100,10 +94,10 @@ class LiveRbac:
         if decision.allowed:
             self._allowed.value += 1
             if decision.policy and not live:
-                decisions.count(decision.policy, ALLOWED)
+                decisions.count(decision.policy, Use.ALLOWED)
             return
         self._denied.value += 1
-        decisions.count(decision.policy, ENDED if live else DENIED)
+        decisions.count(decision.policy, Use.ENDED if live else Use.DENIED)
         details = f"rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
         decisions.denied(info, facts, f"{POLICY_CHANGE}: {details}" if live else details)
         if lines is not None and lines.admits():

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,6 @@ from ztunnel.proxy.envoy.path.dial import Dialler
 from ztunnel.proxy.envoy.path.hop import Hop
 from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.path.terminate import Terminator
-from ztunnel.proxy.envoy.stats.stats import Counter, Stats
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions
@@ -235,31 +234,3 @@ def _own(info: StreamInfo) -> str:
     """Return the identity of the pod that dials, as far as TLS has shown one on its side: normally it has not."""
     peer = info.facts.peer
     return str(peer.identity) if peer is not None and peer.identity is not None else ""
-
-
-class CountedDecisions(MutableMapping[tuple[str, str, str], int]):
-    """Decisions by tier, policy and result, each of which is a counter of the statistics."""
-
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-        self._counters: dict[tuple[str, str, str], Counter] = {}
-
-    def __getitem__(self, key: tuple[str, str, str]) -> int:
-        return self._counters[key].value
-
-    def __setitem__(self, key: tuple[str, str, str], value: int) -> None:
-        found = self._counters.get(key)
-        if found is None:
-            labels = tuple(zip(("tier", "policy", "result"), key, strict=True))
-            scope = self._stats.scope(f"policy.{'.'.join(key)}", family="policy", labels=labels)
-            found = self._counters[key] = scope.counter("decisions")
-        found.value = value
-
-    def __delitem__(self, key: tuple[str, str, str]) -> None:
-        del self._counters[key]
-
-    def __iter__(self) -> Iterator[tuple[str, str, str]]:
-        return iter(self._counters)
-
-    def __len__(self) -> int:
-        return len(self._counters)

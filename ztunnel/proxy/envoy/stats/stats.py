@@ -172,6 +172,7 @@ class Stats:
         self._metrics: dict[str, Metric] = {}
         self._texts: dict[str, TextReadout] = {}
         self._declared: dict[tuple[str, int], tuple[Scope, tuple[Declared, ...], object]] = {}
+        self._tables: list[tuple[Callable[[], Iterable[Counter]], Callable[[], None]]] = []
 
     def scope(self, prefix: str, *, family: str = "", labels: Labels = ()) -> "Scope":
         """Return a scope whose dotted names begin with ``prefix.``.
@@ -190,6 +191,17 @@ class Stats:
             for each in declared:
                 if each.kind is not TextReadout and scope.prefix + each.name not in self._metrics:
                     yield scope.untouched(each, owner)
+        for read, _ in self._tables:
+            yield from read()
+
+    def show(self, read: Callable[[], Iterable[Counter]], reset: Callable[[], None]) -> None:
+        """Show counters of a table that is kept elsewhere.
+
+        Args:
+            read: makes them for each page.
+            reset: sets them to 0, for :meth:`reset_counters`.
+        """
+        self._tables.append((read, reset))
 
     @property
     def texts(self) -> list[TextReadout]:
@@ -234,6 +246,8 @@ class Stats:
         for metric in self._metrics.values():
             if isinstance(metric, Counter):
                 metric.value = 0
+        for _, reset in self._tables:
+            reset()
 
 
 class Scope:
@@ -317,6 +331,11 @@ class Scope:
 
     def _family_of(self, name: str) -> str:
         return prometheus_name(f"{self._family}_{name}" if self._family else name)
+
+
+def labelled(prefix: str, name: str, value: int, family: str, labels: Labels) -> Counter:
+    """Return the counter ``<prefix>.<name>`` for a page, named as by a :class:`Scope`."""
+    return Counter(f"{sanitised(prefix)}.{name}", prometheus_name(f"{family}_{name}"), labels, value)
 
 
 def sanitised(name: str) -> str:

@@ -1,35 +1,39 @@
 """What policies decided in Envoy's dialect: counts by policy, and the last denials by listener, chain and client.
 
 Envoy's own counters are by filter, ``<stat prefix>.rbac.allowed``; one filter holds many policies. Here each
-policy has its own, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. A connection costs
-two look-ups and one addition for each filter that it meets, and a denied one an entry in a bounded table.
+policy has its own, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. The ledger
+counts; its counters are made for each page.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 from xds.model.facts import ConnectionFacts
 from xds.model.policy import PolicyList
-from ztunnel.policy.denials import Denials
+from ztunnel.policy.calico.guard import results
+from ztunnel.policy.ledger import Ledger, TierPolicy, Use, Uses
 from ztunnel.policy.reasons import reason
-from ztunnel.proxy.envoy.stats.stats import Counter, Stats
+from ztunnel.proxy.envoy.stats.stats import Counter, Stats, labelled
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
-#: Policies that are counted one by one; others, under :data:`OTHERS`. As of Calico's.
-MOST_POLICIES: Final = 1000
-OTHERS: Final = "others"
 #: Counted under when policies that allow exist and none of them matched, which no policy decided.
 NONE_MATCHED: Final = "none"
-
-ALLOWED, DENIED, ENDED = "allowed", "denied", "ended"
-SHADOW_ALLOWED, SHADOW_DENIED = "shadow_allowed", "shadow_denied"
+#: The results of a policy's decisions on pages, by use.
+RESULTS: Final = {
+    Use.ALLOWED: "allowed",
+    Use.DENIED: "denied",
+    Use.ENDED: "ended",
+    Use.WOULD_ALLOW: "shadow_allowed",
+    Use.WOULD_DENY: "shadow_denied",
+}
 
 
 class DeniedBy(NamedTuple):
@@ -51,57 +55,18 @@ class DeniedBy(NamedTuple):
     reason: str
 
 
-class _Use:
-    """The counters of one policy, made when they are first needed."""
-
-    __slots__ = ("counters", "last_s")
-
-    def __init__(self) -> None:
-        self.counters: dict[str, Counter] = {}
-        self.last_s = 0.0
-
-
-class PolicyUse(NamedTuple):
-    """The decisions of one policy.
-
-    Attributes:
-        counts: by result; those that never occurred are missing.
-        last_s: the last one's time, in seconds of the wall clock.
-    """
-
-    policy: str
-    counts: dict[str, int]
-    last_s: float
-
-
 class Decisions:
-    """Counts decisions; iterates over those of each policy."""
+    """Notes decisions in the ledger, and has the statistics show it."""
 
     def __init__(self, stats: Stats, clock: Clock) -> None:
-        self._stats = stats
         self._clock = clock
-        self._uses: dict[str, _Use] = {}
-        self.denials = Denials[DeniedBy]()
+        self.ledger = Ledger[DeniedBy]()
+        stats.show(partial(_of_filters, self.ledger.own), self.ledger.own.clear)
+        stats.show(partial(_of_tiers, self.ledger.calico), self.ledger.calico.clear)
 
-    def __iter__(self) -> Iterator[PolicyUse]:
-        for policy, use in list(self._uses.items()):
-            counts = {result: counter.value for result, counter in use.counters.items()}
-            yield PolicyUse(policy, counts, use.last_s)
-
-    def count(self, policy: str, result: str) -> None:
+    def count(self, policy: str, use: Use) -> None:
         """Count a decision of a policy; without a name, of none that matched."""
-        policy = policy or NONE_MATCHED
-        use = self._uses.get(policy)
-        if use is None:
-            if len(self._uses) >= MOST_POLICIES:
-                policy = OTHERS
-            use = self._uses.setdefault(policy, _Use())
-        use.last_s = self._clock.wall()
-        counter = use.counters.get(result)
-        if counter is None:
-            scope = self._stats.scope(f"rbac.policy.{policy}", family="rbac_policy", labels=(("policy", policy),))
-            counter = use.counters[result] = scope.counter(result)
-        counter.value += 1
+        self.ledger.own.note(policy or NONE_MATCHED, use, self._clock.wall())
 
     def line_limit(self) -> LineLimit:
         """Return a limit for the lines of :meth:`log_denial`."""
@@ -147,7 +112,21 @@ class Decisions:
         """
         where, who = (info.listener, info.chain), (facts.source.host, _identity(facts))
         pair = DeniedBy(*where, *who, str(facts.destination), details)
-        self.denials.note(pair, str(facts.source), self._clock.wall())
+        self.ledger.denials.note(pair, str(facts.source), self._clock.wall())
+
+
+def _of_filters(uses: Uses[str]) -> Iterator[Counter]:
+    for policy, tally, _ in uses:
+        for use, result in RESULTS.items():
+            if tally[use]:
+                prefix, labels = f"rbac.policy.{policy}", (("policy", policy),)
+                yield labelled(prefix, result, tally[use], "rbac_policy", labels)
+
+
+def _of_tiers(uses: Uses[TierPolicy]) -> Iterator[Counter]:
+    for key, number in results(uses):
+        labels = tuple(zip(("tier", "policy", "result"), key, strict=True))
+        yield labelled(f"policy.{'.'.join(key)}", "decisions", number, "policy", labels)
 
 
 def _identity(facts: ConnectionFacts) -> str:

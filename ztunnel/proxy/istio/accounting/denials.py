@@ -1,4 +1,4 @@
-"""What a denied connection is counted under in an Istio mesh; :mod:`ztunnel.policy.denials` counts."""
+"""What a denied connection is counted under in an Istio mesh; :mod:`ztunnel.policy.ledger` counts."""
 
 from typing import NamedTuple
 

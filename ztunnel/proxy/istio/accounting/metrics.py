@@ -13,16 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from hbone.aio.relay import ByteCounts
 from hbone.headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.policy.denials import Denial, Denials
+from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.policy_uses import PolicyUse, PolicyUses
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.watchdog import LoopDelays
 
@@ -211,11 +210,7 @@ class Counts:
     crl_rejections: Mapping[str, int] = field(default_factory=dict)
     crl_untracked: Mapping[str, int] = field(default_factory=dict)
     on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-    authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    policy_decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    policy_used_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    denials: tuple[Denial[Pair], ...] = ()
-    policy_uses: tuple[PolicyUse, ...] = ()
+    decisions: LedgerCopy[Pair] | None = None
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
     calmed: int = 0
@@ -238,6 +233,10 @@ _OF_MAIN = (
     "gauges",
     "processes",
 )
+#: The label ``result`` of decisions, by use.
+DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
+#: Counted under when ALLOW policies exist and none of them matched, which no policy decided.
+NONE_MATCHED: Final = "-"
 #: Series per part; decoding one takes its reader two milliseconds.
 _SERIES_PER_PART = 50
 
@@ -283,13 +282,7 @@ class Metrics:
         self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
         #: By :class:`ztunnel.proxy.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
-        self.authorization_dry_run: BoundedCounts[tuple[str, str, str]] = BoundedCounts()
-        #: Decisions by Calico's policies, and when they were made last; see
-        #: :class:`ztunnel.policy.calico.guard.Hits`.
-        self.policy_decisions: dict[tuple[str, str, str], int] = {}
-        self.policy_used_s: dict[tuple[str, str], float] = {}
-        self.denials = Denials[Pair]()
-        self.policy_uses = PolicyUses()
+        self.ledger = Ledger[Pair]()
         self.connect_retries = 0
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
@@ -404,11 +397,7 @@ class Metrics:
             crl_rejections=dict(self.crl_rejections),
             crl_untracked=dict(self.crl_untracked),
             on_demand_dns=dict(self.on_demand_dns),
-            authorization_dry_run=dict(self.authorization_dry_run),
-            policy_decisions=dict(self.policy_decisions),
-            policy_used_s=dict(self.policy_used_s),
-            denials=tuple(self.denials),
-            policy_uses=tuple(self.policy_uses),
+            decisions=self.ledger.copy(),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
             calmed=self.calmed,
@@ -462,12 +451,8 @@ class Metrics:
         _add(self.crl_rejections, part.crl_rejections)
         _add(self.crl_untracked, part.crl_untracked)
         _add(self.on_demand_dns, part.on_demand_dns)
-        _add(self.authorization_dry_run, part.authorization_dry_run)
-        _add(self.policy_decisions, part.policy_decisions)
-        for policy, used_s in part.policy_used_s.items():
-            self.policy_used_s[policy] = max(used_s, self.policy_used_s.get(policy, 0.0))
-        self.denials.add(part.denials)
-        self.policy_uses.add(part.policy_uses)
+        if part.decisions is not None:
+            self.ledger.add(part.decisions)
         if not lost:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count

@@ -12,21 +12,24 @@ from prometheus_client.samples import Sample
 
 import hbone
 from ztunnel import __version__
+from ztunnel.policy.calico.guard import results
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.istio.accounting.metrics import (
+    DECISIONS,
     SIDE_LABELS,
     TRAFFIC_LABELS,
     DnsDurations,
     Metrics,
     TrafficSeries,
 )
-from ztunnel.proxy.istio.accounting.policy_uses import Use
-from ztunnel.runtime.http.exposition import (
-    Family,
-    LabelledValue,
-    family,
-    process_families,
-)
+from ztunnel.runtime.http.exposition import Family, LabelledValue, family, process_families
 
+#: The labels ``action`` and ``result`` of dry runs, by use.
+_DRY_RUNS = {
+    Use.WOULD_ALLOW: ("ALLOW", "allowed"),
+    Use.WOULD_DENY: ("DENY", "denied"),
+    Use.WOULD_NOT_ALLOW: ("ALLOW", "denied"),
+}
 _FLAGS = TRAFFIC_LABELS.index("response_flags")
 
 
@@ -140,26 +143,34 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         "bytes",
     )
     yield from _dns_families(metrics)
+    own = list(metrics.ledger.own)
     yield family(
         "ztunnel_authorization_decisions",
         "counter",
         "Connections that authorization policies decided about; policy -: no ALLOW policy matched (unstable)",
-        [((each.policy, use.value), n) for each in metrics.policy_uses for use in Use if (n := each.number(use))],
+        [((name, result), n) for name, tally, _ in own for use, result in DECISIONS.items() if (n := tally[use])],
         ("policy", "result"),
     )
     yield family(
         "ztunnel_authorization_dry_run",
         "counter",
         "Connections that dry-run policies would have decided about (unstable)",
-        list(metrics.authorization_dry_run.items()),
+        [((name, *labels), n) for name, tally, _ in own for use, labels in _DRY_RUNS.items() if (n := tally[use])],
         ("policy", "action", "result"),
     )
     yield family(
         "ztunnel_policy_decisions",
         "counter",
         "Connections that Calico's policies decided about (unstable)",
-        list(metrics.policy_decisions.items()),
+        results(metrics.ledger.calico),
         ("tier", "policy", "result"),
+    )
+    yield family(
+        "ztunnel_early_denials",
+        "counter",
+        "Connections that ended before they counted as opened (unstable)",
+        [((use.policy,), use.tally.refused_early) for use in metrics.ledger.early],
+        ("direction",),
     )
     yield family(
         "ztunnel_connect_retries",

@@ -13,6 +13,7 @@ from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.logs import (
     Bare,
@@ -187,7 +188,7 @@ class Record:
         series.used_s = now_s
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
-            node.metrics.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
+            node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
         if node.logs.access_level > (_INFO if failure is None else _ERROR):
             return
         counts = self.counts
@@ -207,8 +208,9 @@ class Record:
         node.logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
     def denied_early(self, reason: str) -> None:
-        """Write the line of a connection that ends before it opened; nothing is counted."""
+        """Count a connection that ends before it opened, and write its line."""
         node = self._node
+        node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
         if node.logs.access_level <= _WARN:
             fields: list[Field] = [
                 ("src.addr", Bare(self.source)),

@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 import hbone
 from xds.model.address import SocketAddress
 from ztunnel import __version__
-from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED, Use
+from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED, Metrics
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.credentials import Roots
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
@@ -82,18 +81,19 @@ def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
             "lastAddress": denial.address,
             "lastTime": _moment(denial.last_s),
         }
-        for denial in metrics.denials
+        for denial in metrics.ledger.denials
     ]
 
 
 def _decisions(metrics: Metrics) -> Mapping[str, Mapping[str, Any]]:
     """Return what each policy decided, by its key; of a dry-run policy, what it would have decided."""
     found: dict[str, dict[str, Any]] = {}
-    for (policy, _, result), number in metrics.authorization_dry_run.items():
-        found.setdefault(policy, {})[result] = number
-    for use in metrics.policy_uses:
-        counts = {each.value: use.number(each) for each in Use}
-        found[use.policy] = counts | {"lastTime": _moment(use.last_s)}
+    for policy, tally, last_s in metrics.ledger.own:
+        counts = {result: tally[use] for use, result in DECISIONS.items()}
+        if not any(counts.values()):
+            would = {"allowed": tally.would_allow, "denied": tally.would_deny + tally.would_not_allow}
+            counts = {result: number for result, number in would.items() if number}
+        found[policy] = counts | {"lastTime": _moment(last_s)}
     return found
 
 

@@ -12,14 +12,9 @@ from typing import Final, TypeVar
 
 from xds.model.authorization import AuthorizationPolicy
 from ztunnel import __version__
-from ztunnel.proxy.istio.accounting.metrics import (
-    TRAFFIC_LABELS,
-    UNKNOWN,
-    Metrics,
-    TrafficSeries,
-)
+from ztunnel.policy.ledger import PolicyUse, Tally
+from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED, TRAFFIC_LABELS, UNKNOWN, Metrics, TrafficSeries
 from ztunnel.proxy.istio.accounting.outcome import Flags
-from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED, PolicyUse
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.path.connections import PodConnection
@@ -92,7 +87,7 @@ async def seen(proxy: InspectedProxy) -> Seen:
                 last_s=denial.last_s,
                 address=denial.address,
             )
-            for denial in metrics.denials
+            for denial in metrics.ledger.denials
         ],
         certificates=list(_certificates(proxy)),
         sources=list(_sources(proxy)),
@@ -287,14 +282,8 @@ def _carried(
 
 
 async def _policies(proxy: InspectedProxy, metrics: Metrics) -> list[Policy]:
-    uses = {use.policy: use for use in metrics.policy_uses}
-    dry: dict[str, dict[str, int]] = {}
-    for (name, _, result), number in metrics.authorization_dry_run.items():
-        dry.setdefault(name, {})[result] = number
-    found = [
-        _policy(policy, uses.get(policy.key), dry.get(policy.key, {}))
-        async for policy in _slices(list(proxy.mesh.policies()))
-    ]
+    uses = metrics.ledger.own
+    found = [_policy(policy, uses.get(policy.key)) async for policy in _slices(list(proxy.mesh.policies()))]
     found.sort(key=lambda each: (-((each.denied or 0) + (each.allowed or 0)), each.name))
     none = uses.get(NONE_MATCHED)
     if none is not None:
@@ -303,24 +292,26 @@ async def _policies(proxy: InspectedProxy, metrics: Metrics) -> list[Policy]:
                 name="(no policy matched)",
                 action="Deny",
                 mode="implied",
-                allowed=none.allowed,
-                denied=none.denied,
-                ended=none.ended,
+                allowed=none.tally.allowed,
+                denied=none.tally.denied,
+                ended=none.tally.ended,
                 last_s=none.last_s,
             )
         )
     return found
 
 
-def _policy(policy: AuthorizationPolicy, use: PolicyUse | None, dry: dict[str, int]) -> Policy:
+def _policy(policy: AuthorizationPolicy, use: PolicyUse[str] | None) -> Policy:
+    tally = use.tally if use is not None else Tally()
+    dry = policy.dry_run
     return Policy(
         name=policy.key,
         action=policy.action.value,
         scope=policy.scope.value,
-        mode="dry run" if policy.dry_run else "enforced",
-        allowed=use.allowed if use is not None else dry.get("allowed", 0),
-        denied=use.denied if use is not None else dry.get("denied", 0),
-        ended=use.ended if use is not None else 0,
+        mode="dry run" if dry else "enforced",
+        allowed=tally.would_allow if dry else tally.allowed,
+        denied=tally.would_deny + tally.would_not_allow if dry else tally.denied,
+        ended=tally.ended,
         last_s=use.last_s if use is not None else None,
         faults=tuple(policy.faults),
     )

@@ -245,7 +245,7 @@ class Servers:
 
         counted = await workers.metrics() if workers is not None else self._proxy.metrics
         store = policies.source.evaluator.store
-        body = in_force(store, policies.state, counted.policy_decisions, counted.policy_used_s)
+        body = in_force(store, policies.state, counted.ledger.calico)
         return Page(content_type=JSON, body=body)
 
     def _explained(self, request: PageRequest) -> Page:

@@ -8,9 +8,10 @@ from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import PolicyKey, Workload
 from ztunnel.policy.engine import holds, judge
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.life import Verdict
+from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, judgement
-from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED, Use
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path.denial_lines import DenialLines
 from ztunnel.proxy.istio.path.node import Node
@@ -100,14 +101,13 @@ class Authorizer:
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
     ) -> str:
         """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
-        node = self._node
         if not policies.missing and not policies.enforced.tiers:
             return ""  # most connections; nothing is noted of them
         policy, refusal = judgement(policies, facts)
         if refusal:
             self._count(workload, facts, refused, policy)
         elif policy and refused is Use.DENIED:
-            node.metrics.policy_uses.note(policy, Use.ALLOWED, node.clock.wall())
+            self._note(policy, Use.ALLOWED)
         if not policies.missing and log.isEnabledFor(self._level):
             if refusal:
                 text = "deny policy match" if policy else "no allow policies matched"
@@ -117,30 +117,30 @@ class Authorizer:
         return refusal
 
     def _count(self, workload: Workload, facts: ConnectionFacts, refused: Use, policy: str) -> None:
+        self._note(policy or NONE_MATCHED, refused)
+        self.lines.write(DECISIONS[refused], workload, facts, policy)
+
+    def _note(self, policy: str, use: Use) -> None:
         node = self._node
-        node.metrics.policy_uses.note(policy or NONE_MATCHED, refused, node.clock.wall())
-        self.lines.write(refused.value, workload, facts, policy)
+        node.metrics.ledger.own.note(policy, use, node.clock.wall())
 
     def _report_dry_run(self, policies: WorkloadPolicies, facts: ConnectionFacts, record: Record) -> None:
         matched = False
         for policy in policies.dry_run_deny:
             if holds(policy.condition, facts):
                 log.log(self._level, "dry-run: deny policy match policy=%s", policy.key)
-                self._count_dry_run(policy.key, "DENY", "denied")
+                self._note(policy.key, Use.WOULD_DENY)
                 record.dry_run = f"denied by {policy.key}"
         for policy in policies.dry_run_allow:
             if holds(policy.condition, facts):
                 matched = True
                 log.log(self._level, "dry-run: allow policy match policy=%s", policy.key)
-                self._count_dry_run(policy.key, "ALLOW", "allowed")
+                self._note(policy.key, Use.WOULD_ALLOW)
         if policies.dry_run_allow and not matched:
             log.log(self._level, "dry-run: no allow policies match")
             for policy in policies.dry_run_allow:
-                self._count_dry_run(policy.key, "ALLOW", "denied")
+                self._note(policy.key, Use.WOULD_NOT_ALLOW)
             record.dry_run = record.dry_run or "none of the allow policies matches"
-
-    def _count_dry_run(self, policy: str, action: str, result: str) -> None:
-        self._node.metrics.authorization_dry_run.count((policy, action, result))
 
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
         """Return the workload's policies once none is missing, or as they are after ``grace_s``."""

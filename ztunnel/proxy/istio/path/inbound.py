@@ -39,6 +39,7 @@ from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
 from xds.model.workload import AppProtocol, Workload
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.agreement import Party, would_shake_hands
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.half_open import Arrival
@@ -104,9 +105,12 @@ class _EarlyDenials:
         self.limit = LineLimit(node.clock, _denials_left_out)
 
     def write(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
-        """Write a line, if the rate admits one."""
+        """Count the connection, and write a line if the rate admits one."""
+        node = self._node
         if self.limit.admits():
-            Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
+            Record(node, Direction.INBOUND, source, local).denied_early(reason)
+        else:
+            node.metrics.ledger.early.note(str(Direction.INBOUND), Use.REFUSED_EARLY, node.clock.wall())
 
 
 def _turned_away(denials: _EarlyDenials, arrival: Arrival, reason: str) -> None:

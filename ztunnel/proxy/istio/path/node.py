@@ -208,4 +208,4 @@ def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> Li
     """Return Calico's policies as this process obeys them, or None; each process follows their source itself."""
     if config.policies is None:
         return None
-    return live_policies(config.policies, clock, metrics.policy_decisions, metrics.policy_used_s)
+    return live_policies(config.policies, clock, metrics.ledger.calico)

@@ -13,7 +13,7 @@ from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.policy.denials import Denials
+from ztunnel.policy.ledger import Ledger
 from ztunnel.proxy.envoy.admin import live_page
 from ztunnel.proxy.envoy.admin.live_page import Traffic
 from ztunnel.proxy.envoy.config.settings import settings_from
@@ -77,7 +77,7 @@ class Clusters:
 def traffic() -> Traffic:
     clock = SimpleNamespace(wall=lambda: 5.0)
     connections = SimpleNamespace(on_close=None)
-    decisions = SimpleNamespace(denials=Denials[DeniedBy]())
+    decisions = SimpleNamespace(ledger=Ledger[DeniedBy]())
     proxy = SimpleNamespace(clusters=Clusters(), clock=clock, connections=connections, decisions=decisions)
     return Traffic(cast(Any, proxy))
 
@@ -144,7 +144,7 @@ def test_failures_and_denials_are_told_apart() -> None:
 def test_what_is_denied_where_a_tunnel_ends_within_the_node_is_counted() -> None:
     """It is no connection of its own there; of plain text the connection itself is counted."""
     counted = traffic()
-    denials = counted._proxy.decisions.denials
+    denials = counted._proxy.decisions.ledger.denials
     by = DeniedBy(
         "inbound", "one", "10.0.0.1", CLIENT, "10.0.0.2:15008", "rbac_access_denied_matched_policy[none]"
     )

@@ -22,6 +22,7 @@ from tests.ztunnel.proxy.envoy.rig import (
     run,
     tunnel,
 )
+from ztunnel.policy.calico.guard import results
 from ztunnel.policy.calico.settings import PolicySettings
 from ztunnel.proxy.envoy.config.settings import settings_from
 from ztunnel.proxy.envoy.path.connect import Connector
@@ -108,7 +109,7 @@ def test_a_tunnel_is_judged_by_its_certificate_where_it_ends(tmp_path: Path) -> 
             )
             assert (await rig.log(2))[-1]["failure"] == "tunnel_response:403"
             key = ("default", "end of tier", "denied")
-            assert made.policies.guard.hits.counts[key] == 1
+            assert dict(results(made.policies.guard.uses))[key] == 1
             assert rig.count("policy.default.end of tier.denied.decisions") == 1
 
     guarded(tmp_path, policies(ingress=BY_CLIENT), body)
@@ -215,7 +216,7 @@ def test_staged_policies_are_counted_and_not_enforced(tmp_path: Path) -> None:
                 }
             ]
             key = ("default", "StagedGlobalNetworkPolicy/soon", "staged denied")
-            assert made.policies.guard.hits.counts[key] == 1
+            assert dict(results(made.policies.guard.uses))[key] == 1
 
     guarded(tmp_path, policies(staged="[{action: Deny}]"), body)
 

@@ -26,9 +26,12 @@ from tests.ztunnel.proxy.envoy.rig import (
 )
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
+from ztunnel.policy.calico.guard import note
+from ztunnel.policy.calico.verdict import Code, Verdict
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
-from ztunnel.proxy.envoy.telemetry.decisions import MOST_POLICIES, Decisions
+from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.runtime.clock import SystemClock
 
 OTHER = "spiffe://td/ns/a/sa/other"
@@ -172,14 +175,21 @@ def test_dry_runs_are_counted_apart(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_policies_beyond_the_bound_are_counted_together() -> None:
-    decisions = Decisions(Stats(), SystemClock())
-    for number in range(MOST_POLICIES + 3):
-        decisions.count(f"p{number}", "allowed")
-    decisions.count("p0", "denied")
-    found = {use.policy: use.counts for use in decisions}
-    assert len(found) == MOST_POLICIES + 1
-    assert (found["p0"], found["others"]) == ({"allowed": 1, "denied": 1}, {"allowed": 3})
+def test_reset_counters_clears_the_decisions(tmp_path: Path) -> None:
+    stats = Stats()
+    decisions = Decisions(stats, SystemClock())
+    decisions.count("p:1", Use.DENIED)
+    note(decisions.ledger.calico, Verdict(Code.OK), 1.0)
+    shown = {metric.name: (metric.family, metric.labels, metric.value) for metric in stats}  # type: ignore[union-attr]
+    assert shown == {
+        "rbac.policy.p_1.denied": ("rbac_policy_denied", (("policy", "p:1"),), 1),
+        "policy.none.OK.allowed.decisions": (
+            *("policy_decisions", (("tier", "none"), ("policy", "OK"), ("result", "allowed"))),
+            1,
+        ),
+    }
+    stats.reset_counters()
+    assert list(stats) == []
 
 
 @pytest.mark.parametrize(
@@ -192,4 +202,4 @@ def test_what_a_certificate_proves_is_shown(sans: tuple[str, ...] | None, shown:
     info = StreamInfo(connection_id=1, facts=facts, started=0.0, started_at=0.0, listener="l")
     decisions = Decisions(Stats(), SystemClock())
     decisions.denied(info, facts, "why")
-    assert [denial.pair.identity for denial in decisions.denials] == [shown]
+    assert [denial.pair.identity for denial in decisions.ledger.denials] == [shown]

@@ -9,6 +9,7 @@ from tests.ztunnel.proxy.istio.nodes import LOCAL
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import WorkloadUid
+from ztunnel.policy.ledger import TierPolicy, Use
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.metrics import (
     EXPIRY_S,
@@ -20,7 +21,6 @@ from ztunnel.proxy.istio.accounting.metrics import (
     traffic_labels,
 )
 from ztunnel.proxy.istio.accounting.metrics_page import families
-from ztunnel.proxy.istio.accounting.policy_uses import Use
 from ztunnel.runtime.http.exposition import page
 from ztunnel.runtime.http.page import Page, PageRequest
 
@@ -376,11 +376,13 @@ def test_one_page_is_the_sum_of_processes() -> None:
         worker.sockets_open["source"] = number
         worker.crl_rejections["source"] = number
         worker.on_demand_dns[("a",) * 8 + ("host",)] = number
-        worker.authorization_dry_run[("p", "DENY", "match")] = number
-        worker.policy_decisions[("default", "p", "denied")] = number
-        worker.policy_used_s[("default", "p")] = 10.0 - number
-        worker.denials.note(Pair("inbound", "a", "", "b:80", "no"), f"10.0.0.{number}:1", 10.0 - number)
-        worker.policy_uses.note("shop/p", Use.DENIED, 10.0 - number)
+        ledger = worker.ledger
+        for _ in range(number):
+            ledger.own.note("p", Use.WOULD_DENY, 1.0)
+            ledger.calico.note(TierPolicy("default", "p"), Use.DENIED, 10.0 - number)
+            ledger.early.note("inbound", Use.REFUSED_EARLY, 1.0)
+        ledger.denials.note(Pair("inbound", "a", "", "b:80", "no"), f"10.0.0.{number}:1", 10.0 - number)
+        ledger.own.note("shop/p", Use.DENIED, 10.0 - number)
         worker.connect_retries = worker.over_budget = worker.calmed = number
     main.opened(full("destination"), (), ByteCounts(), 0.0)
     summed = main.page_with()
@@ -391,7 +393,8 @@ def test_one_page_is_the_sum_of_processes() -> None:
     for name, labels, value in (
         ("istio_tcp_sockets_open", {"reporter": "source"}, 3),
         ("istio_crl_policy_rejections_total", {"reporter": "source"}, 3),
-        ("ztunnel_authorization_dry_run_total", {"policy": "p", "action": "DENY", "result": "match"}, 3),
+        ("ztunnel_authorization_dry_run_total", {"policy": "p", "action": "DENY", "result": "denied"}, 3),
+        ("ztunnel_early_denials_total", {"direction": "inbound"}, 3),
         ("ztunnel_authorization_decisions_total", {"policy": "shop/p", "result": "denied"}, 2),
         ("ztunnel_policy_decisions_total", {"tier": "default", "policy": "p", "result": "denied"}, 3),
         ("ztunnel_connect_retries_total", {}, 3),
@@ -408,8 +411,9 @@ def test_one_page_is_the_sum_of_processes() -> None:
         ("istio_on_demand_dns_total", {"hostname": "host"}, 3),
     ):
         assert values_of(text, name, **labels) == [value], name
-    assert summed.policy_used_s == {("default", "p"): 9.0}, "the latest"
-    (denial,) = summed.denials
+    (use,) = summed.ledger.calico
+    assert use.last_s == 9.0, "the latest"
+    (denial,) = summed.ledger.denials
     assert (denial.times, denial.last_s, denial.address) == (2, 9.0, "10.0.0.1:1")
     # The page is apart: what it adds up changes nobody's numbers.
     assert main.sockets_open["source"] == 0

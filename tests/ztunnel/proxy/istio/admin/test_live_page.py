@@ -12,10 +12,10 @@ from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Always
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Update, UpdateRejected
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
 from ztunnel.proxy.istio.accounting.outcome import Flags
-from ztunnel.proxy.istio.accounting.policy_uses import Use
 
 HOSTILE = '<img src=x onerror=alert(1)>"\u2028</script>'
 
@@ -93,8 +93,8 @@ def test_policies_denials_certificates_and_sources_are_shown() -> None:
             name=name, namespace="shop", scope=PolicyScope.NAMESPACE, action=Action.DENY, condition=Always()
         )
         proxy.mesh.apply([CLIENT, policy])
-        proxy.metrics.policy_uses.note(policy.key, Use.DENIED, 5.0)
-        proxy.metrics.denials.note(Pair("inbound", HOSTILE, "", "back.shop:80", "why"), "10.0.0.9:1", 7.0)
+        proxy.metrics.ledger.own.note(policy.key, Use.DENIED, 5.0)
+        proxy.metrics.ledger.denials.note(Pair("inbound", HOSTILE, "", "back.shop:80", "why"), "10.0.0.9:1", 7.0)
         await proxy.certificates.fetch(CLIENT.identity)
         shown = await data(rig)
         (told,) = shown["policies"]["shown"]

@@ -18,8 +18,8 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Always
+from ztunnel.policy.ledger import TierPolicy, Use
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.policy_uses import Use
 from ztunnel.proxy.istio.admin.config_dump import build_info, config_entry, logged_config
 from ztunnel.proxy.istio.admin.server import Servers
 from ztunnel.proxy.istio.app import IstioProxy
@@ -91,8 +91,8 @@ def test_policies_are_shown_where_there_are_some(tmp_path: Path) -> None:
             )
 
     async def check(rig: Rig) -> None:
-        rig.proxy.metrics.policy_decisions["none", "UNAVAILABLE", "denied"] = 3
-        rig.proxy.metrics.policy_used_s["none", "UNAVAILABLE"] = 0.0
+        for _ in range(3):
+            rig.proxy.metrics.ledger.calico.note(TierPolicy("none", "UNAVAILABLE"), Use.DENIED, 0.0)
         told = json.loads((await rig.ask("admin", "/policies")).text)
         assert told["source"] == {"name": str(tmp_path), "in_sync": False, "stale_s": 0.0, "error": ""}
         assert told["without_a_rule"]["UNAVAILABLE"]["denied"] == 3
@@ -386,7 +386,7 @@ def test_the_dump_of_a_shared_proxy() -> None:
         asked = Pair(
             "inbound", "client.shop", "spiffe://td/ns/shop/sa/client", "cart.shop:80", "denied by: shop/p"
         )
-        rig.proxy.metrics.denials.note(asked, "10.0.0.1:4000", 1_000_000_000.5)
+        rig.proxy.metrics.ledger.denials.note(asked, "10.0.0.1:4000", 1_000_000_000.5)
         (denial,) = json.loads((await rig.ask("admin", "/denials")).text)
         assert denial == {
             **asked._asdict(),
@@ -398,12 +398,13 @@ def test_the_dump_of_a_shared_proxy() -> None:
             name="p", namespace="shop", scope=PolicyScope.NAMESPACE, action=Action.DENY, condition=Always()
         )
         rig.proxy.mesh.apply([enforced, replace(enforced, name="trial", dry_run=True)])
-        rig.proxy.metrics.policy_uses.note("shop/p", Use.DENIED, 1_000_000_000.5)
-        rig.proxy.metrics.authorization_dry_run["shop/trial", "DENY", "denied"] = 2
+        rig.proxy.metrics.ledger.own.note("shop/p", Use.DENIED, 1_000_000_000.5)
+        for use in (Use.WOULD_DENY, Use.WOULD_NOT_ALLOW):
+            rig.proxy.metrics.ledger.own.note("shop/trial", use, 1_000_000_001.5)
         policies = json.loads((await rig.ask("admin", "/config_dump")).text)["policies"]
         assert [policy["decisions"] for policy in policies] == [
             {"allowed": 0, "denied": 1, "ended": 0, "lastTime": "2001-09-09T01:46:40Z"},
-            {"denied": 2},
+            {"denied": 2, "lastTime": "2001-09-09T01:46:41Z"},
         ]
         assert dump["staticConfig"] == {"policies": [], "services": [], "workloads": []}
         (entry,) = dump["certificates"]

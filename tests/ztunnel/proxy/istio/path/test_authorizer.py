@@ -13,7 +13,8 @@ from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import Always, Never
 from xds.model.workload import PolicyKey
-from ztunnel.proxy.istio.accounting.policy_uses import NONE_MATCHED
+from ztunnel.policy.ledger import Tally
+from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
 from ztunnel.proxy.istio.path.node import Node
@@ -70,7 +71,7 @@ def test_verdicts(tmp_path: Path, policies: list[AuthorizationPolicy], refusal: 
 
 def test_decisions_are_counted_by_policy(tmp_path: Path) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
-        uses = node.metrics.policy_uses
+        uses = node.metrics.ledger.own
         await judge.authorize(LOCAL, FACTS, record, 0.0)
         assert not len(uses), "without a policy there is no decision"
         node.mesh.apply([policy("a", Action.ALLOW)])
@@ -86,7 +87,7 @@ def test_decisions_are_counted_by_policy(tmp_path: Path) -> None:
         with pytest.raises(Denied):
             await judge.authorize(NAMED, FACTS, record, 0.0)
         now_s = node.clock.wall()
-        assert {use.policy: (use.allowed, use.denied, use.ended) for use in uses} == {
+        assert {use.policy: tuple(use.tally[:3]) for use in uses} == {
             "default/a": (1, 0, 0),
             NONE_MATCHED: (0, 1, 0),
             "default/d": (0, 1, 1),
@@ -107,9 +108,9 @@ def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptur
         )
         await judge.authorize(LOCAL, FACTS, record, 0.0)
         assert record.dry_run == "denied by default/d"
-        assert node.metrics.authorization_dry_run == {
-            ("default/d", "DENY", "denied"): 1,
-            ("default/n", "ALLOW", "denied"): 1,
+        assert {use.policy: use.tally for use in node.metrics.ledger.own} == {
+            "default/d": Tally(would_deny=1),
+            "default/n": Tally(would_not_allow=1),
         }
 
     caplog.set_level("INFO")

@@ -38,6 +38,7 @@ from tests.ztunnel.proxy.istio.pods import (
 )
 from xds.model import calico as c
 from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.guard import results
 from ztunnel.policy.calico.live import GRACE_S, LivePolicies
 from ztunnel.policy.calico.settings import waypoints
 from ztunnel.policy.calico.store import Store
@@ -170,7 +171,7 @@ def test_a_tunnel_is_judged_by_its_certificate_and_the_port_that_it_names(tmp_pa
             other.close()
         assert made.wire.dialled == [(APP, None)]
         assert made.closed("destination") == {"-": 1, "DENY": 2}
-        assert made.policies.guard.hits.counts == {
+        assert dict(results(made.policies.guard.uses)) == {
             ("default", "GlobalNetworkPolicy/in", "allowed"): 1,
             ("default", "end of tier", "denied"): 2,
         }
@@ -254,7 +255,7 @@ def test_a_change_while_a_policy_of_the_mesh_is_awaited_is_not_missed(tmp_path: 
         connection = await tunnel_to_server(made)
         made.mesh.apply([GATED])  # names a policy that is not there
         opening = made.tasks.create_task(refused(connection))
-        await made.until(lambda: made.policies.guard.hits.counts)
+        await made.until(lambda: len(made.policies.guard.uses) > 0)
         made.handed.apply(inbound(FORBID))
         made.mesh.apply([ALLOW])
         try:
@@ -297,7 +298,7 @@ def test_staged_policies_are_a_field_and_a_count(tmp_path: Path) -> None:
             connection.close()
         line = await made.line()
         assert line["policy.dry_run"] == f"denied by default|{STAGED}|rule 0"
-        assert made.policies.guard.hits.counts["default", str(STAGED), "staged denied"] == 1
+        assert dict(results(made.policies.guard.uses))["default", str(STAGED), "staged denied"] == 1
 
     run(tmp_path, body)
 

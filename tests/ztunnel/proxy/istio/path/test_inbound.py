@@ -212,7 +212,7 @@ def test_a_policy_that_denies_is_401(tmp_path: Path) -> None:
         assert line["error"] == "connection closed due to policy rejection: explicitly denied by: default/gate"
         assert cluster.closed("destination") == {"DENY": 1}
         assert cluster.wire.dialled == []
-        (denial,) = cluster.node.metrics.denials
+        (denial,) = cluster.node.metrics.ledger.denials
         assert denial.times == 1
         assert denial.address == line["src.addr"]
         assert denial.pair == Pair(

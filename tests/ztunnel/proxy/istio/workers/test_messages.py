@@ -39,10 +39,10 @@ from xds.model.workload import (
     WorkloadUid,
 )
 from xds.proto.istio.security import authorization_pb2 as security
+from ztunnel.policy.ledger import TierPolicy, Use
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.outcome import Flags
-from ztunnel.proxy.istio.accounting.policy_uses import Use
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.proxy.istio.settings.config import PodName
 from ztunnel.proxy.istio.workers.messages import (
@@ -296,11 +296,10 @@ def test_counts_survive_the_wire() -> None:
     counts = ByteCounts()
     metrics.opened(("source", "x"), ("uid",), counts, 0.0).finished(Flags.DENY, counts)
     metrics.on_demand_dns[("a",) * 9] = 2
-    metrics.authorization_dry_run[("p", "DENY", "match")] = 3
-    metrics.policy_decisions[("default", "p", "denied")] = 3
-    metrics.policy_used_s[("default", "p")] = 2.5
-    metrics.policy_uses.note("shop/p", Use.ENDED, 1.5)
-    metrics.denials.note(Pair("inbound", "a", "", "b:80", "no"), "10.0.0.1:1", 1.5)
+    metrics.ledger.calico.note(TierPolicy("default", "p"), Use.DENIED, 2.5)
+    metrics.ledger.own.note("shop/p", Use.ENDED, 1.5)
+    metrics.ledger.early.note("inbound", Use.REFUSED_EARLY, 1.5)
+    metrics.ledger.denials.note(Pair("inbound", "a", "", "b:80", "no"), "10.0.0.1:1", 1.5)
     metrics.crl_rejections["source"] = 4
     for part in metrics.counts():
         response = Response(number=1, value=CountsPart(part))
