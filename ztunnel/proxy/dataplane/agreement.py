@@ -44,23 +44,27 @@ class Credentials:
     names: tuple[str, ...] = field(init=False)
     # By what was shown, and only as long as that is in use: certificates are renewed, each for as many peers as
     # there are pods, and a cache of all pairs kept those of hours ago.
-    _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | None]]" = field(
+    _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | str]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
-    def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | None":
-        """Return what this side makes of a shown chain; None: it is refused. Independent of the time."""
+    def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | str":
+        """Return what this side makes of a shown chain; a text: why it refuses. Independent of the time."""
         by_role = self._verified.setdefault(shown, {})
         try:
             return by_role[shown_by]
         except KeyError:
             pass  # once per pair; signatures cost 0.1 ms each
         path = verified_chain(shown.chain, self.anchors or (), shown_by)
-        found = None
-        if path is not None and not self.is_revoked(path):
+        found: Verified | str
+        if path is None:
+            found = "is not of a trusted root"
+        elif self.is_revoked(path):
+            found = "is revoked by the revocation lists"
+        else:
             found = Verified(
                 path,
                 max(certificate.not_valid_before_utc for certificate in path),
@@ -91,22 +95,34 @@ class Verified(NamedTuple):
 
 
 def would_shake_hands(client: Party, server: Party, now: datetime) -> bool:
-    """Return whether a handshake of the two would succeed at ``now`` (aware, UTC).
+    """Return whether a handshake of the two would succeed at ``now`` (aware, UTC)."""
+    return not disagreement(client, server, now)
+
+
+def disagreement(client: Party, server: Party, now: datetime) -> str:
+    """Return why a handshake of the two would fail at ``now`` (aware, UTC); empty: it would succeed.
 
     A server that verifies no client agrees with none: its policies would judge a peer without identity.
     """
     if server.credentials.anchors is None:
-        return False
+        return "the server verifies no client"
     # RFC 5280, 4.1.2.5: a certificate is valid from notBefore through notAfter, inclusive, and counts in whole
     # seconds. (OpenSSL refuses in the last second already; a tunnel that is joined in it ends no later.)
     second = now.replace(microsecond=0)
-    return _accepts(server, client.credentials, Role.CLIENT, second) and _accepts(
-        client, server.credentials, Role.SERVER, second
-    )
+    refused = _refusal(server, client.credentials, Role.CLIENT, second)
+    if refused:
+        return f"the client's certificate {refused}"
+    refused = _refusal(client, server.credentials, Role.SERVER, second)
+    return f"the server's certificate {refused}" if refused else ""
 
 
-def _accepts(judge: Party, shown: Credentials, shown_by: Role, second: datetime) -> bool:
+def _refusal(judge: Party, shown: Credentials, shown_by: Role, second: datetime) -> str:
+    """Return what is wrong with a certificate for a side; empty: it is accepted."""
     if judge.credentials.anchors is None:
-        return True
+        return ""
     found = judge.credentials.verified(shown, shown_by)
-    return found is not None and found.first <= second <= found.last and judge.accepts(shown.names)
+    if isinstance(found, str):
+        return found
+    if not found.first <= second <= found.last:
+        return "is not valid yet" if second < found.first else "has expired"
+    return "" if judge.accepts(shown.names) else "has none of the expected names"

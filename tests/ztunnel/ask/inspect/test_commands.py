@@ -406,6 +406,7 @@ def test_lines_of_a_log_are_explained(capsys: Said, monkeypatch: pytest.MonkeyPa
             "inbound:",
             "  workload: back",
             "  application: 10.0.0.2:8080",
+            "  handshake: a certificate of another node is not known before the handshake",
             "  policies:",
             "    - policy: shop/no-front",
             "      action: Deny",

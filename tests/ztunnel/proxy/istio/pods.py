@@ -289,6 +289,16 @@ class HeldCertificates:
             raise IdentityError(self.errors[str(wanted)])
         return self.held.get(wanted) or self.put(str(wanted))
 
+    def at_once(self, wanted: SpiffeId) -> WorkloadCertificate | None:
+        if str(wanted) in self.errors:
+            raise IdentityError(self.errors[str(wanted)])
+        return self.held.get(wanted)
+
+    def states(self) -> dict[SpiffeId, WorkloadCertificate | str]:
+        """Return what the real manager would."""
+        failed = {SpiffeId.parse(name): f"Unavailable: {error}" for name, error in self.errors.items()}
+        return {**self.held, **failed}
+
     def put(
         self, name: str, authority: Authority = ROOT, *, roots: Sequence[Authority] = (ROOT,), **more: Any
     ) -> WorkloadCertificate:

@@ -18,7 +18,7 @@ from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.strings import StringMatch
 from xds.model.tls import SecretRef
 from xds.model.tls import TlsContext as ContextModel
-from ztunnel.proxy.dataplane.agreement import Credentials, Party, would_shake_hands
+from ztunnel.proxy.dataplane.agreement import Credentials, Party, Verified, would_shake_hands
 from ztunnel.proxy.envoy.secrets.build import build
 from ztunnel.proxy.envoy.secrets.files import files_of, reread
 from ztunnel.proxy.envoy.secrets.store import SecretHandle, SecretStore, settled
@@ -254,7 +254,7 @@ def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.C
     assert client.party is not None
     assert server.party is not None
     found = server.party.credentials.verified(client.party.credentials, Role.CLIENT)
-    return found.path if found is not None else ()
+    return found.path if isinstance(found, Verified) else ()
 
 
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
+from xds.model.workload import Workload
 from xds.proto.dump import format_json
 from ztunnel.policy.calico.live import LivePolicies
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
-from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
-from ztunnel.proxy.istio.path.explain import (
-    Answer,
-    Surroundings,
-    certificate,
-    explain,
-    question,
-)
-from ztunnel.runtime.http.page import (
-    JSON,
-    Page,
-    Query,
-    printable,
-    text,
-)
+from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
+from ztunnel.proxy.istio.path.explain import Answer, Surroundings, certificate, explain, question
+from ztunnel.runtime.http.page import JSON, Page, Query, printable, text
 
 _USAGE = (
     "usage: /explain?source=IP|NAMESPACE/POD&destination=IP|NAMESPACE/POD|SERVICE.NAMESPACE:PORT"
@@ -44,6 +35,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         network=proxy.config.network,
         illegal_ports=proxy.config.illegal_ports,
         avoided=proxy.node.failed_endpoints.current(proxy.clock.monotonic()),
+        handshake=partial(_handshake, proxy),
     )
     identity, direction = given.get("identity", ""), given.get("direction", "")
     if direction and direction not in _DIRECTIONS:
@@ -80,6 +72,45 @@ def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
     if isinstance(state, WorkloadCertificate):
         return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
     return certificate(state or "", None, 0.0)
+
+
+def _handshake(
+    proxy: InspectedProxy, client: Workload | None, server: Workload, expected: tuple[str, ...]
+) -> tuple[bool, str]:
+    """Judge by the certificates of this node's pods; a :data:`~ztunnel.proxy.istio.path.explain.Handshake`."""
+    try:
+        ours = _issued(proxy, client) if client is not None else None
+    except IdentityError as error:
+        return False, f"identity error: {error}"
+    try:
+        theirs = _issued(proxy, server)
+    except IdentityError as error:
+        return False, f"the destination has no certificate: signing error: {error}"
+    if ours is not None and theirs is not None:
+        why = disagreement(ours, theirs, expected, datetime.fromtimestamp(proxy.clock.wall(), UTC))
+        return not why, why or "both certificates are of this node, and accept each other"
+    lists = proxy.node.revocation_lists()
+    for which, known in (("client", ours), ("server", theirs)):
+        if known is not None and lists is not None and known.is_revoked_by(lists):
+            return False, f"the {which}'s certificate is revoked by the revocation lists"
+    if client is not None and ours is None and _of_this_node(proxy, client):
+        return True, "the source's certificate has not been issued yet, and a connection waits for it"
+    return True, "a certificate of another node is not known before the handshake"
+
+
+def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
+    """Return whether the proxy has a workload's own certificate, or is to fetch it."""
+    own_node = not proxy.config.node or workload.node == proxy.config.node
+    return own_node and workload.identity in proxy.certificates.states()
+
+
+def _issued(proxy: InspectedProxy, workload: Workload) -> WorkloadCertificate | None:
+    """Return the certificate that a workload shows; None: it is another node's, or a connection waits for it.
+
+    Raises:
+        IdentityError: there is none, and connections fail with this.
+    """
+    return proxy.certificates.at_once(workload.identity) if _of_this_node(proxy, workload) else None
 
 
 def _ask_calico(policies: LivePolicies, host: str, dialled: SocketAddress, answer: Answer) -> None:

@@ -14,17 +14,13 @@ from typing import Final, Protocol
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion, Verify
 from xds.model.identity import SpiffeId
-from ztunnel.proxy.dataplane.agreement import Credentials, none_revoked
+from ztunnel.proxy.dataplane import agreement
+from ztunnel.proxy.dataplane.agreement import Credentials, Party, none_revoked
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate
+from ztunnel.proxy.identity.peer import is_of_trust_domain, is_one_of, of_trust_domain, one_of
 from ztunnel.proxy.identity.peer import none_revoked as unless_revoked
-from ztunnel.proxy.identity.peer import of_trust_domain, one_of
-from ztunnel.proxy.istio.certificates.schedule import (
-    Fetch,
-    Phase,
-    Priority,
-    Schedule,
-)
+from ztunnel.proxy.istio.certificates.schedule import Fetch, Phase, Priority, Schedule
 from ztunnel.runtime.tasks import Tasks
 
 __all__ = [
@@ -37,6 +33,7 @@ __all__ = [
     "Revocations",
     "TlsPolicy",
     "WorkloadCertificate",
+    "disagreement",
 ]
 
 log = logging.getLogger(__name__)
@@ -233,6 +230,25 @@ class WorkloadCertificate:
         )
 
 
+def disagreement(
+    client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...], now: datetime
+) -> str:
+    """Return why a handshake of two certificates would fail at ``now``, by the rules of the contexts of both.
+
+    Args:
+        expected: the identities that the client accepts.
+
+    Returns:
+        Empty: it would succeed.
+    """
+    trust_domain = server.issued.identity.trust_domain
+    return agreement.disagreement(
+        Party(client.credentials, is_one_of(expected)),
+        Party(server.credentials, is_of_trust_domain(trust_domain)),
+        now,
+    )
+
+
 class CertificateManager:
     """Fetches and renews the certificates of this node's workloads; see the module.
 
@@ -286,18 +302,27 @@ class CertificateManager:
             IdentityError: the last attempt failed and no valid certificate is left; retries continue in the
                 background.
         """
-        certificate = self.current(identity)
-        if certificate is not None:
-            return certificate
-        if self._closed:
-            raise IdentityError(_FORGOTTEN)
-        if self._schedule.phase(identity, self._now_s()) is not Phase.UNAVAILABLE:
+        certificate = self.at_once(identity)
+        if certificate is None:
             self._want((identity,), Priority.REAL_TIME)
             await self._waiting.setdefault(identity, asyncio.Event()).wait()
             certificate = self.current(identity)
-            if certificate is not None:
-                return certificate
-        raise IdentityError(self._schedule.error(identity) or _FORGOTTEN)
+        if certificate is None:
+            raise IdentityError(self._schedule.error(identity) or _FORGOTTEN)
+        return certificate
+
+    def at_once(self, identity: SpiffeId) -> WorkloadCertificate | None:
+        """Return the certificate without fetching it; None: :meth:`fetch` would wait for the first one.
+
+        Raises:
+            IdentityError: as :meth:`fetch` would at once.
+        """
+        certificate = self.current(identity)
+        if certificate is None and self._closed:
+            raise IdentityError(_FORGOTTEN)
+        if certificate is None and self._schedule.phase(identity, self._now_s()) is Phase.UNAVAILABLE:
+            raise IdentityError(self._schedule.error(identity) or _FORGOTTEN)
+        return certificate
 
     def prefetch(self, identities: Collection[SpiffeId]) -> None:
         """Fetch certificates before connections need them, for workloads of this node; idempotent."""

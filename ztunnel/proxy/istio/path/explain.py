@@ -47,10 +47,14 @@ from ztunnel.proxy.istio.path.route import (
 )
 
 Answer = dict[str, Any]
+#: Judges the handshake of a client (``None``: its workload is not known) with a server, of which the client
+#: accepts these identities. Returns whether it can succeed, as far as the asked proxy knows, and why.
+Handshake = Callable[[Workload | None, Workload, tuple[str, ...]], tuple[bool, str]]
 
 #: Endpoints and policies that are told; of more, only their number.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
+_REFUSED: Final = "refused: "
 _NO_ZTUNNEL: Final = "no ztunnel stands before the workload: its policies are not enforced"
 _WAYPOINTS_OWN: Final = "the waypoint decides about what goes through it"
 _WAYPOINTS_DOOR: Final = f"{_WAYPOINTS_OWN}; these are for its own door"
@@ -90,12 +94,14 @@ class Surroundings:
         network: of the node.
         illegal_ports: the proxy's own ports in pods.
         avoided: endpoints that failed a moment ago.
+        handshake: judges by certificates and revocation lists; ``None``: there are none, as in a dump.
     """
 
     mesh: Mesh
     network: str = ""
     illegal_ports: Collection[int] = ()
     avoided: Collection[WorkloadUid] = ()
+    handshake: Handshake | None = None
 
 
 def question(
@@ -303,8 +309,11 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
 def _told(told: list[tuple[bool, Answer]]) -> Answer:
     """Return the ways, each with whether its far end would take the connection, and the verdict of all."""
     refused = [way for ok, way in told if not ok]
+    failures = {way.get("handshake", "") for way in refused}
     if not refused:
         verdict = "allowed"
+    elif len(refused) == len(told) and len(failures) == 1 and (why := failures.pop()).startswith(_REFUSED):
+        verdict = why
     elif not all("target" in way for way in refused):
         verdict = f"refused for {len(refused)} of {len(told)} endpoints"
     else:
@@ -510,6 +519,9 @@ def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> 
             way["policies_because"] = _NO_ZTUNNEL
         return True, way
     way |= {"authority": route.authority, "peer_must_be": list(route.identities)}
+    peer = route.gateway if isinstance(route, DoubleTunnel) else route.workload
+    if not _shakes_hands(asked, peer, route.identities, around, way):
+        return False, way
     if isinstance(route, DoubleTunnel):
         way |= {"gateway": route.gateway.uid, "inner_peer_must_be": list(route.inner_identities)}
         if not route.inner_identities:
@@ -532,8 +544,24 @@ def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tupl
     destination = asked.destination
     if not asked.identity:
         return _plain_inbound(asked, workload, destination, around)
+    answer: Answer = {"workload": workload.uid, "application": str(destination)}
+    if not _shakes_hands(asked, workload, (str(workload.identity),), around, answer):
+        return False, answer
     allowed, inbound = _tunnel_inbound(asked, workload, str(destination), destination.host, around)
-    return allowed, {"workload": workload.uid, "application": str(destination)} | inbound
+    return allowed, answer | inbound
+
+
+def _shakes_hands(
+    asked: Question, peer: Workload, expected: tuple[str, ...], around: Surroundings, answer: Answer
+) -> bool:
+    """Return whether certificates let a handshake succeed, and put why into the answer."""
+    if around.handshake is None or not asked.identity:
+        return True
+    source = asked.source
+    client = source if source is not None and asked.identity == str(source.identity) else None
+    able, why = around.handshake(client, peer, expected)
+    answer["handshake"] = why if able else f"{_REFUSED}{why}"
+    return able
 
 
 def _tunnel_inbound(

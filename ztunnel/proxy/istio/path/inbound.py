@@ -40,13 +40,11 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
 from xds.model.workload import AppProtocol, Workload
 from ztunnel.policy.ledger import Use
-from ztunnel.proxy.dataplane.agreement import Party, would_shake_hands
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.half_open import Arrival
 from ztunnel.proxy.dataplane.life import Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
 from ztunnel.proxy.dataplane.proxy_protocol import encode_header
-from ztunnel.proxy.identity.peer import is_of_trust_domain, is_one_of
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
@@ -62,7 +60,7 @@ from ztunnel.proxy.istio.accounting.outcome import (
 )
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
-from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate
+from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
 from ztunnel.proxy.istio.path.connections import (
     Carrier,
@@ -556,12 +554,9 @@ class Inbound:
                 record.complete(failure)
 
     def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
-        """Return whether a handshake would succeed now, by the rules that the contexts of both are made with."""
-        return would_shake_hands(
-            Party(client.credentials, is_one_of(expected)),
-            Party(server.credentials, is_of_trust_domain(server.issued.identity.trust_domain)),
-            datetime.fromtimestamp(self._node.clock.wall(), UTC),
-        )
+        """Return whether a handshake would succeed now."""
+        now = datetime.fromtimestamp(self._node.clock.wall(), UTC)
+        return not disagreement(client, server, expected, now)
 
     # Plain connections
 

@@ -129,11 +129,14 @@ def test_a_failure_is_told_at_once_until_a_retry_heals_it(caplog: pytest.LogCapt
         assert waiting.result() == "signing gRPC error (UNAVAILABLE): away"
         assert await _outcome(f.manager, WEB) == "signing gRPC error (UNAVAILABLE): away"
         assert f.manager.states() == {WEB: "Unavailable: signing gRPC error (UNAVAILABLE): away"}
+        with pytest.raises(IdentityError, match="UNAVAILABLE"):
+            f.manager.at_once(WEB)
+        assert f.manager.at_once(CART) is None, "a fetch would wait"
         assert f.desk.asked.empty()
         (await f.desk.next())[1].set_result(certificate(ROOT))  # the first retry, a second later
         while f.manager.current(WEB) is None:
             await asyncio.sleep(0)
-        assert isinstance(await _outcome(f.manager, WEB), WorkloadCertificate)
+        assert await _outcome(f.manager, WEB) is f.manager.at_once(WEB)
 
     run(body)
     assert "certificate fetch failed" in caplog.text
