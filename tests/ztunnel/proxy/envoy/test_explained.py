@@ -6,10 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+from cryptography import x509
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.hbone.certificates import Authority
 from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    SERVER,
+    Identities,
     Json,
     Rig,
     T,
@@ -17,8 +23,12 @@ from tests.ztunnel.proxy.envoy.rig import (
     application,
     ask,
     chain,
+    cluster,
+    connect_route,
     endpoint,
+    inbound,
     listener,
+    outbound_cluster,
     page,
     run,
     tcp,
@@ -338,5 +348,66 @@ def test_a_tunnel_to_a_cluster_without_http2_is_refused(tmp_path: Path) -> None:
         await checked(rig)
         answer = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
         assert answer["verdict"] == "refused: closed: tunnels need HTTP/2, which the cluster does not speak"
+
+    run(tmp_path, body)
+
+
+class Revoking(Identities):
+    """Has a root with a revocation list that names a certificate, or certificates of other days."""
+
+    def __init__(self, revoked: str = "", past: str = "", foreign: str = "") -> None:
+        super().__init__()
+        self._revoked, self._past, self._foreign = revoked, past, foreign
+        self._list = b""
+
+    def secret(self, identity: str) -> tuple[str, Json]:
+        days = {"from_day": -2, "to_day": -1} if identity == self._past else {}
+        authority = Authority() if identity == self._foreign else self.authority
+        leaf = authority.issue(identity, **days)
+        if identity == self._revoked:
+            self._list = self.authority.revoke(x509.load_pem_x509_certificates(leaf.chain_pem)[0])
+        return "secret", {
+            "name": identity,
+            "tls_certificate": {
+                "certificate_chain": {"inline_string": leaf.chain_pem.decode()},
+                "private_key": {"inline_string": leaf.key_pem.decode()},
+            },
+        }
+
+    def root(self) -> tuple[str, Json]:
+        kind, root = super().root()
+        if self._list:
+            root["validation_context"]["crl"] = {"inline_string": self._list.decode()}
+        return kind, root
+
+
+@pytest.mark.parametrize(
+    ("identities", "why"),
+    [
+        (Revoking(), ""),
+        (Revoking(revoked=CLIENT), "the client's certificate is revoked by the revocation lists"),
+        (Revoking(revoked=SERVER), "the server's certificate is revoked by the revocation lists"),
+        (Revoking(past=CLIENT), "the client's certificate has expired"),
+        (Revoking(past=SERVER), "the server's certificate has expired"),
+        (Revoking(foreign=CLIENT), "the client's certificate is not of a trusted root"),
+        (Revoking(foreign=SERVER), "the server's certificate is not of a trusted root"),
+    ],
+)
+def test_a_certificate_that_refuses_a_tunnel_is_in_its_verdict(
+    tmp_path: Path, identities: Revoking, why: str
+) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+            end = inbound({"route_config": connect_route("app")})
+            await rig.published(end, cluster(port), *secrets)
+            await rig.until(lambda: rig.proxy.listeners.active)
+            # The authority is an address, so that explain follows it to the end here.
+            front = listener(chain(tcp("tunnel", tunneling_config={"hostname": f"127.0.0.1:{port}"})))
+            await rig.published(end, front, cluster(port), outbound_cluster(rig.port("inbound")), *secrets)
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            told = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
+            assert told["verdict"] == (f"refused: closed: tls handshake error: {why}" if why else "allowed"), told
+            assert await ask(rig.port("l")) == (b"" if why else b"ping")
 
     run(tmp_path, body)

@@ -11,7 +11,7 @@ import ipaddress
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from xds.model.address import InternalAddress, NamedAddress, SocketAddress, canonical
@@ -44,7 +44,7 @@ from ztunnel.proxy.envoy.path.connect import (
 from ztunnel.proxy.envoy.path.internal import facts_behind, takes_internal
 from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, route_for
 from ztunnel.proxy.envoy.path.verdict import verdict_of
-from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.secrets.contexts import LiveContext, refusal
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -328,12 +328,17 @@ class _Explainer:
             answer |= calico(info, proxy, endpoint.address, own)
         identities = (answer["tls"] or {}).get("identity")
         if identities and "tunnel" in answer and depth < _MOST_HOPS:
-            inbound = self._inbound(answer["tunnel"]["authority"], identities[0], info, depth)
+            assert isinstance(inner, TlsContext)
+            inbound = self._inbound(
+                answer["tunnel"]["authority"], identities[0], info, depth, cluster.context(inner)
+            )
             if inbound is not None:
                 answer["inbound"] = inbound
         return answer
 
-    def _inbound(self, authority: str, identity: str, outer: StreamInfo, depth: int) -> Answer | None:
+    def _inbound(
+        self, authority: str, identity: str, outer: StreamInfo, depth: int, client: LiveContext
+    ) -> Answer | None:
         """Explain the far end of a tunnel, where it is this proxy; ``None``: it is another node's."""
         try:
             destination = SocketAddress.parse(authority)
@@ -345,8 +350,16 @@ class _Explainer:
                 info = _accepted(question, listener)
                 chain = listener.chain_for(info.facts)
                 if chain is not None and chain.manager is not None:  # others close what no pod here takes
-                    return self.hop(listener, info, depth + 1)
+                    refused = self._handshake(client, chain)
+                    hop = self.hop(listener, info, depth + 1)
+                    return hop | {"verdict": f"closed: tls handshake error: {refused}"} if refused else hop
         return None
+
+    def _handshake(self, client: LiveContext, chain: LiveChain) -> str:
+        """Return why certificates make the handshake of a tunnel within this proxy fail; empty: they do not."""
+        if self._configuration.saved is not None or chain.tls is None:
+            return ""
+        return refusal(client, chain.tls, datetime.fromtimestamp(self._configuration.now_s, UTC))
 
     def _inner(
         self, cluster: LiveCluster, host: Host, transport: TransportSocket, outer: StreamInfo, depth: int

@@ -18,7 +18,7 @@ from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.strings import StringMatch
 from xds.model.tls import SecretRef
 from xds.model.tls import TlsContext as ContextModel
-from ztunnel.proxy.dataplane.agreement import Credentials, Party, Verified, would_shake_hands
+from ztunnel.proxy.dataplane.agreement import Credentials, Party, Verified, disagreement, would_shake_hands
 from ztunnel.proxy.envoy.secrets.build import build
 from ztunnel.proxy.envoy.secrets.files import files_of, reread
 from ztunnel.proxy.envoy.secrets.store import SecretHandle, SecretStore, settled
@@ -255,6 +255,30 @@ def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.C
     assert server.party is not None
     found = server.party.credentials.verified(client.party.credentials, Role.CLIENT)
     return found.path if isinstance(found, Verified) else ()
+
+
+def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
+    """Return why a handshake of two contexts of this process fails at ``now``; empty: as far as chains, lists and
+    validity go, it need not. Pinned keys and names are left to the handshake.
+    """
+    if client.current is None or server.current is None:
+        return ""
+    ours, theirs = _unnamed(client), _unnamed(server)
+    if ours is None or theirs is None or theirs.credentials.anchors is None:
+        return ""
+    return disagreement(ours, theirs, now)
+
+
+def _unnamed(context: LiveContext) -> Party | None:
+    """Return a context as a party that accepts every name; ``None``: only its handshake can judge."""
+    own, validation = context.certificates, context.validation
+    if len(own) != 1 or (validation is not None and validation.allow_expired):
+        return None
+    anchors = None
+    if validation is not None and validation.trusted_ca_pem:
+        anchors = tuple(certificates_in(validation.trusted_ca_pem))
+    chain = tuple(certificates_in(own[0].chain_pem))
+    return Party(Credentials(chain, anchors, is_revoked=context.has_revoked), lambda names: True)
 
 
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
