@@ -32,6 +32,7 @@ from tests.ztunnel.proxy.envoy.rig import (
     page,
     run,
     tcp,
+    tls,
 )
 
 RBAC = T + "envoy.extensions.filters.network.rbac.v3.RBAC"
@@ -352,6 +353,97 @@ def test_a_tunnel_to_a_cluster_without_http2_is_refused(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def told(rig: Rig, question: str = "destination=127.0.0.1:80&listener=l") -> Json:
+    answer: Json = json.loads(page(rig, "/explain", f"source=127.0.0.1&{question}"))
+    return answer
+
+
+async def published(rig: Rig, identities: Identities, authority: str, app: tuple[str, Json]) -> None:
+    """Have both ends of a tunnel in one proxy, which leads to a cluster ``app``."""
+    rest = [app, identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+    end = inbound({"route_config": connect_route("app")})
+    await rig.published(end, *rest)
+    await rig.until(lambda: rig.proxy.listeners.active)
+    front = listener(chain(tcp("tunnel", tunneling_config={"hostname": authority})))
+    await rig.published(end, front, outbound_cluster(rig.port("inbound")), *rest)
+    await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+
+
+LISTENER_FILTERS = T + "envoy.extensions.filters.listener."
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_a_listener_filter_that_is_disabled_for_the_port_is_passed_over(tmp_path: Path, disabled: bool) -> None:
+    source = {
+        "name": "src",
+        "typed_config": {"@type": LISTENER_FILTERS + "original_src.v3.OriginalSrc", "mark": 7},
+    }
+    if disabled:
+        source["filter_disabled"] = {"destination_port_range": {"start": 1, "end": 65536}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            assert await rig.published(listener(listener_filters=[source]), cluster(port)) is None
+            await rig.until(lambda: rig.proxy.listeners.active)
+            hop = told(rig)["hop"]
+            (way,) = hop["clusters"][0]["endpoints"]
+            assert (hop["listener_filters"] == ["src: disabled for port 80"]) is disabled
+            assert ("leaves_from" in way) is not disabled
+            if disabled:
+                assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_a_listener_filter_that_has_not_arrived_closes(tmp_path: Path) -> None:
+    inspector = LISTENER_FILTERS + "tls_inspector.v3.TlsInspector"
+    discovery = {"config_source": {"ads": {}, "initial_fetch_timeout": "0.1s"}, "type_urls": [inspector]}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            awaited = [{"name": "guard", "config_discovery": discovery}]
+            rig.publish(listener(listener_filters=awaited), cluster(port))
+            await rig.until(lambda: rig.proxy.listeners.active)
+            answer = told(rig)
+            assert answer["verdict"] == "refused: closed: the configuration of filter guard has not arrived"
+            assert answer["hop"]["chain"] is None
+            assert await ask(rig.port("l")) == b""
+
+    run(tmp_path, body)
+
+
+def test_a_chain_with_tls_of_an_internal_listener_closes(tmp_path: Path) -> None:
+    identities = Identities()
+    secrets = [identities.secret(SERVER), identities.root()]
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            sealed = chain(tcp(), transport_socket=tls(SERVER, server=True))
+            _, hidden = listener(sealed, name="inner", internal_listener={})
+            del hidden["address"]
+            front = listener(chain(tcp("to inner")))
+            published = [front, ("listener", hidden), inner("inner"), cluster(port), *secrets]
+            assert await rig.published(*published) is None
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            assert told(rig)["verdict"] == "refused: closed: the chain carries no bytes without TLS"
+            assert await ask(rig.port("l")) == b""
+
+    run(tmp_path, body)
+
+
+def test_a_tunnel_to_an_endpoint_without_an_ip_address_is_refused(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        piped = {"endpoint": {"address": {"pipe": {"path": str(tmp_path / "application")}}}}
+        _, app = cluster(1)
+        app["load_assignment"]["endpoints"] = [{"lb_endpoints": [piped]}]
+        await published(rig, Identities(), "app:80", ("cluster", app))
+        question = f"destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"
+        assert told(rig, question)["verdict"] == "refused: closed: a tunnel can only lead to an IP address"
+        assert await ask(rig.port("l")) == b""
+
+    run(tmp_path, body)
+
+
 class Revoking(Identities):
     """Has a root with a revocation list that names a certificate, or certificates of other days."""
 
@@ -398,16 +490,9 @@ def test_a_certificate_that_refuses_a_tunnel_is_in_its_verdict(
 ) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
-            secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
-            end = inbound({"route_config": connect_route("app")})
-            await rig.published(end, cluster(port), *secrets)
-            await rig.until(lambda: rig.proxy.listeners.active)
             # The authority is an address, so that explain follows it to the end here.
-            front = listener(chain(tcp("tunnel", tunneling_config={"hostname": f"127.0.0.1:{port}"})))
-            await rig.published(end, front, cluster(port), outbound_cluster(rig.port("inbound")), *secrets)
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            told = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
-            assert told["verdict"] == (f"refused: closed: tls handshake error: {why}" if why else "allowed"), told
+            await published(rig, identities, f"127.0.0.1:{port}", cluster(port))
+            assert told(rig)["verdict"] == (f"refused: closed: tls handshake error: {why}" if why else "allowed")
             assert await ask(rig.port("l")) == (b"" if why else b"ping")
 
     run(tmp_path, body)
