@@ -26,6 +26,8 @@ from ztunnel.policy.ledger import TierPolicy, Use, Uses
 END_OF_TIER: Final = "end of tier"
 #: The tier under which decisions are counted that no rule made.
 NO_RULE: Final = "none"
+#: Tier and name under which policies are counted that made room for others.
+OTHERS: Final = TierPolicy("others", "others")
 
 
 #: The metrics' label ``result``, by use.
@@ -52,10 +54,14 @@ def note(uses: Uses[TierPolicy], verdict: Verdict, now_s: float, *, staged: bool
 
 
 def results(uses: Uses[TierPolicy]) -> list[tuple[tuple[str, str, str], int]]:
-    """Return the number of decisions by tier, policy and result, as metrics have them."""
+    """Return the number of decisions by tier, policy and result, for metrics.
+
+    Policies that made room for others are counted together, so that the sum over all series never decreases.
+    """
+    tallies = [(policy, tally) for policy, tally, _ in uses]
     return [
         ((*policy, result), number)
-        for policy, tally, _ in uses
+        for policy, tally in (*tallies, (OTHERS, uses.others.tally))
         for use, result in RESULTS.items()
         if (number := tally[use])
     ]

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.ztunnel.policy.calico.stores import (
     ALLOW,
     DB_HOST,
@@ -15,10 +17,12 @@ from tests.ztunnel.policy.calico.stores import (
     snapshot,
 )
 from xds.model import calico as c
+from ztunnel.policy import ledger
 from ztunnel.policy.calico.evaluator import Evaluator
 from ztunnel.policy.calico.guard import Guard, results
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import Code, RuleRef
+from ztunnel.policy.ledger import TierPolicy, Use, Uses
 
 INGRESS, EGRESS = c.Direction.INGRESS, c.Direction.EGRESS
 
@@ -136,3 +140,15 @@ def test_a_change_counts_at_once() -> None:
     assert (found.knows(WEB_HOST), found.knows(DB_HOST), found.knows(ELSEWHERE)) == (True, True, False)
     evaluator.apply(both(ONE, DENY))
     assert not found.check(INGRESS, FLOW).allowed
+
+
+def test_counts_of_policies_that_made_room_stay_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MOST_POLICIES", 2)
+    uses: Uses[TierPolicy] = Uses()
+    for name in ("a", "b", "c", "c"):
+        uses.note(TierPolicy("default", name), Use.DENIED, 1.0)
+    assert dict(results(uses)) == {
+        ("default", "b", "denied"): 1,
+        ("default", "c", "denied"): 2,
+        ("others", "others", "denied"): 1,
+    }
