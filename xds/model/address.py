@@ -24,6 +24,15 @@ class SocketAddress(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
+    def of(cls, name: tuple[str, int]) -> "SocketAddress":
+        """Return the result of ``getpeername`` or ``getsockname`` without IPv4 mapping.
+
+        Raises:
+            ValueError: the host is not an IP address.
+        """
+        return cls(canonical(name[0]), name[1])
+
+    @classmethod
     def parse(cls, text: str) -> "SocketAddress":
         """Read ``ip:port``, IPv6 in brackets.
 

@@ -69,6 +69,7 @@ class Descriptors:
     Attributes:
         reserve: the number of reserved descriptors.
         paused: how often a pod was not allowed to accept, ever.
+        crowded: the reserved part is in use.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Descriptors:
         self._in_use = in_use
         self._users: dict[DescriptorShare, None] = {}
         self._seen = 0
+        self.crowded = False
 
     def share(self, name: str, used: Callable[[], int]) -> DescriptorShare:
         """Return the share of one pod, which its owner closes.
@@ -92,11 +94,6 @@ class Descriptors:
         share = DescriptorShare(self, name, used)
         self._users[share] = None
         return share
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the reserved part is in use."""
-        return self._seen >= self.limit - self.reserve
 
     def has_most(self, used: int, users: int) -> bool:
         """Return whether one of some users has an equal share, or more."""
@@ -110,13 +107,14 @@ class Descriptors:
     def note(self, number: int) -> None:
         """Record a newly opened descriptor: its number shows how many are in use."""
         self._seen = number
+        self.crowded = number >= self.limit - self.reserve
 
     def admits(self, share: DescriptorShare) -> bool:
         """Return whether a pod may accept a connection now."""
         if self._seen < self.limit * _WATCHED:
             return True
-        self._seen = self._in_use()
-        if self._seen < self.limit - self.reserve:
+        self.note(self._in_use())
+        if not self.crowded:
             return True
         if self._shed():
             return self._seen < self.limit - self.reserve // 4

@@ -11,16 +11,19 @@ class Upstream:
     Closing follows ``contextlib.ExitStack``: the end first, because closing it is what the peer sees, then every
     callback of :meth:`on_close`, the last one registered first.
 
+    Args:
+        closing: the first such callback.
+
     Attributes:
         end: for the relay.
     """
 
     __slots__ = ("_closed", "_closing", "end")
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: End, *closing: Callable[[], object]) -> None:
         self.end = end
         self._closed = False
-        self._closing: list[Callable[[], object]] = []
+        self._closing: list[Callable[[], object]] = list(closing)
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once, after the end has closed."""

@@ -5,10 +5,8 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,18 +31,17 @@ from ztunnel.proxy.envoy.config.settings import Settings, TunnelSource
 from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.listeners import manager as listener_manager
-from ztunnel.proxy.envoy.listeners.connections import Connections
+from ztunnel.proxy.envoy.listeners.connections import Connections, PodQuota
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.manager import ListenerManager
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
-from ztunnel.proxy.envoy.path.connect import Connector
-from ztunnel.proxy.envoy.path.crowd import Crowd
+from ztunnel.proxy.envoy.path.connect import AdmitsHost, Connector
 from ztunnel.proxy.envoy.path.datapath import Datapath
 from ztunnel.proxy.envoy.path.dial import Dialler
 from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.path.probe import Prober
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
-from ztunnel.proxy.envoy.path.terminate import Terminator
+from ztunnel.proxy.envoy.path.terminate import AdmitsApplication, Terminator
 from ztunnel.proxy.envoy.path.tunnel_server import Timeouts, TunnelServer
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Stats
@@ -90,7 +87,6 @@ class Proxy:
         self.started = self.clock.monotonic()
         self.started_at = self.clock.wall()
         self.stats = Stats()
-        self.connections = Connections()
         self._joins = Tasks("joined tunnels")
         self.failing_health_checks = False
         self.policies: LivePolicies | None = None
@@ -115,6 +111,10 @@ class Proxy:
         rng = random.Random()
         self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
         self.poller.peers.windows.limit, _ = waiting_bytes(memory_limit_bytes())
+        most = limit_of_process()
+        self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
+        self.descriptors = Descriptors(most, self.half_open.shed)
+        self.connections = Connections(PodQuota(self.descriptors))
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
@@ -151,8 +151,8 @@ class Proxy:
             self.taps = Taps(self.clock)
         # From the sockets up: each object has all that it calls when it is made.
         table, dialler = ListenerTable(), Dialler(self.poller)
-        make_terminator: Callable[..., Terminator] = Terminator
-        make_connector: Callable[..., Connector] = Connector
+        admit_application: AdmitsApplication | None = None
+        admit_host: AdmitsHost | None = None
         if settings.policies is not None:
             from ztunnel.proxy.envoy.path import (
                 guarded,  # most proxies have no Calico policies, and save the memory
@@ -160,15 +160,15 @@ class Proxy:
 
             self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico)
             enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
-            make_terminator = partial(guarded.GuardedTerminator, enforcer)
-            make_connector = partial(guarded.GuardedConnector, enforcer)
-        terminator = make_terminator(
+            admit_application, admit_host = enforcer.admit_application, enforcer.admit_host
+        terminator = Terminator(
             self.clusters,
             dialler,
             rng,
             check_authority=switches.check_authority,
             own_ports=lambda: table.own_ports,
             judge_ports=switches.judge_ports,
+            admit=admit_application,
         )
         internal = InternalListeners(
             table,
@@ -179,7 +179,7 @@ class Proxy:
             self._joins,
             _SHORTCUT_PORTS if switches.node_local_shortcut else {},
         )
-        self.connector = make_connector(
+        self.connector = Connector(
             self.clusters,
             dialler,
             internal,
@@ -187,17 +187,14 @@ class Proxy:
             rng,
             keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
             early_data=switches.early_data,
+            admit=admit_host,
         )
-        most = limit_of_process()
-        self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
-        self.descriptors = Descriptors(most, self.half_open.shed)
         handshakes = Handshakes(self.half_open)
         self.datapath = Datapath(
             table,
             TcpProxies(self.connector, handshakes, self.poller, self.taps),
             TunnelServer(
                 self.connections,
-                self.connector,
                 terminator,
                 handshakes,
                 poller=self.poller,
@@ -206,7 +203,6 @@ class Proxy:
                 settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
                 taps=self.taps,
             ),
-            Crowd(self.descriptors),
             connections=self.connections,
             poller=self.poller,
             clock=self.clock,
@@ -223,7 +219,7 @@ class Proxy:
             poller=self.poller,
             connections=self.connections,
             accepted=self.datapath.accepted,
-            # Which pod a connection is of shows once it is accepted; see Crowd.
+            # Which pod a connection is of shows once it is accepted; see PodQuota.
             gate=self.descriptors.share("the proxy", lambda: 0),
             drain_s=settings.drain_s,
         )

@@ -29,7 +29,7 @@ from tests.ztunnel.proxy.envoy.rig import (
 )
 from ztunnel.proxy.dataplane.half_open import STANDS_STILL, HalfOpenLimits
 from ztunnel.proxy.envoy.admin import readiness
-from ztunnel.proxy.envoy.path.crowd import Crowd
+from ztunnel.proxy.envoy.listeners.connections import PodQuota
 from ztunnel.runtime.descriptors import Descriptors
 from ztunnel.runtime.http.page import Page, PageRequest
 
@@ -151,28 +151,28 @@ def first_flight() -> bytes:
 def test_a_pod_with_its_share_is_not_admitted_while_others_are() -> None:
     in_use = 110
     descriptors = Descriptors(200, in_use=lambda: in_use)
-    gate, crowd = descriptors.share("the proxy", lambda: 0), Crowd(descriptors)
+    gate, quota = descriptors.share("the proxy", lambda: 0), PodQuota(descriptors)
     for _ in range(100):
-        crowd.enter("10.0.0.1")
-    crowd.enter("10.0.0.2")
+        quota.enter("10.0.0.1")
+    quota.enter("10.0.0.2")
     descriptors.note(150)
     assert gate.admits()
-    assert crowd.admits("10.0.0.1"), "there are enough"
+    assert quota.admits("10.0.0.1"), "there are enough"
     in_use = 200 - descriptors.reserve
     assert gate.admits()
-    assert not crowd.admits("10.0.0.1")
-    assert crowd.admits("10.0.0.2")
-    assert crowd.admits("10.0.0.3")
+    assert not quota.admits("10.0.0.1")
+    assert quota.admits("10.0.0.2")
+    assert quota.admits("10.0.0.3")
     in_use = 200 - descriptors.reserve // 2
     assert not gate.admits(), "the rest is for dials and pages"
     assert descriptors.short
     in_use = 110
     assert gate.admits()
     for _ in range(100):
-        crowd.leave("10.0.0.1")
+        quota.leave("10.0.0.1")
     in_use = 200 - descriptors.reserve
     assert gate.admits()
-    assert crowd.admits("10.0.0.1")
+    assert quota.admits("10.0.0.1")
 
 
 def ready(rig: Rig) -> tuple[int, str]:

@@ -300,6 +300,7 @@ class LiveChain:
 
     Attributes:
         rbac, limits, filter_state: its filters, those from ECDS behind the inline ones.
+        sinks: the loggers of the terminal filter.
         is_complete: the configuration of each filter from ECDS has arrived, or has a default.
 
     Args:
@@ -339,8 +340,10 @@ class LiveChain:
         self.manager: LiveConnectionManager | None = None
         if isinstance(model.terminal, TcpProxy):
             self.proxy = LiveTcpProxy(model.terminal, stats, logs)
+            self.sinks = self.proxy.sinks
         else:
             self.manager = LiveConnectionManager(model.terminal, stats, logs)
+            self.sinks = self.manager.sinks
         self.tls: LiveContext | None = None
         if model.tls is not None:
 
@@ -373,13 +376,6 @@ class LiveChain:
         self.is_complete = all(each is not None for each in self._discovered)
         #: Whether :meth:`admit` may refuse.
         self.gated = bool(self.limits) or not self.is_complete
-
-    @property
-    def sinks(self) -> tuple[Sink, ...]:
-        """The loggers of the terminal filter."""
-        if self.proxy is not None:
-            return self.proxy.sinks
-        return self.manager.sinks if self.manager is not None else ()
 
     @cached_property
     def _lines(self) -> LineLimit:

@@ -11,20 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hbone.aio.relay import ByteCounts
-from ztunnel.proxy.dataplane.life import ALLOWED, Event, Verdict
-from ztunnel.proxy.dataplane.lives import (
-    Abort,
-    Life,
-    Lives,
-    LiveTable,
-)
-from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied, Refused
+from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
+from ztunnel.proxy.dataplane.lives import Abort, Life, Lives, LiveTable
+from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.telemetry.access_log import Sink, write_all
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from xds.model.address import SocketAddress
     from ztunnel.proxy.envoy.listeners.chains import LiveChain
     from ztunnel.proxy.envoy.listeners.listener import LiveListener
+    from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
 #: The reason of a connection whose listener has no chain for it any more.
 NOT_SERVED = "connection closed: its destination is no longer served"
@@ -35,10 +34,13 @@ REVOKED = "connection closed: peer certificate revoked by CRL"
 class LiveHop(Life):
     """One hop: an accepted connection, one behind an internal listener, or the inbound half of a joined tunnel.
 
+    Its access lines are written once, when it closes.
+
     Args:
         group: where it is registered.
         info: what is known of it.
         owner: the listener that counts it.
+        clock: for its duration.
         abort: see :class:`~ztunnel.proxy.dataplane.lives.Life`.
         port_known: its destination port is the application's. Before a tunnel's request it is not, and filters
             that read the port are asked with :attr:`application`.
@@ -46,17 +48,31 @@ class LiveHop(Life):
     Attributes:
         owner: not always the version of the listener that is active now.
         chain: its filter chain; ``None`` until one is chosen.
+        cluster: where its bytes go; ``None`` until that is chosen.
+        filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
         application: the application that a tunnel's request names, once that is known.
         also: further judges: those of Calico's policies.
     """
 
-    __slots__ = ("also", "application", "chain", "info", "owner", "port_known")
+    __slots__ = (
+        "also",
+        "application",
+        "chain",
+        "clock",
+        "cluster",
+        "filter_sinks",
+        "info",
+        "listener_sinks",
+        "owner",
+        "port_known",
+    )
 
     def __init__(
         self,
         group: Lives[Any],
         info: StreamInfo,
         owner: LiveListener,
+        clock: Clock,
         abort: Abort | None = None,
         *,
         port_known: bool = True,
@@ -64,8 +80,12 @@ class LiveHop(Life):
         super().__init__(group, abort)
         self.info = info
         self.owner = owner
+        self.clock = clock
         self.port_known = port_known
         self.chain: LiveChain | None = None
+        self.cluster: LiveCluster | None = None
+        self.filter_sinks: Sequence[Sink] = ()
+        self.listener_sinks: Sequence[Sink] = ()
         self.application: SocketAddress | None = None
         self.also: tuple[Callable[[], Verdict], ...] = ()
 
@@ -108,20 +128,41 @@ class LiveHop(Life):
         Raises:
             Refused: there is none any more.
         """
-        latest = self.owner.latest
-        if latest is self.owner and self.chain is not None:
+        owner = self.owner
+        if owner.successor is None and self.chain is not None:
             return self.chain
-        chain = latest.chain_for(self.info.facts)
+        chain = owner.latest.chain_for(self.info.facts)
         if chain is None:
             raise Refused(NOT_SERVED)
         return chain
 
+    def refused(self, error: Refused) -> None:
+        """Record the reason why it ends before bytes flow."""
+        info = self.info
+        if error.flag is not None:
+            info.flags.add(error.flag)
+        if error.details:
+            info.termination_details = error.details
+        if error.response_details:
+            info.response_details = error.response_details
+        if isinstance(error, UpstreamFailed):
+            info.upstream_failure = error.reason
+
     def close(self) -> None:
-        """See :meth:`ztunnel.proxy.dataplane.lives.Life.close`."""
+        """Release all that it has, then write its access lines. Idempotent."""
+        if self.state is State.CLOSED:
+            return
+        info = self.info
         self.also = ()
-        if self.reason and not self.info.termination_details:
-            self.info.termination_details = self.reason
-        super().close()
+        if self.reason and not info.termination_details:
+            info.termination_details = self.reason
+        for give_back in info.held:
+            give_back()
+        try:
+            super().close()
+        finally:
+            info.duration_s = self.clock.monotonic() - info.started
+            write_all((*self.filter_sinks, *self.listener_sinks), info)
 
 
 class LiveRequest(LiveHop):
@@ -136,7 +177,10 @@ class LiveRequest(LiveHop):
 
 
 class LiveConnection(LiveHop):
-    """One accepted connection.
+    """One accepted connection, counted by its listener and for its pod from the beginning to the end.
+
+    Args:
+        pod: the address of the pod that it is of: the client's, or where tunnels end.
 
     Attributes:
         id: unique in the process.
@@ -144,26 +188,95 @@ class LiveConnection(LiveHop):
         inner: the hops behind internal listeners, outermost first.
     """
 
-    __slots__ = ("counts", "id", "inner")
+    __slots__ = ("_pod", "_quota", "counts", "id", "inner")
 
-    def __init__(self, group: Lives[Any], info: StreamInfo, owner: LiveListener, abort: Abort | None) -> None:
-        super().__init__(group, info, owner, abort)
+    def __init__(
+        self,
+        group: Connections,
+        info: StreamInfo,
+        owner: LiveListener,
+        clock: Clock,
+        abort: Abort | None,
+        pod: str,
+    ) -> None:
+        super().__init__(group, info, owner, clock, abort)
         self.id = info.connection_id
         self.counts: ByteCounts | None = None
         self.inner: Sequence[StreamInfo] = ()
+        self.listener_sinks = owner.sinks
+        self._pod = pod
+        self._quota = group.quota
+        self._quota.enter(pod)
+        owner.opened()
+
+    def move_to(self, listener: LiveListener) -> None:
+        """Have another listener count and log it, which it was handed to."""
+        self.owner.closed()
+        self.owner = listener
+        listener.opened()
+        self.listener_sinks = listener.sinks
+        self.info.listener = listener.name
+        self.info.listener_metadata = listener.model.metadata
+
+    def close(self) -> None:
+        """See :meth:`LiveHop.close`."""
+        if self.state is State.CLOSED:
+            return
+        try:
+            super().close()
+        finally:
+            self._quota.leave(self._pod)
+            self.owner.closed()
+            self.owner.cx_length.record((self.info.duration_s or 0.0) * 1000)
+
+
+class PodQuota:
+    """Accepted connections by pod, for the time when descriptors run short.
+
+    A listener of this dialect accepts for all pods of the node. So one that has too many cannot be left waiting in
+    its accept queue, as in an Istio mesh; its next connections are closed while others' are served.
+
+    Args:
+        descriptors: of the process.
+    """
+
+    def __init__(self, descriptors: Descriptors) -> None:
+        self._descriptors = descriptors
+        self._used: dict[str, int] = {}
+
+    def admits(self, pod: str) -> bool:
+        """Return whether one more connection of a pod may be served; False while its share is used up."""
+        descriptors = self._descriptors
+        return not descriptors.crowded or not descriptors.has_most(self._used.get(pod, 0), len(self._used))
+
+    def enter(self, pod: str) -> None:
+        """Count a connection."""
+        self._used[pod] = self._used.get(pod, 0) + 1
+
+    def leave(self, pod: str) -> None:
+        """Undo one :meth:`enter`."""
+        left = self._used[pod] - 1
+        if left:
+            self._used[pod] = left
+        else:
+            del self._used[pod]
 
 
 class Connections(Lives[LiveConnection]):
     """The accepted connections, oldest first, and the counter of ids.
+
+    Args:
+        quota: counts them by pod.
 
     Attributes:
         table: everything alive in this process.
         hops: hops that are no accepted connection: requests, hops behind internal listeners, joined halves.
     """
 
-    __slots__ = ("_numbers", "hops", "table")
+    __slots__ = ("_numbers", "hops", "quota", "table")
 
-    def __init__(self) -> None:
+    def __init__(self, quota: PodQuota) -> None:
+        self.quota = quota
         self.table = LiveTable()
         # In the order in which a review visits them: what a tunnel connection carries has a reason of its own.
         self.hops: Lives[LiveHop] = Lives(self.table)

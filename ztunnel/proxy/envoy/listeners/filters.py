@@ -199,8 +199,3 @@ def _text(metadata: Mapping[str, object], namespace: str, key: str) -> str | Non
     found = metadata.get(namespace)
     value = found.get(key) if isinstance(found, Mapping) else None
     return value if isinstance(value, str) else None
-
-
-def plain_address(name: tuple[str, int]) -> SocketAddress:
-    """Return the result of ``getpeername`` or ``getsockname`` without IPv4 mapping."""
-    return SocketAddress(canonical(name[0]), name[1])

@@ -1,8 +1,8 @@
 """Opens the upstream of a hop and its TCP proxy: picks a cluster and a host, opens a socket or a tunnel.
 
-An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`Hop` with its own
-counters and log line, but no bytes pass between the two. With the node-local shortcut, a tunnel to a pod of this
-node is also joined to that pod's inbound chain in-process. The chain's checks are those for a tunnel from the
+An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`LiveHop` with its
+own counters and log line, but no bytes pass between the two. With the node-local shortcut, a tunnel to a pod of
+this node is also joined to that pod's inbound chain in-process. The chain's checks are those for a tunnel from the
 wire.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -25,26 +25,23 @@ from hbone.errors import ConnectRefused, HboneError
 from hbone.pool import PoolFull, PoolSettings
 from tproxy.errors import TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
-from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket, security_of
+from xds.model.cluster import InternalUpstream, TransportSocket
 from xds.model.facts import ConnectionFacts
 from xds.model.listener import AppendAction
 from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp, Reason
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.path.dial import (
     ClusterUpstream,
     CountedConnection,
     Dialler,
     account_connection,
-    address_of,
     count_failure,
     failure_of,
-    options_for,
-    pick_cluster,
-    proxy_header,
-    ready_context,
+    secrets_not_ready,
+    with_header,
 )
-from ztunnel.proxy.envoy.path.hop import Hop
 from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
 from ztunnel.proxy.envoy.stream.outcome import (
@@ -56,7 +53,7 @@ from ztunnel.proxy.envoy.stream.outcome import (
     UpstreamFailed,
 )
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, UpstreamOptions
-from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 from ztunnel.proxy.envoy.upstream.outlier import Result
@@ -74,6 +71,8 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 #: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
 _Key = PoolKey[LiveContext | None, UpstreamOptions]
+#: What else decides about a host, before anything is opened to it; raises ``Denied``.
+AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
 class Connector:
@@ -88,6 +87,7 @@ class Connector:
         keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
             loses there (``tunnel_source``).
         early_data: send the first bytes of a connection along with its CONNECT where the peer says it holds them.
+        admit: see there; ``None``: nothing else decides.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Connector:
         *,
         keep_client_address: bool,
         early_data: bool,
+        admit: AdmitsHost | None = None,
     ) -> None:
         self._clusters = clusters
         self._dialler = dialler
@@ -108,11 +109,12 @@ class Connector:
         self._rng = rng
         self._keep_client_address = keep_client_address
         self._early_data = early_data
+        self._admit = admit
         self._pools: dict[LiveCluster, Pool] = {}
 
     # What a TCP proxy does
 
-    async def open(self, hop: Hop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
+    async def open(self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
         """Connect a hop to its cluster, trying again as often as the filter says.
 
         Args:
@@ -124,9 +126,12 @@ class Connector:
             Refused: no attempt succeeded; ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
-        name = info.facts.filter_state.get(CLUSTER_OVERRIDE) or pick_cluster(model.clusters, self._rng)
-        info.cluster = name
-        cluster = self._clusters.get(name)
+        override = info.facts.filter_state.get(CLUSTER_OVERRIDE)
+        if override:
+            name, cluster = override, self._clusters.get(override)
+        else:
+            name, cluster = self._clusters.pick(model.clusters, self._rng)
+        info.cluster, hop.cluster = name, cluster
         if cluster is None:
             proxy.cx_no_route.value += 1
             raise NoCluster()
@@ -170,15 +175,16 @@ class Connector:
             await asyncio.sleep(self._rng.random() * min(longest, base * 2 ** (failures - 1)))
 
     async def _attempt(
-        self, hop: Hop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
+        self, hop: LiveHop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
     ) -> ClusterUpstream:
         info = hop.info
         endpoint = host.endpoint
         info.upstream_host = str(endpoint.address)
         info.endpoint = endpoint
         info.upstream_metadata = endpoint.metadata
-        await self._admit(hop, proxy, host)
-        transport = cluster.transport_socket(host)
+        if self._admit is not None:
+            await self._admit(hop, proxy, host)
+        transport = cluster.transport(host)
         match endpoint.address:
             case InternalAddress() as address:
                 upstream = await self._enter(hop, cluster, host, address, transport, client)
@@ -192,33 +198,28 @@ class Connector:
                 raise UpstreamFailed(NO_ADDRESS)
             case _:
                 assert_never(endpoint.address)
-        cluster.report(host, Result.SUCCESS)
+        if cluster.outlier is not None:
+            cluster.report(host, Result.SUCCESS)
         return upstream
-
-    async def _admit(self, hop: Hop, proxy: LiveTcpProxy, host: Host) -> None:
-        """Ask what else decides about a host, before anything is opened to it.
-
-        Raises:
-            Denied: the connection is not allowed.
-        """
 
     # Internal listeners
 
     async def _enter(
         self,
-        hop: Hop,
+        hop: LiveHop,
         cluster: LiveCluster,
         host: Host,
         address: InternalAddress,
-        transport: TransportSocket,
+        transport: LiveTransport,
         client: End | None,
     ) -> ClusterUpstream:
         """Continue at an internal listener; any failure behind it reads ``Invalid argument`` here, as in Envoy."""
-        if not isinstance(security_of(transport), RawBuffer):
+        if transport.context is not None:
             raise UpstreamFailed("connections to an internal listener have no TLS")
         outer = hop.info
-        header = proxy_header(outer, transport)
-        metadata, shared = passed_on(outer.facts, cluster, host, transport)
+        version = transport.proxy_version
+        header = b"" if version is None else with_header(outer, version).first_bytes
+        metadata, shared = passed_on(outer.facts, cluster, host, transport.model)
         outer.upstream_local = _CLIENT_ADDRESS
         inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
         counted = CountedConnection(cluster, self._poller)
@@ -234,55 +235,58 @@ class Connector:
             upstream = await self.open(inner.hop, proxy, None if header else client)
         except Refused as error:
             inner.hop.refused(error)
-            inner.hop.life.close()
+            inner.hop.close()
             counted.ended(by_peer=True, in_use=True)
             if isinstance(error, Denied):
                 raise  # no failure of this host, and another attempt would be denied as well
             final = isinstance(error, UpstreamFailed) and error.final
             raise UpstreamFailed(INVALID_ARGUMENT, final=final) from error
         except BaseException:
-            inner.hop.life.close()
+            inner.hop.close()
             counted.ended(by_peer=False, in_use=True)
             raise
         if header:
             upstream.end.write([memoryview(header)], len(header))
             upstream.end.flush()
         upstream.hops.insert(0, inner.hop)
-        upstream.on_close(inner.hop.life.close)
-        account_connection(cluster, host, upstream, counted)
+        upstream.on_close(inner.hop.close)
+        upstream.on_close(account_connection(cluster, host, upstream, counted))
         return upstream
 
     # Tunnels
 
     async def _tunnel(
         self,
-        hop: Hop,
+        hop: LiveHop,
         proxy: LiveTcpProxy,
         cluster: LiveCluster,
         host: Host,
         address: SocketAddress,
-        transport: TransportSocket,
+        transport: LiveTransport,
         client: End | None,
     ) -> ClusterUpstream:
         """Open a CONNECT stream, and wait for its 200."""
         info = hop.info
         if cluster.model.http2 is None:
             raise UpstreamFailed(NO_HTTP2)
-        if cluster.breaker.requests_open:
+        breaker = cluster.breaker
+        if breaker.requests >= breaker.limits.max_requests:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         authority, headers = tunnel_request(proxy, info)
-        context = ready_context(cluster, security_of(transport))
-        options = options_for(info, transport)
+        context, version = transport.context, transport.proxy_version
+        if context is not None and context.current is None:
+            raise secrets_not_ready(cluster)
+        options = info.options if version is None else with_header(info, version)
         # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
         if not options.first_bytes:
             local = await self._internal.shortcut(hop, context, address, authority, headers)
             if local is not None:
-                self._account_request(cluster, host, local)
+                local.on_close(self._account_request(cluster, host))
                 return local
         generation = context.generation if context is not None else 0
         key = PoolKey(address, context, generation, options)
-        cluster.breaker.requests += 1
+        breaker.requests += 1
         try:
             tunnel = await self._pool(cluster).open(
                 key,
@@ -297,9 +301,9 @@ class Connector:
         except (HboneError, TproxyError, UpstreamFailed) as error:
             raise failure_of(cluster, error) from error
         finally:
-            cluster.breaker.requests -= 1
+            breaker.requests -= 1
         info.tunnel_authority = authority
-        info.upstream_local = str(address_of(tunnel.connection.local_name))
+        info.upstream_local = str(SocketAddress.of(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
         info.upstream_tls = facts
@@ -308,12 +312,11 @@ class Connector:
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
             text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)
             info.facts.filter_state[RESPONSE_HEADERS] = text
-        upstream = ClusterUpstream(tunnel)
-        self._account_request(cluster, host, upstream)
-        return upstream
+        return ClusterUpstream(tunnel, self._account_request(cluster, host))
 
     @staticmethod
-    def _account_request(cluster: LiveCluster, host: Host, upstream: ClusterUpstream) -> None:
+    def _account_request(cluster: LiveCluster, host: Host) -> Callable[[], None]:
+        """Count an open request; return what counts its end."""
         stats = cluster.stats
         stats.rq_total.value += 1
         stats.rq_active.stored += 1
@@ -327,7 +330,7 @@ class Connector:
             host.rq_active -= 1
             cluster.breaker.requests -= 1
 
-        upstream.on_close(closed)
+        return closed
 
     def _pool(self, cluster: LiveCluster) -> Pool:
         pool = self._pools.get(cluster)
@@ -374,10 +377,6 @@ class Connector:
         if connection.facts is not None:
             cluster.stats.negotiated(connection.facts)
         return connection
-
-    def cluster(self, name: str) -> LiveCluster | None:
-        """Return the cluster that serves under a name."""
-        return self._clusters.get(name)
 
     def retire(self, cluster: LiveCluster) -> Pool | None:
         """Remove and return a cluster's pool; the caller drains it."""

@@ -3,7 +3,7 @@
 :meth:`Datapath.accepted` is called for each socket. What follows reads top to bottom: listener filters, filter
 chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (bytes go to a cluster, plainly or in a
 tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (bytes are tunnels that end here). Leaving
-``_serve`` is the only place where an error becomes flags, counters and log lines.
+``_serve`` is the only place where an error becomes flags, and closing the connection's life counts and logs it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import asyncio
 import logging
 import socket
 
+from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
 from hbone.aio.socket import PlainSocket
 from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
+from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.life import State
-from ztunnel.proxy.dataplane.lives import cancels_current_task
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
 from ztunnel.proxy.envoy.listeners.filters import (
@@ -26,14 +27,11 @@ from ztunnel.proxy.envoy.listeners.filters import (
     annotate,
     inspect_http,
     inspect_tls,
-    plain_address,
     restore,
     take_proxy_header,
 )
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
-from ztunnel.proxy.envoy.path.crowd import Crowd, pod_of
-from ztunnel.proxy.envoy.path.hop import Hop
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer
 from ztunnel.proxy.envoy.stream.outcome import (
@@ -56,7 +54,6 @@ class Datapath:
         listeners: for hand-off between listeners.
         proxies: carry connections to clusters.
         tunnels: end tunnels.
-        crowd: connections by pod.
         connections: the table that every connection is registered in.
         poller: of this loop.
         clock: for times in logs.
@@ -67,7 +64,6 @@ class Datapath:
         listeners: ListenerTable,
         proxies: TcpProxies,
         tunnels: TunnelServer,
-        crowd: Crowd,
         *,
         connections: Connections,
         poller: Poller,
@@ -76,7 +72,6 @@ class Datapath:
         self._listeners = listeners
         self._proxies = proxies
         self._tunnels = tunnels
-        self._crowd = crowd
         self._connections = connections
         self._poller = poller
         self._clock = clock
@@ -87,9 +82,14 @@ class Datapath:
     def accepted(self, listener: LiveListener, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Carry an accepted socket, which this object closes; returns at once."""
         try:
-            source, local = plain_address(peer), plain_address(sock.getsockname())
+            source, local = SocketAddress.of(peer), SocketAddress.of(sock.getsockname())
         except (OSError, ValueError):
             sock.close()  # the client is gone already
+            return
+        pod = local.host if listener.ends_tunnels else source.host
+        if not self._connections.quota.admits(pod):
+            listener.overload_reject.value += 1
+            sock.close()
             return
         info = StreamInfo(
             connection_id=self._connections.next_id(),
@@ -100,39 +100,31 @@ class Datapath:
             listener_metadata=listener.model.metadata,
             direct_local=local,
         )
-        pod = pod_of(listener, info)
-        if not self._crowd.admits(pod):
-            listener.overload_reject.value += 1
-            sock.close()
-            return
         self._tasks.run(self._poller, self._serve(listener, sock, info, pod), f"{info.connection_id}")
 
     async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo, pod: str) -> None:
         end = PlainSocket(sock, self._poller)
-        self._crowd.enter(pod)
-        cancel = cancels_current_task(self._poller)
-        connection = LiveConnection(self._connections, info, listener, cancel)
+        cancel = current(self._poller).cancel
+        connection = LiveConnection(self._connections, info, listener, self._clock, cancel, pod)
         connection.own(end.close)
-        listener.opened()
-        hop = Hop(info, self._clock, connection, listener_sinks=listener.sinks)
         try:
             listener = await self._filter(listener, end, info)
             if listener is not connection.owner:
-                self._move(hop, connection, listener)
+                connection.move_to(listener)
             chain = connection.chain = self._choose_chain(connection, info)
             connection.state = State.FILTERED
             if chain.manager is None:
-                hop.filter_sinks = chain.sinks
+                connection.filter_sinks = chain.sinks
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
                 # As in Envoy, a manager's loggers write a line per request and none for the connection.
                 info.protocol = "HTTP/2"
-                await self._tunnels.serve(hop, connection, listener, chain, end)
+                await self._tunnels.serve(connection, listener, chain, end)
             else:
-                await self._proxies.carry(hop, connection, listener, chain, end)
+                await self._proxies.carry(connection, listener, chain, end)
         except Refused as error:
-            hop.refused(error)
+            connection.refused(error)
             if isinstance(error, NoFilterChain):
                 listener.no_filter_chain_match.value += 1
             elif isinstance(error, Incomplete):
@@ -144,20 +136,6 @@ class Datapath:
             log.debug("connection %d: %s", info.connection_id, error)
         finally:
             connection.close()
-            self._crowd.leave(pod)
-            connection.owner.closed()
-            hop.finish()
-            connection.owner.cx_length.record((info.duration_s or 0.0) * 1000)
-
-    @staticmethod
-    def _move(hop: Hop, connection: LiveConnection, listener: LiveListener) -> None:
-        """Have another listener count and log a connection that was handed to it."""
-        connection.owner.closed()
-        connection.owner = listener
-        listener.opened()
-        hop.listener_sinks = listener.sinks
-        hop.info.listener = listener.name
-        hop.info.listener_metadata = listener.model.metadata
 
     @staticmethod
     async def _admit(chain: LiveChain, info: StreamInfo) -> None:
@@ -173,12 +151,12 @@ class Datapath:
         transparent = listener.model.transparent or is_transparent(end.sock)
         if listener.model.use_original_dst:
             restore(end, info, transparent=transparent)
-            listener = self._listeners.hand_off(info.destination, listener)
-        accepted_for = info.destination
+            listener = self._listeners.hand_off(info.facts.destination, listener)
+        accepted_for = info.facts.destination
         await self._run_limited(listener, end, info, transparent=transparent)
-        if listener.model.use_original_dst and info.restored and info.destination != accepted_for:
+        if listener.model.use_original_dst and info.restored and info.facts.destination != accepted_for:
             # A PROXY header named another destination; as in Envoy, which hands over once.
-            named = self._listeners.hand_off(info.destination, listener)
+            named = self._listeners.hand_off(info.facts.destination, listener)
             if named is not listener:
                 listener = named
                 await self._run_limited(listener, end, info, transparent=transparent)
@@ -214,7 +192,7 @@ class Datapath:
         listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
     ) -> None:
         for entry, found in listener.filters:
-            if entry.disabled is not None and entry.disabled.holds(info.destination.port):
+            if entry.disabled is not None and entry.disabled.holds(info.facts.destination.port):
                 continue
             match found:
                 case None:

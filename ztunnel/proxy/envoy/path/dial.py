@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import random
 import socket
+from collections.abc import Callable
 
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
+from hbone.aio.relay import RelayEnd
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
+from hbone.end_state import SourceState
 from hbone.errors import HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
 from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, KernelRefused, TproxyError
-from xds.model.address import PipeAddress, SocketAddress, canonical
-from xds.model.cluster import RawBuffer, TransportSocket, proxy_version_of, security_of
-from xds.model.tls import TlsContext as ContextModel
-from xds.model.weighted_cluster import WeightedCluster
+from xds.model.address import PipeAddress, SocketAddress
 from ztunnel.proxy.dataplane.proxy_protocol import header_of_version
 from ztunnel.proxy.dataplane.upstream import Upstream
-from ztunnel.proxy.envoy.path.hop import Hop
-from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.stream.outcome import Overflow, UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
-from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.outlier import Result
 
@@ -43,11 +41,22 @@ class ClusterUpstream(Upstream):
 
     __slots__ = ("ended_by_peer", "hops", "in_use")
 
-    def __init__(self, end: End) -> None:
-        super().__init__(end)
-        self.hops: list[Hop] = []
+    def __init__(self, end: End, *closing: Callable[[], object]) -> None:
+        super().__init__(end, *closing)
+        self.hops: list[LiveHop] = []
         self.ended_by_peer = False
         self.in_use = True
+
+    def relayed(self, ended: RelayEnd, downstream: End) -> bool:
+        """Note who ended its relay with ``downstream``; return whether a request was still in use then.
+
+        As Envoy counts it, a host has closed its connection by a reset, or by ending after we did. A request is
+        over if the client and we ended both directions, and did not leave the host with one open.
+        """
+        cut = self.end.source is SourceState.CUT
+        in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT
+        self.ended_by_peer = cut or (in_order and ended.first is downstream)
+        return cut or not in_order
 
 
 class Dialler:
@@ -66,7 +75,7 @@ class Dialler:
         cluster: LiveCluster,
         host: Host,
         address: SocketAddress | PipeAddress,
-        transport: TransportSocket,
+        transport: LiveTransport,
     ) -> ClusterUpstream:
         """Open a connection to a host by TCP or a Unix socket, with its PROXY header and TLS.
 
@@ -75,10 +84,10 @@ class Dialler:
             UpstreamFailed: it could not be opened.
         """
         breaker = cluster.breaker
-        if breaker.connections_open:
+        if breaker.connections >= breaker.limits.max_connections:
             cluster.stats.cx_overflow.value += 1
             raise Overflow()
-        if breaker.pending_open:
+        if breaker.pending >= breaker.limits.max_pending_requests:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         # Counted before the first await, so that a burst cannot exceed the limits.
@@ -93,9 +102,9 @@ class Dialler:
         finally:
             breaker.connections -= 1
             breaker.pending -= 1
-        counted.connected()
         upstream = ClusterUpstream(end)
-        account_connection(cluster, host, upstream, counted)
+        upstream.on_close(account_connection(cluster, host, upstream, counted))
+        counted.connected()
         return upstream
 
     async def _open_socket(
@@ -103,10 +112,12 @@ class Dialler:
         info: StreamInfo,
         cluster: LiveCluster,
         address: SocketAddress | PipeAddress,
-        transport: TransportSocket,
+        transport: LiveTransport,
     ) -> End:
-        context = ready_context(cluster, security_of(transport))
-        options = options_for(info, transport)
+        context, version = transport.context, transport.proxy_version
+        if context is not None and context.current is None:
+            raise secrets_not_ready(cluster)
+        options = info.options if version is None else with_header(info, version)
         try:
             if context is None:
                 sock = await self.connect(cluster, address, options)
@@ -248,8 +259,8 @@ _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 def account_connection(
     cluster: LiveCluster, host: Host, upstream: ClusterUpstream, counted: CountedConnection
-) -> None:
-    """Count an open connection until its upstream closes; as in Envoy it is one request, too."""
+) -> Callable[[], None]:
+    """Count an open connection, as in Envoy as one request, too; return what counts the end of its upstream."""
     stats = cluster.stats
     stats.rq_total.value += 1
     stats.rq_active.stored += 1
@@ -263,7 +274,7 @@ def account_connection(
         host.cx_active -= 1
         cluster.breaker.connections -= 1
 
-    upstream.on_close(closed)
+    return closed
 
 
 def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:
@@ -276,19 +287,10 @@ def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> No
     cluster.report(host, Result.GATEWAY_FAILURE if gateway else Result.CONNECT_FAILURE)
 
 
-def ready_context(cluster: LiveCluster, transport: RawBuffer | ContextModel) -> LiveContext | None:
-    """Return the TLS context to use now; ``None`` for plain TCP.
-
-    Raises:
-        UpstreamFailed: a secret of it has not arrived.
-    """
-    if isinstance(transport, RawBuffer):
-        return None
-    context = cluster.context(transport)
-    if context.current is None:
-        cluster.stats.secrets_not_ready.value += 1
-        raise UpstreamFailed("TLS_error: Secret is not supplied by SDS")
-    return context
+def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:
+    """Count and return the failure of an attempt for whose TLS a secret has not arrived."""
+    cluster.stats.secrets_not_ready.value += 1
+    return UpstreamFailed("TLS_error: Secret is not supplied by SDS")
 
 
 def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
@@ -308,32 +310,13 @@ def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
     return UpstreamFailed(f"delayed connect error: {_reason(error)}")
 
 
-def pick_cluster(choices: tuple[WeightedCluster, ...], rng: random.Random) -> str:
-    """Return the name of one of weighted clusters; most chains have one."""
-    if len(choices) == 1:
-        return choices[0].name
-    return rng.choices(choices, [choice.weight for choice in choices])[0].name
-
-
-def options_for(info: StreamInfo, transport: TransportSocket) -> UpstreamOptions:
-    """Return what distinguishes a socket for a connection: its options, and the PROXY header of ``transport``."""
-    header = proxy_header(info, transport)
-    return info.options._replace(first_bytes=header) if header else info.options
-
-
-def proxy_header(info: StreamInfo, transport: TransportSocket) -> bytes:
-    """Return the PROXY header that a transport socket sends for a connection; empty: it sends none."""
-    version = proxy_version_of(transport)
-    return b"" if version is None else header_of_version(version, info.source, info.facts.destination)
-
-
-def address_of(name: tuple[str, int]) -> SocketAddress:
-    """Return a socket's own or peer's name as an address."""
-    return SocketAddress(canonical(name[0]), name[1])
+def with_header(info: StreamInfo, version: int) -> UpstreamOptions:
+    """Return what distinguishes a socket for a connection: its options, and a PROXY header of ``version``."""
+    return info.options._replace(first_bytes=header_of_version(version, info.source, info.facts.destination))
 
 
 def _local_text(sock: socket.socket) -> str:
-    return "" if sock.family == socket.AF_UNIX else str(address_of(sock.getsockname()))
+    return "" if sock.family == socket.AF_UNIX else str(SocketAddress.of(sock.getsockname()))
 
 
 def _reason(error: Exception) -> str:

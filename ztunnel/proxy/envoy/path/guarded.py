@@ -21,30 +21,23 @@ allow nothing here.
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hbone.aio.poller import Poller
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from ztunnel.policy.calico.guard import Decision, Guard, connection
 from ztunnel.policy.calico.live import LivePolicies
 from ztunnel.proxy.dataplane.life import ALLOWED, Event, Verdict
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
-from ztunnel.proxy.envoy.listeners.connections import Connections
-from ztunnel.proxy.envoy.path.connect import Connector, tunnel_request, tunnels
-from ztunnel.proxy.envoy.path.dial import Dialler
-from ztunnel.proxy.envoy.path.hop import Hop
-from ztunnel.proxy.envoy.path.internal import InternalListeners
-from ztunnel.proxy.envoy.path.terminate import Terminator
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
+from ztunnel.proxy.envoy.path.connect import tunnel_request, tunnels
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.proxy.envoy.upstream.host import Host
-from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +57,18 @@ class Enforcer:
         self._decisions = decisions
         policies.watch(partial(connections.review_all, Event.POLICIES))
 
-    @property
-    def knows(self) -> Callable[[str], bool]:
-        """See :meth:`ztunnel.policy.calico.guard.Guard.knows`."""
-        return self._policies.guard.knows
+    async def admit_application(self, hop: LiveHop, address: SocketAddress) -> None:
+        """Judge the application of a tunnel that ends here; see :meth:`_admit`."""
+        own = hop.info.tls.local_uri_sans if hop.info.tls is not None else ()
+        await self._admit(hop, _at_its_end(hop.info, address, own))
 
-    async def admit(self, hop: Hop, questions: tuple[_Question, ...]) -> None:
+    async def admit_host(self, hop: LiveHop, proxy: LiveTcpProxy, host: Host) -> None:
+        """Judge the host that a TCP proxy has chosen; see :meth:`_admit`."""
+        address = host.endpoint.address
+        if isinstance(address, SocketAddress):  # another has no address yet, or never has one
+            await self._admit(hop, _where_it_begins(hop.info, proxy, address, self._policies.guard.knows))
+
+    async def _admit(self, hop: LiveHop, questions: tuple[_Question, ...]) -> None:
         """Return if every question is answered by an allow; they are asked again as long as the hop lives.
 
         A later attempt's questions replace those of the one before.
@@ -77,7 +76,7 @@ class Enforcer:
         Raises:
             Denied: one is not.
         """
-        info, life = hop.info, hop.life
+        info = hop.info
         for direction, flow in questions:
             decision = await self._policies.admit(direction, flow)
             _note(info, decision)
@@ -85,7 +84,7 @@ class Enforcer:
                 denied = _denied(decision)
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
-        life.also = (partial(self._verdict, questions, info),)
+        hop.also = (partial(self._verdict, questions, info),)
         # The first question may have been answered before a later one waited.
         denial = self._denial(questions, info)
         if denial is not None:
@@ -120,62 +119,6 @@ def _note(info: StreamInfo, decision: Decision) -> None:
 
 def _denied(decision: Decision) -> Denied:
     return Denied(f"{_DENIED}[{decision.verdict.message.removeprefix('denied by ')}]")
-
-
-class GuardedTerminator(Terminator):
-    """Finds the applications behind tunnels that end here."""
-
-    def __init__(
-        self,
-        enforcer: Enforcer,
-        clusters: ClusterManager,
-        dialler: Dialler,
-        rng: random.Random,
-        *,
-        check_authority: bool,
-        own_ports: Callable[[], Collection[int]],
-        judge_ports: bool,
-    ) -> None:
-        super().__init__(
-            clusters, dialler, rng, check_authority=check_authority, own_ports=own_ports, judge_ports=judge_ports
-        )
-        self._enforcer = enforcer
-
-    async def _admit(self, hop: Hop, address: SocketAddress) -> None:
-        own = hop.info.tls.local_uri_sans if hop.info.tls is not None else ()
-        await self._enforcer.admit(hop, _at_its_end(hop.info, address, own))
-
-
-class GuardedConnector(Connector):
-    """Opens what TCP proxies are configured to."""
-
-    def __init__(
-        self,
-        enforcer: Enforcer,
-        clusters: ClusterManager,
-        dialler: Dialler,
-        internal: InternalListeners,
-        poller: Poller,
-        rng: random.Random,
-        *,
-        keep_client_address: bool,
-        early_data: bool,
-    ) -> None:
-        super().__init__(
-            clusters,
-            dialler,
-            internal,
-            poller,
-            rng,
-            keep_client_address=keep_client_address,
-            early_data=early_data,
-        )
-        self._enforcer = enforcer
-
-    async def _admit(self, hop: Hop, proxy: LiveTcpProxy, host: Host) -> None:
-        address = host.endpoint.address
-        if isinstance(address, SocketAddress):  # another has no address yet, or never has one
-            await self._enforcer.admit(hop, _where_it_begins(hop.info, proxy, address, self._enforcer.knows))
 
 
 def told(

@@ -21,7 +21,6 @@ from ztunnel.proxy.envoy.listeners.filters import annotate
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
-from ztunnel.proxy.envoy.path.hop import Hop
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, Terminator
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, agree, verified_client
 from ztunnel.proxy.envoy.secrets.names import peer_names
@@ -34,9 +33,9 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
 class Entry(NamedTuple):
-    """A connection that entered an internal listener; closing ``hop.life`` counts its end and writes its line."""
+    """A connection that entered an internal listener; closing ``hop`` counts its end and writes its line."""
 
-    hop: Hop
+    hop: LiveHop
     proxy: LiveTcpProxy
 
 
@@ -96,38 +95,37 @@ class InternalListeners:
             remote_text=_CLIENT_ADDRESS,
             options=outer.options if keep_options else UpstreamOptions(),
         )
-        life = LiveHop(self.connections.hops, info, listener)
-        hop = Hop(info, self.clock, life, listener_sinks=listener.sinks)
-        life.own(hop.finish)
+        hop = LiveHop(self.connections.hops, info, listener, self.clock)
+        hop.listener_sinks = listener.sinks
         listener.opened()
-        life.own(listener.closed)
+        hop.own(listener.closed)
         for _, filter_ in listener.filters:
             if filter_ is not None:
                 annotate(filter_, info)
         chain = listener.chain_for(facts)
         if chain is None or chain.proxy is None or not takes_internal(chain):
             listener.no_filter_chain_match.value += chain is None
-            life.close()
+            hop.close()
             return None
-        life.chain = chain
+        hop.chain = chain
         info.chain = chain.name
         info.chain_metadata = chain.model.metadata
         hop.filter_sinks = chain.sinks
         try:
             chain.admit(info)
-            life.require()
+            hop.require()
         except Refused as error:
             hop.refused(error)
-            life.close()
+            hop.close()
             return None
-        life.state = State.DIALING
-        life.aborts_by(cancels_current_task(self.poller))
+        hop.state = State.DIALING
+        hop.aborts_by(cancels_current_task(self.poller))
         chain.set_filter_state(info)
         return Entry(hop, chain.proxy)
 
     async def shortcut(
         self,
-        hop: Hop,
+        hop: LiveHop,
         client: LiveContext | None,
         address: SocketAddress,
         authority: str,
@@ -222,27 +220,28 @@ class InternalListeners:
         listener.node_local.value += 1
         judges_ports = self.terminator.judges_ports
         abort = cancels_current_task(self.poller)
-        life = LiveHop(self.connections.hops, info, listener, abort, port_known=not judges_ports)
-        life.chain = chain
-        hop = Hop(info, self.clock, life, filter_sinks=chain.sinks)
-        life.own(hop.finish)
+        hop = LiveHop(self.connections.hops, info, listener, self.clock, abort, port_known=not judges_ports)
+        hop.chain = chain
+        hop.filter_sinks = chain.sinks
         try:
             return await self._open_joined(hop, chain, manager)
         except BaseException:
-            life.close()
+            hop.close()
             raise
 
-    async def _open_joined(self, hop: Hop, chain: LiveChain, manager: LiveConnectionManager) -> ClusterUpstream:
-        info, life = hop.info, hop.life
+    async def _open_joined(
+        self, hop: LiveHop, chain: LiveChain, manager: LiveConnectionManager
+    ) -> ClusterUpstream:
+        info = hop.info
         try:
             chain.admit(info)
-            life.require()
+            hop.require()
         except Refused as error:
             hop.refused(error)
             raise UpstreamFailed("connection_termination") from error
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
-        life.own(manager.request_ended)
+        hop.own(manager.request_ended)
         try:
             _, upstream = await self.terminator.open(hop, chain)
         except RequestRefused as refusal:
@@ -251,17 +250,17 @@ class InternalListeners:
             status = refusal.answer.status
             raise UpstreamFailed(f"tunnel_response:{status}", status=status) from refusal
         except asyncio.CancelledError as error:
-            info.response_details = life.reason
-            if life.reason.startswith(POLICY_CHANGE):
+            info.response_details = hop.reason
+            if hop.reason.startswith(POLICY_CHANGE):
                 info.response_code = 403
                 raise UpstreamFailed("tunnel_response:403", status=403) from error
             raise
         info.response_code = 200
         info.response_details = "via_upstream"
         manager.rq_by_class[2].value += 1
-        life.state = State.JOINED
+        hop.state = State.JOINED
         upstream.hops.append(hop)
-        upstream.on_close(life.close)
+        upstream.on_close(hop.close)
         return upstream
 
 

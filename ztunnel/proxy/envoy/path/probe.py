@@ -23,10 +23,10 @@ from xds.aio.health import serves
 from xds.errors import XdsError
 from xds.grpc.status import RpcFailed, Status
 from xds.model.address import PipeAddress, SocketAddress
-from xds.model.cluster import InternalUpstream, proxy_version_of, security_of
+from xds.model.cluster import InternalUpstream, RawBuffer, proxy_version_of, security_of
 from xds.model.health_check import GrpcCheck, HealthCheck, HttpCheck, TcpCheck
 from ztunnel.proxy.dataplane.proxy_protocol import LOCAL_HEADER, header_of_version
-from ztunnel.proxy.envoy.path.dial import Dialler, address_of, ready_context
+from ztunnel.proxy.envoy.path.dial import Dialler, secrets_not_ready
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -142,8 +142,13 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
     """
     _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
     assert not isinstance(transport, InternalUpstream)
-    live = ready_context(cluster, security_of(transport))
-    return None if live is None else live.current
+    security = security_of(transport)
+    if isinstance(security, RawBuffer):
+        return None
+    current = cluster.context(security).current
+    if current is None:
+        raise secrets_not_ready(cluster)
+    return current
 
 
 def _header(cluster: LiveCluster, host: Host, sock: socket.socket) -> bytes:
@@ -159,7 +164,7 @@ def _header(cluster: LiveCluster, host: Host, sock: socket.socket) -> bytes:
         return LOCAL_HEADER
     if sock.family == socket.AF_UNIX:
         return b"PROXY UNKNOWN\r\n"
-    return header_of_version(1, address_of(sock.getsockname()), address_of(sock.getpeername()))
+    return header_of_version(1, SocketAddress.of(sock.getsockname()), SocketAddress.of(sock.getpeername()))
 
 
 async def _tcp(connection: PlainSocket, check: TcpCheck) -> CheckResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hbone.aio.deadline import Deadline
@@ -15,13 +16,12 @@ from hbone.end_state import SourceState
 from hbone.errors import TunnelBroken, TunnelClosed
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
-from ztunnel.proxy.envoy.listeners.connections import LiveConnection
+from ztunnel.proxy.envoy.listeners.connections import LiveConnection, LiveHop
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.path.connect import Connector
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.downstream_tls import accept_tls
-from ztunnel.proxy.envoy.path.hop import Hop
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 
@@ -46,25 +46,29 @@ class TcpProxies:
         self._taps = taps
 
     async def carry(
-        self, hop: Hop, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
+        self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> None:
         """Carry one connection to its end.
 
         Raises:
             Refused: it ended before bytes flowed.
         """
-        proxy = chain.proxy
+        proxy, info = chain.proxy, connection.info
         assert proxy is not None
         downstream: End = end
         if chain.tls is not None:
             downstream = await accept_tls(self._handshakes, connection, listener, chain, end, self._poller)
         connection.require()
         connection.state = State.DIALING
-        chain.set_filter_state(hop.info)
+        chain.set_filter_state(info)
         proxy.cx_total.value += 1
-        capture = self._taps.of(hop.info.source.host) if self._taps is not None else None
+        capture = self._taps.of(info.source.host) if self._taps is not None else None
         # First bytes that leave along with a CONNECT pass no relay, where the tap would see them.
-        upstream = await self._open_in_time(hop, proxy, downstream if capture is None else None)
+        first = downstream if capture is None else None
+        if proxy.model.idle_timeout_s or proxy.model.max_duration_s:
+            upstream = await self._open_in_time(connection, proxy, first)
+        else:
+            upstream = await self._connector.open(connection, proxy, first)
         try:
             client = downstream
             if capture is not None:
@@ -72,12 +76,14 @@ class TcpProxies:
                     observed_client,  # most proxies have no taps, and save the memory
                 )
 
-                client = observed_client(capture, hop.info, upstream, downstream)
-            await self._relay(hop, connection, proxy, client, upstream)
+                client = observed_client(capture, info, upstream, downstream)
+            await self._relay(connection, proxy, client, upstream)
         finally:
             upstream.close()
 
-    async def _open_in_time(self, hop: Hop, proxy: LiveTcpProxy, downstream: End | None) -> ClusterUpstream:
+    async def _open_in_time(
+        self, connection: LiveConnection, proxy: LiveTcpProxy, downstream: End | None
+    ) -> ClusterUpstream:
         """Open the upstream within the filter's idle timeout and longest duration, which run from the accept.
 
         In Envoy both timers run while the upstream connects. They bound the wait for a CONNECT's answer, which
@@ -88,26 +94,22 @@ class TcpProxies:
         """
         settings = proxy.model
         idle, longest = settings.idle_timeout_s or math.inf, settings.max_duration_s or math.inf
-        limit = min(idle, longest)
-        if limit == math.inf:
-            return await self._connector.open(hop, proxy, downstream)
-        deadline = Deadline(self._poller, limit)
+        deadline = Deadline(self._poller, min(idle, longest))
         try:
             with deadline:
-                return await self._connector.open(hop, proxy, downstream)
+                return await self._connector.open(connection, proxy, downstream)
         except TimeoutError:
             if not deadline.passed:
                 raise
         if longest <= idle:
             proxy.max_duration.value += 1
-            hop.info.flags.add(Flag.DURATION_TIMEOUT)
+            connection.info.flags.add(Flag.DURATION_TIMEOUT)
             raise _too_late("max_downstream_connection_duration") from None
         proxy.idle_timeout.value += 1
         raise _too_late("tcp_session_idle_timeout") from None
 
     async def _relay(
         self,
-        hop: Hop,
         connection: LiveConnection,
         proxy: LiveTcpProxy,
         downstream: End,
@@ -116,14 +118,16 @@ class TcpProxies:
         """Relay until both directions have ended, then count the bytes of every hop."""
         counts = ByteCounts()
         settings = proxy.model
-        last = upstream.hops[-1].info if upstream.hops else hop.info
-        application = application_of(self._taps, last, upstream)
+        hops = (connection, *upstream.hops)
+        application = upstream.end
+        if self._taps is not None:
+            application = application_of(self._taps, hops[-1].info, upstream)
         running = relay(downstream, application, counts, idle_timeout_s=settings.idle_timeout_s or None)
+        connection.inner = [inner.info for inner in upstream.hops]
         connection.opened(running.abort, finish=running.finish)
         for inner in upstream.hops:
-            inner.life.opened(running.abort, state=State.JOINED, finish=running.finish)
+            inner.opened(running.abort, state=State.JOINED, finish=running.finish)
         connection.counts = counts
-        connection.inner = [inner.info for inner in upstream.hops]
         limit = None
         if settings.max_duration_s:
             limit = self._poller.loop.call_later(settings.max_duration_s, running.abort, "max duration")
@@ -133,31 +137,29 @@ class TcpProxies:
             if limit is not None:
                 limit.cancel()
             received, sent = counts.sent, counts.received
-            for each in (hop, *upstream.hops):
+            for each in hops:
                 each.info.bytes_received = received
                 each.info.bytes_sent = sent
-                cluster = self._connector.cluster(each.info.cluster)
-                if cluster is not None:
-                    cluster.stats.cx_tx_bytes.value += received
-                    cluster.stats.cx_rx_bytes.value += sent
+                if each.cluster is not None:
+                    each.cluster.stats.cx_tx_bytes.value += received
+                    each.cluster.stats.cx_rx_bytes.value += sent
             proxy.rx_bytes.value += received
             proxy.tx_bytes.value += sent
-        upstream.ended_by_peer = ended_by_peer(ended, downstream, upstream)
-        _note_end(hop, proxy, ended, upstream)
+        _note_end(hops, proxy, ended, upstream)
+        upstream.relayed(ended, downstream)
 
 
-def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
-    """Set flags and details of an ended relay."""
-    hops = (hop, *upstream.hops)
+def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
+    """Set flags and details of an ended relay; the first hop is the accepted connection."""
     flag: Flag | None = None
     details = ""
     if ended.timed_out:
         proxy.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
-    elif any(each.life.reason for each in hops):
+    elif any(each.reason for each in hops):
         # One of the hops was ended on purpose. The others end with it, in order as over the wire.
         for each in hops:
-            each.info.termination_details = each.life.reason
+            each.info.termination_details = each.reason
         return
     elif isinstance(ended.error, TunnelClosed):
         details = str(ended.error)
@@ -170,7 +172,7 @@ def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterU
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
     elif ended.error is not None:
         # A lost client has no flag, as one that resets plain TCP; the reason is its transport's.
-        hop.info.downstream_failure = str(ended.error)
+        hops[0].info.downstream_failure = str(ended.error)
     for each in hops:
         if flag is not None:
             each.info.flags.add(flag)
@@ -178,29 +180,13 @@ def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterU
             each.info.termination_details = details
 
 
-def application_of(
-    taps: Taps | None, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None
-) -> End:
+def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None) -> End:
     """Return the end of an upstream, or what shows its bytes to a tap of the pod that it leads to."""
-    if taps is None:
-        return upstream.end
     from ztunnel.proxy.envoy.path.tapped import (
         observed_application,  # most proxies have no taps, and save the memory
     )
 
     return observed_application(taps, info, upstream.end, tunnel)
-
-
-def ended_by_peer(ended: RelayEnd, downstream: End, upstream: ClusterUpstream) -> bool:
-    """Return whether the host closed its connection, as Envoy counts it: by a reset, or by ending after we did."""
-    if upstream.end.source is SourceState.CUT:
-        return True
-    return in_order(ended, downstream) and ended.first is downstream
-
-
-def in_order(ended: RelayEnd, downstream: End) -> bool:
-    """Return whether the client and we ended both directions, and did not leave the host with one open."""
-    return ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT
 
 
 def _too_late(details: str) -> UpstreamFailed:

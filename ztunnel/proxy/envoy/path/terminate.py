@@ -4,7 +4,7 @@ It serves tunnels from the wire and those that were joined in-process (``interna
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from xds.model.address import SocketAddress, is_loopback
@@ -12,22 +12,13 @@ from xds.model.cluster import Discovery
 from xds.model.http import Route, RouteTable, VirtualHost
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
-from ztunnel.proxy.envoy.path.dial import (
-    ClusterUpstream,
-    Dialler,
-    count_failure,
-    pick_cluster,
-)
-from ztunnel.proxy.envoy.path.hop import Hop
-from ztunnel.proxy.envoy.stream.outcome import (
-    Denied,
-    NoHealthyHost,
-    Refused,
-    UpstreamFailed,
-)
+from ztunnel.proxy.envoy.listeners.connections import LiveHop
+from ztunnel.proxy.envoy.path.dial import ClusterUpstream, Dialler, count_failure
+from ztunnel.proxy.envoy.stream.outcome import Denied, NoHealthyHost, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.request_headers import header_values
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 
 #: HTTP/2 error code CONNECT_ERROR, with which Envoy resets after a failed CONNECT.
@@ -43,6 +34,10 @@ _BODIES = {
     "overflow": _RESET + b"overflow",
     "no host": b"no healthy upstream",
 }
+
+
+#: What else decides about the application of a tunnel, before it is dialled; raises ``Denied``.
+AdmitsApplication = Callable[[LiveHop, SocketAddress], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +74,7 @@ class Terminator:
         own_ports: the ports of this proxy's listeners, to which no tunnel may lead.
         judge_ports: policies' ports are the application's. Off (as Envoy), they are compared with the captured
             port, 15008, so that a DENY by port never holds for a tunnel.
+        admit: see there; ``None``: nothing else decides.
     """
 
     def __init__(
@@ -90,6 +86,7 @@ class Terminator:
         check_authority: bool,
         own_ports: Callable[[], Collection[int]],
         judge_ports: bool,
+        admit: AdmitsApplication | None = None,
     ) -> None:
         self._clusters = clusters
         self._dialler = dialler
@@ -97,8 +94,9 @@ class Terminator:
         self._check_authority = check_authority
         self._own_ports = own_ports
         self.judges_ports = judge_ports
+        self._admit = admit
 
-    async def open(self, hop: Hop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
+    async def open(self, hop: LiveHop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
         """Connect to the application a request is for.
 
         Raises:
@@ -107,24 +105,25 @@ class Terminator:
         info, manager = hop.info, chain.manager
         assert manager is not None
         route = self._route(manager, info)
-        name = pick_cluster(route.clusters, self._rng)
-        info.cluster = name
+        name, cluster = self._clusters.pick(route.clusters, self._rng)
+        info.cluster, hop.cluster = name, cluster
         info.route = route.name
-        cluster = self._clusters.get(name)
         if cluster is None:
             manager.no_cluster.value += 1
             info.flags.add(Flag.NO_CLUSTER)
             raise RequestRefused(Answer(route.cluster_not_found_status, "cluster_not_found"))
         info.upstream_cluster = cluster.model.alt_stat_name or name
+        if self._check_authority and cluster.model.discovery is Discovery.ORIGINAL_DST:
+            self._require_own_address(info, cluster)
+        host = cluster.choose(info)
         try:
-            upstream = await self._dial(hop, chain, cluster)
+            return route, await self._dial(hop, cluster, host)
         except Denied as error:
             hop.refused(error)
             raise RequestRefused(Answer(403, error.details, DENIED)) from error
         except Refused as error:
             hop.refused(error)
             raise RequestRefused(_answer_to(error)) from error
-        return route, upstream
 
     def _route(self, manager: LiveConnectionManager, info: StreamInfo) -> Route:
         host = _virtual_host(manager.routes.virtual_hosts, info.authority) if manager.routes is not None else None
@@ -142,28 +141,32 @@ class Terminator:
             raise RequestRefused(Answer(403, "upgrade_failed"))
         return route
 
-    async def _dial(self, hop: Hop, chain: LiveChain, cluster: LiveCluster) -> ClusterUpstream:
+    async def _dial(self, hop: LiveHop, cluster: LiveCluster, host: Host | None) -> ClusterUpstream:
+        """Judge the application that was chosen, and dial it.
+
+        Raises:
+            Refused: there is none, it is not allowed, or it cannot be reached.
+        """
         info = hop.info
-        if self._check_authority and cluster.model.discovery is Discovery.ORIGINAL_DST:
-            self._require_own_address(info, cluster)
-        host = cluster.choose(info)
         if host is None:
             cluster.stats.cx_none_healthy.value += 1
             raise NoHealthyHost()
-        info.upstream_host = str(host)
-        info.endpoint = host.endpoint
-        info.upstream_metadata = host.endpoint.metadata
+        endpoint = host.endpoint
+        info.upstream_host = endpoint.key
+        info.endpoint = endpoint
+        info.upstream_metadata = endpoint.metadata
         info.attempts += 1
-        address = host.endpoint.address
+        address = endpoint.address
         if not isinstance(address, SocketAddress):
             raise UpstreamFailed(NO_IP_ADDRESS)
         if self.judges_ports:
-            hop.life.application = address
-            hop.life.current_chain().judge_port(info, address)
-        await self._admit(hop, address)
-        hop.life.state = State.DIALING
+            hop.application = address
+            hop.current_chain().judge_port(info, address)
+        if self._admit is not None:
+            await self._admit(hop, address)
+        hop.state = State.DIALING
         try:
-            upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport_socket(host))
+            upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport(host))
         except UpstreamFailed as error:
             count_failure(cluster, host, error)
             raise
@@ -171,13 +174,6 @@ class Terminator:
             info.ready_s = hop.clock.monotonic() - info.started
         info.connected = True
         return upstream
-
-    async def _admit(self, hop: Hop, address: SocketAddress) -> None:
-        """Ask what else decides about the application of a tunnel, before it is dialled.
-
-        Raises:
-            Denied: the tunnel is not allowed.
-        """
 
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
         """Check that the request names the pod its connection was captured for, on a port that is not ours.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.end import End
+from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection
@@ -21,27 +22,14 @@ from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken, TunnelClosed
 from ztunnel.proxy.dataplane.half_open import Arrival
-from ztunnel.proxy.dataplane.lives import cancels_current_task
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.path.connect import Connector
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
-from ztunnel.proxy.envoy.path.downstream_tls import (
-    context_of,
-    handshake_failed,
-    handshake_turn,
-    note_peer,
-)
-from ztunnel.proxy.envoy.path.hop import Hop
-from ztunnel.proxy.envoy.path.tcp_proxy import application_of, ended_by_peer, in_order
-from ztunnel.proxy.envoy.path.terminate import (
-    DENIED,
-    Answer,
-    RequestRefused,
-    Terminator,
-)
+from ztunnel.proxy.envoy.path.downstream_tls import context_of, handshake_failed, handshake_turn, note_peer
+from ztunnel.proxy.envoy.path.tcp_proxy import application_of
+from ztunnel.proxy.envoy.path.terminate import DENIED, Answer, RequestRefused, Terminator
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Refused
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.runtime.clock import Clock, utc
@@ -63,7 +51,6 @@ class TunnelServer:
 
     Args:
         connections: the table that every request is registered in.
-        connector: has the clusters whose bytes are counted.
         terminator: finds the application of a request.
         handshakes: their turns and limits.
         poller: of this loop.
@@ -76,7 +63,6 @@ class TunnelServer:
     def __init__(
         self,
         connections: Connections,
-        connector: Connector,
         terminator: Terminator,
         handshakes: Handshakes,
         *,
@@ -87,7 +73,6 @@ class TunnelServer:
         taps: Taps | None,
     ) -> None:
         self._connections = connections
-        self._connector = connector
         self._terminator = terminator
         self._handshakes = handshakes
         self._poller = poller
@@ -99,14 +84,14 @@ class TunnelServer:
     # A connection
 
     async def serve(
-        self, hop: Hop, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
+        self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> None:
         """Serve one connection until it and its requests are over.
 
         Raises:
             Refused: it ended before its first request could be answered.
         """
-        manager, info = chain.manager, hop.info
+        manager, info = chain.manager, connection.info
         assert manager is not None
         connection.port_known = not self._terminator.judges_ports
         context = context_of(listener, chain)
@@ -148,7 +133,7 @@ class TunnelServer:
                 context,
                 self._settings_for(chain, manager),
                 self._poller,
-                lambda request: self._request(hop, connection, carried, chain, request),
+                lambda request: self._request(connection, carried, chain, request),
                 on_established=established,
             )
         except HboneError as error:
@@ -185,14 +170,13 @@ class TunnelServer:
 
     async def _request(
         self,
-        outer: Hop,
         connection: LiveConnection,
         carried: dict[LiveRequest, None],
         chain: LiveChain,
         request: Request,
     ) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
-        head, base, manager = request.head, outer.info, chain.manager
+        head, base, manager = request.head, connection.info, chain.manager
         assert manager is not None
         info = StreamInfo(
             connection_id=base.connection_id,
@@ -214,11 +198,12 @@ class TunnelServer:
             request_headers=tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers]),
             manager=manager.model,
         )
-        life = LiveRequest(self._connections.hops, info, connection.owner, cancels_current_task(self._poller))
-        life.chain = chain
-        carried[life] = None
-        life.own(partial(carried.pop, life))
-        hop = Hop(info, self._clock, life, filter_sinks=manager.sinks)
+        cancel = current(self._poller).cancel
+        hop = LiveRequest(self._connections.hops, info, connection.owner, self._clock, cancel)
+        hop.chain = chain
+        hop.filter_sinks = manager.sinks
+        carried[hop] = None
+        hop.own(partial(carried.pop, hop))
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
         try:
@@ -237,20 +222,19 @@ class TunnelServer:
             info.flags.add(Flag.DOWNSTREAM_TERMINATED)
             info.response_details = f"downstream_remote_disconnect: {error}"
         except asyncio.CancelledError:
-            if life.reason.startswith(POLICY_CHANGE) and not request.answered:
+            if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
                 # A verdict while the application was dialled, as one before it.
-                self._refuse(request, info, manager, Answer(403, life.reason, DENIED))
-            elif life.reason:
-                info.response_details = life.reason
+                self._refuse(request, info, manager, Answer(403, hop.reason, DENIED))
+            elif hop.reason:
+                info.response_details = hop.reason
             else:
                 info.flags.add(Flag.DOWNSTREAM_TERMINATED)
             raise
         finally:
-            life.close()
+            hop.close()
             if info.response_code:
                 manager.rq_by_class[min(5, max(2, info.response_code // 100))].value += 1
             manager.rq_active.stored -= 1
-            hop.finish()
             manager.rq_time.record((info.duration_s or 0.0) * 1000)
 
     def _refuse(self, request: Request, info: StreamInfo, manager: LiveConnectionManager, answer: Answer) -> None:
@@ -266,7 +250,7 @@ class TunnelServer:
 
     async def _carry_tunnel(
         self,
-        hop: Hop,
+        hop: LiveRequest,
         manager: LiveConnectionManager,
         route_timeout_s: float | None,
         route_idle_s: float | None,
@@ -281,9 +265,11 @@ class TunnelServer:
         counts = ByteCounts()
         manager.cx_upgrades_total.value += 1
         manager.cx_upgrades_active.stored += 1
-        application = application_of(self._taps, info, upstream, tunnel)
+        application = upstream.end
+        if self._taps is not None:
+            application = application_of(self._taps, info, upstream, tunnel)
         running = relay(tunnel, application, counts, idle_timeout_s=idle or None)
-        hop.life.opened(running.abort, finish=running.finish)
+        hop.opened(running.abort, finish=running.finish)
         timers: list[asyncio.TimerHandle] = []
         if limit:
 
@@ -302,12 +288,10 @@ class TunnelServer:
             info.bytes_received, info.bytes_sent = received, sent = counts.sent, counts.received
             manager.cx_rx_bytes.value += received
             manager.cx_tx_bytes.value += sent
-            cluster = self._connector.cluster(info.cluster)
-            if cluster is not None:
-                cluster.stats.cx_tx_bytes.value += received
-                cluster.stats.cx_rx_bytes.value += sent
-        upstream.ended_by_peer = ended_by_peer(ended, tunnel, upstream)
-        upstream.in_use = upstream.end.source is SourceState.CUT or not in_order(ended, tunnel)
+            if hop.cluster is not None:
+                hop.cluster.stats.cx_tx_bytes.value += received
+                hop.cluster.stats.cx_rx_bytes.value += sent
+        upstream.in_use = upstream.relayed(ended, tunnel)
         if ended.timed_out:
             manager.rq_idle_timeout.value += 1
             info.flags.add(Flag.STREAM_IDLE)

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
@@ -25,7 +25,10 @@ from xds.model.cluster import (
     Locality,
     LocalityGroup,
     ProxyHeader,
+    RawBuffer,
     TransportSocket,
+    proxy_version_of,
+    security_of,
 )
 from xds.model.metadata import value_key
 from xds.model.tls import TlsContext as ContextModel
@@ -180,6 +183,20 @@ class Breaker:
         return self.requests >= self.limits.max_requests
 
 
+class LiveTransport(NamedTuple):
+    """A transport socket of a cluster, read once.
+
+    Attributes:
+        model: as configured, with what is around it.
+        context: of its TLS; ``None``: plain TCP.
+        proxy_version: of the PROXY header that it sends first; ``None``: it sends none.
+    """
+
+    model: TransportSocket
+    context: LiveContext | None
+    proxy_version: int | None
+
+
 class LiveCluster:
     """A cluster of the configuration with its hosts and connections' limits.
 
@@ -202,6 +219,7 @@ class LiveCluster:
         "_subsets",
         "_surround",
         "_tasks",
+        "_transports",
         "_wanted",
         "added_via_api",
         "body",
@@ -237,6 +255,7 @@ class LiveCluster:
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
         # Before the statistics are shown: if this version is refused, those of the active one stay.
         self._build_contexts(surround)
+        self._transports: dict[int, LiveTransport] = {}  # likewise; of those in use
         self.stats.declare()
         self.breaker = Breaker(model)
         self.hosts = HostSet()
@@ -556,7 +575,7 @@ class LiveCluster:
         balancer = self._balancer_for(subset)
         if balancer is None:
             return None
-        key = source_hash(info.source.host) if hash_source else None
+        key = source_hash(info.facts.source.host) if hash_source else None
         panics = balancer.panics
         host = balancer.choose(now, hash_key=key, avoid=avoid)
         if balancer.panics != panics:
@@ -627,12 +646,17 @@ class LiveCluster:
             address = SocketAddress(address.host, config.port_override)
         return address
 
-    def transport_socket(self, host: Host) -> TransportSocket:
+    def transport(self, host: Host) -> LiveTransport:
         """Return the transport socket for a host, and count the match that chose it."""
-        name, socket = self.model.transport_socket_for(host.endpoint.metadata)
+        name, model = self.model.transport_socket_for(host.endpoint.metadata)
         if name:
             self.stats.scope.counter(f"{name}.total_match_count").value += 1
-        return socket
+        found = self._transports.get(id(model))
+        if found is None:
+            security = security_of(model)
+            context = None if isinstance(security, RawBuffer) else self.context(security)
+            found = self._transports[id(model)] = LiveTransport(model, context, proxy_version_of(model))
+        return found
 
     def report(self, host: Host, result: Result) -> None:
         """Pass the outcome of an attempt on a host to outlier detection."""

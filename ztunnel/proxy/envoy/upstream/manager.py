@@ -8,6 +8,7 @@ reported, and the other clusters of the update are applied.
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from functools import partial
 from xds.dialects.envoy import Surroundings, compile_cluster
 from xds.errors import ConfigError
 from xds.model.cluster import Cluster
+from xds.model.weighted_cluster import WeightedCluster
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
 from xds.proto.well_known import Any as AnyMessage
@@ -66,6 +68,11 @@ class ClusterManager:
         self._added = scope.counter("cluster_added")
         self._modified = scope.counter("cluster_modified")
         self._removed = scope.counter("cluster_removed")
+
+    def pick(self, choices: tuple[WeightedCluster, ...], rng: random.Random) -> tuple[str, LiveCluster | None]:
+        """Return the name of one of weighted clusters, and the cluster if it is active; most chains have one."""
+        one = choices[0] if len(choices) == 1 else rng.choices(choices, [each.weight for each in choices])[0]
+        return one.name, self._active.get(one.name)
 
     def get(self, name: str) -> LiveCluster | None:
         """Return the active cluster of a name, or None."""

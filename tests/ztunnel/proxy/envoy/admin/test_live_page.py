@@ -17,10 +17,12 @@ from ztunnel.policy.ledger import Ledger
 from ztunnel.proxy.envoy.admin import live_page
 from ztunnel.proxy.envoy.admin.live_page import Traffic
 from ztunnel.proxy.envoy.config.settings import settings_from
-from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, PodQuota
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.proxy.envoy.telemetry.decisions import DeniedBy
 from ztunnel.proxy.ui import setting
+from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.descriptors import Descriptors
 from ztunnel.runtime.settings import SettingsError
 
 CLIENT, SERVER = "spiffe://d/ns/shop/sa/client", "spiffe://d/ns/shop/sa/server"
@@ -92,7 +94,9 @@ def info(**changes: Any) -> StreamInfo:
 
 
 def live(hop: StreamInfo, *inner: StreamInfo) -> LiveConnection:
-    connection = LiveConnection(Connections(), hop, mock.Mock(), None)
+    connection = LiveConnection(
+        Connections(PodQuota(Descriptors(100))), hop, mock.Mock(), SystemClock(), None, "10.0.0.1"
+    )
     connection.inner = inner
     return connection
 

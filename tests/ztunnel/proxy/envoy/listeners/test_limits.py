@@ -7,12 +7,13 @@ import pytest
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.listener import ConnectionLimit, LocalRateLimit
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop, PodQuota
 from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit
-from ztunnel.proxy.envoy.path.hop import Hop
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stream.outcome import TooMany
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.descriptors import Descriptors
 
 HERE = SocketAddress("127.0.0.1", 1)
 
@@ -24,13 +25,14 @@ def info() -> StreamInfo:
 
 def test_a_place_comes_back_once_when_the_hop_is_over() -> None:
     limit = LiveConnectionLimit(ConnectionLimit(stat_prefix="p", most=1, delay_s=3), Stats())
-    first = Hop(info(), SystemClock(), mock.Mock())
+    connections = Connections(PodQuota(Descriptors(100)))
+    first = LiveHop(connections.hops, info(), mock.Mock(), SystemClock())
     limit.check(first.info)
     with pytest.raises(TooMany) as full:
         limit.check(info())
     assert full.value.delay_s == 3
-    first.finish()
-    first.finish()
+    first.close()
+    first.close()
     limit.check(info())
     with pytest.raises(TooMany):
         limit.check(info())
