@@ -1,11 +1,17 @@
 """An open upstream: the end that a relay copies to, and what must close after it."""
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from hbone.aio.end import End
+from hbone.aio.relay import RelayEnd
+from hbone.end_state import SourceState
+from ztunnel.proxy.dataplane.lives import Life
+
+LifeT = TypeVar("LifeT", bound=Life)
 
 
-class Upstream:
+class Upstream(Generic[LifeT]):
     """One open upstream of one connection; the path that opened it closes it.
 
     Closing follows ``contextlib.ExitStack``: the end first, because closing it is what the peer sees, then every
@@ -16,18 +22,35 @@ class Upstream:
 
     Attributes:
         end: for the relay.
+        hops: lives of this process behind the caller's, outermost first; they end with it.
+        ended_by_peer: whether the host ended last, or reset; else we did. Set before it closes.
+        in_use: whether it was still carrying a request when it ended.
     """
 
-    __slots__ = ("_closed", "_closing", "end")
+    __slots__ = ("_closed", "_closing", "end", "ended_by_peer", "hops", "in_use")
 
     def __init__(self, end: End, *closing: Callable[[], object]) -> None:
         self.end = end
+        self.hops: tuple[LifeT, ...] = ()
+        self.ended_by_peer = False
+        self.in_use = True
         self._closed = False
         self._closing: list[Callable[[], object]] = list(closing)
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once, after the end has closed."""
         self._closing.append(callback)
+
+    def relayed(self, ended: RelayEnd, downstream: End) -> bool:
+        """Note who ended its relay with ``downstream``; return whether a request was still in use then.
+
+        As Envoy counts it, a host has closed its connection by a reset, or by ending after we did. A request is
+        over if the client and we ended both directions, and did not leave the host with one open.
+        """
+        cut = self.end.source is SourceState.CUT
+        in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT
+        self.ended_by_peer = cut or (in_order and ended.first is downstream)
+        return cut or not in_order
 
     def close(self, error: Exception | None = None) -> None:
         """Close the end, with ``error`` as its reason if there is one, and run the callbacks; idempotent."""

@@ -43,6 +43,9 @@ DRAINED = "connection_closed_due_to_connection_drain"
 class AnyPort(dict[int, int]):
     """Every port is one of tunnels that come back to this proxy."""
 
+    def __contains__(self, key: object) -> bool:
+        return True
+
     def get(self, key: int, default: Any = None) -> Any:
         return key
 

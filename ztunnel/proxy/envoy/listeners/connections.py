@@ -181,6 +181,7 @@ class LiveConnection(LiveHop):
 
     Args:
         pod: the address of the pod that it is of: the client's, or where tunnels end.
+        release: closes the accepted socket.
 
     Attributes:
         id: unique in the process.
@@ -198,15 +199,17 @@ class LiveConnection(LiveHop):
         clock: Clock,
         abort: Abort | None,
         pod: str,
+        release: Callable[[], object],
     ) -> None:
+        self._pod = pod
+        self._quota = group.quota
+        self._quota.enter(pod)
         super().__init__(group, info, owner, clock, abort)
+        self.own(release)
         self.id = info.connection_id
         self.counts: ByteCounts | None = None
         self.inner: Sequence[StreamInfo] = ()
         self.listener_sinks = owner.sinks
-        self._pod = pod
-        self._quota = group.quota
-        self._quota.enter(pod)
         owner.opened()
 
     def move_to(self, listener: LiveListener) -> None:
@@ -222,10 +225,10 @@ class LiveConnection(LiveHop):
         """See :meth:`LiveHop.close`."""
         if self.state is State.CLOSED:
             return
+        self._quota.leave(self._pod)
         try:
             super().close()
         finally:
-            self._quota.leave(self._pod)
             self.owner.closed()
             self.owner.cx_length.record((self.info.duration_s or 0.0) * 1000)
 

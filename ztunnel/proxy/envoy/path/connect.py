@@ -30,14 +30,16 @@ from xds.model.facts import ConnectionFacts
 from xds.model.listener import AppendAction
 from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp, Reason
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.path.dial import (
     ClusterUpstream,
     CountedConnection,
     Dialler,
-    account_connection,
+    count_end,
     count_failure,
+    count_request,
     failure_of,
     secrets_not_ready,
     with_header,
@@ -126,6 +128,7 @@ class Connector:
             Refused: no attempt succeeded; ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
+        tunnelled = tunnels(proxy, info)
         override = info.facts.filter_state.get(CLUSTER_OVERRIDE)
         if override:
             name, cluster = override, self._clusters.get(override)
@@ -147,9 +150,10 @@ class Connector:
             if host is None:
                 cluster.stats.cx_none_healthy.value += 1
                 raise NoHealthyHost()
+            transport = cluster.transport(host)
             info.attempts += 1
             try:
-                upstream = await self._attempt(hop, proxy, cluster, host, client)
+                upstream = await self._attempt(hop, proxy, cluster, host, transport, client, tunnelled=tunnelled)
             except UpstreamFailed as error:
                 count_failure(cluster, host, error)
                 verdict = attempts.failed(error, 0.0, host)
@@ -175,7 +179,15 @@ class Connector:
             await asyncio.sleep(self._rng.random() * min(longest, base * 2 ** (failures - 1)))
 
     async def _attempt(
-        self, hop: LiveHop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
+        self,
+        hop: LiveHop,
+        proxy: LiveTcpProxy,
+        cluster: LiveCluster,
+        host: Host,
+        transport: LiveTransport,
+        client: End | None,
+        *,
+        tunnelled: bool,
     ) -> ClusterUpstream:
         info = hop.info
         endpoint = host.endpoint
@@ -184,13 +196,12 @@ class Connector:
         info.upstream_metadata = endpoint.metadata
         if self._admit is not None:
             await self._admit(hop, proxy, host)
-        transport = cluster.transport(host)
         match endpoint.address:
             case InternalAddress() as address:
                 upstream = await self._enter(hop, cluster, host, address, transport, client)
-            case SocketAddress() as address if tunnels(proxy, info):
+            case SocketAddress() as address if tunnelled:
                 upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
-            case PipeAddress() if tunnels(proxy, info):
+            case PipeAddress() if tunnelled:
                 raise UpstreamFailed("a tunnel needs a host with an IP address")
             case SocketAddress() | PipeAddress() as address:
                 upstream = await self._dialler.dial(info, cluster, host, address, transport)
@@ -248,9 +259,10 @@ class Connector:
         if header:
             upstream.end.write([memoryview(header)], len(header))
             upstream.end.flush()
-        upstream.hops.insert(0, inner.hop)
+        upstream.hops = (inner.hop, *upstream.hops)
         upstream.on_close(inner.hop.close)
-        upstream.on_close(account_connection(cluster, host, upstream, counted))
+        count_request(cluster, host)
+        upstream.on_close(lambda: count_end(cluster, host, counted, upstream))
         return upstream
 
     # Tunnels
@@ -279,7 +291,7 @@ class Connector:
             raise secrets_not_ready(cluster)
         options = info.options if version is None else with_header(info, version)
         # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
-        if not options.first_bytes:
+        if not options.first_bytes and address.port in self._internal.shortcut_ports:
             local = await self._internal.shortcut(hop, context, address, authority, headers)
             if local is not None:
                 local.on_close(self._account_request(cluster, host))
@@ -288,9 +300,13 @@ class Connector:
         key = PoolKey(address, context, generation, options)
         breaker.requests += 1
         try:
-            tunnel = await self._pool(cluster).open(
+            pool = self._pools.get(cluster) or self._new_pool(cluster)
+            fields = [(b":method", b"CONNECT"), (b":authority", authority.encode())]
+            for name, value in headers:
+                fields.append((name.encode(), value.encode("utf-8", "replace")))
+            tunnel = await pool.open(
                 key,
-                [(b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded(headers)],
+                fields,
                 client if type(client) is PlainSocket else None,
             )
         except ConnectRefused as error:
@@ -312,7 +328,7 @@ class Connector:
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
             text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)
             info.facts.filter_state[RESPONSE_HEADERS] = text
-        return ClusterUpstream(tunnel, self._account_request(cluster, host))
+        return Upstream(tunnel, self._account_request(cluster, host))
 
     @staticmethod
     def _account_request(cluster: LiveCluster, host: Host) -> Callable[[], None]:
@@ -332,21 +348,19 @@ class Connector:
 
         return closed
 
-    def _pool(self, cluster: LiveCluster) -> Pool:
-        pool = self._pools.get(cluster)
-        if pool is None:
-            settings = client_settings(cluster, early_data=self._early_data)
+    def _new_pool(self, cluster: LiveCluster) -> Pool:
+        settings = client_settings(cluster, early_data=self._early_data)
 
-            async def dial(key: Hashable) -> Connection:
-                assert isinstance(key, PoolKey)
-                return await self._dial_tunnel(cluster, key, settings)
+        async def dial(key: Hashable) -> Connection:
+            assert isinstance(key, PoolKey)
+            return await self._dial_tunnel(cluster, key, settings)
 
-            limits = PoolSettings(
-                idle_timeout_s=cluster.model.connection_idle_timeout_s or math.inf,  # 0: never, as in Envoy
-                max_tunnels_per_connection=cluster.model.max_requests_per_connection,
-                max_waiters=cluster.breaker.limits.max_pending_requests,
-            )
-            pool = self._pools[cluster] = Pool(dial, self._poller, limits)
+        limits = PoolSettings(
+            idle_timeout_s=cluster.model.connection_idle_timeout_s or math.inf,  # 0: never, as in Envoy
+            max_tunnels_per_connection=cluster.model.max_requests_per_connection,
+            max_waiters=cluster.breaker.limits.max_pending_requests,
+        )
+        pool = self._pools[cluster] = Pool(dial, self._poller, limits)
         return pool
 
     async def _dial_tunnel(self, cluster: LiveCluster, key: _Key, settings: ConnectionSettings) -> Connection:
@@ -451,11 +465,6 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
             headers = others
         headers.append((header.name, value))
     return authority, headers
-
-
-def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    """Return headers as bytes for the wire."""
-    return [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
 
 
 def _is_repeatable(error: Exception) -> bool:

@@ -105,8 +105,7 @@ class Datapath:
     async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo, pod: str) -> None:
         end = PlainSocket(sock, self._poller)
         cancel = current(self._poller).cancel
-        connection = LiveConnection(self._connections, info, listener, self._clock, cancel, pod)
-        connection.own(end.close)
+        connection = LiveConnection(self._connections, info, listener, self._clock, cancel, pod, end.close)
         try:
             listener = await self._filter(listener, end, info)
             if listener is not connection.owner:

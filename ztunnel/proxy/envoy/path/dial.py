@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable
+from typing import TypeAlias
 
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
-from hbone.aio.relay import RelayEnd
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
-from hbone.end_state import SourceState
 from hbone.errors import HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
 from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, KernelRefused, TproxyError
@@ -29,34 +27,8 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.outlier import Result
 
-
-class ClusterUpstream(Upstream):
-    """An open upstream of a cluster.
-
-    Attributes:
-        hops: the in-process hops behind the caller's, outermost first; they end with it.
-        ended_by_peer: whether the host ended last, or reset; else we did. Set before it closes.
-        in_use: whether the connection was still carrying a request when it ended.
-    """
-
-    __slots__ = ("ended_by_peer", "hops", "in_use")
-
-    def __init__(self, end: End, *closing: Callable[[], object]) -> None:
-        super().__init__(end, *closing)
-        self.hops: list[LiveHop] = []
-        self.ended_by_peer = False
-        self.in_use = True
-
-    def relayed(self, ended: RelayEnd, downstream: End) -> bool:
-        """Note who ended its relay with ``downstream``; return whether a request was still in use then.
-
-        As Envoy counts it, a host has closed its connection by a reset, or by ending after we did. A request is
-        over if the client and we ended both directions, and did not leave the host with one open.
-        """
-        cut = self.end.source is SourceState.CUT
-        in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT
-        self.ended_by_peer = cut or (in_order and ended.first is downstream)
-        return cut or not in_order
+#: An open upstream of a cluster.
+ClusterUpstream: TypeAlias = Upstream[LiveHop]
 
 
 class Dialler:
@@ -102,9 +74,9 @@ class Dialler:
         finally:
             breaker.connections -= 1
             breaker.pending -= 1
-        upstream = ClusterUpstream(end)
-        upstream.on_close(account_connection(cluster, host, upstream, counted))
+        count_request(cluster, host)
         counted.connected()
+        upstream: ClusterUpstream = Upstream(end, lambda: count_end(cluster, host, counted, upstream))
         return upstream
 
     async def _open_socket(
@@ -257,10 +229,8 @@ class CountedConnection:
 _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
-def account_connection(
-    cluster: LiveCluster, host: Host, upstream: ClusterUpstream, counted: CountedConnection
-) -> Callable[[], None]:
-    """Count an open connection, as in Envoy as one request, too; return what counts the end of its upstream."""
+def count_request(cluster: LiveCluster, host: Host) -> None:
+    """Count an open connection: as in Envoy it is one request, too."""
     stats = cluster.stats
     stats.rq_total.value += 1
     stats.rq_active.stored += 1
@@ -268,13 +238,13 @@ def account_connection(
     host.cx_active += 1
     cluster.breaker.connections += 1
 
-    def closed() -> None:
-        stats.rq_active.stored -= 1
-        counted.ended(by_peer=upstream.ended_by_peer, in_use=upstream.in_use)
-        host.cx_active -= 1
-        cluster.breaker.connections -= 1
 
-    return closed
+def count_end(cluster: LiveCluster, host: Host, counted: CountedConnection, upstream: ClusterUpstream) -> None:
+    """Count the end of what :func:`count_request` has counted."""
+    cluster.stats.rq_active.stored -= 1
+    host.cx_active -= 1
+    cluster.breaker.connections -= 1
+    counted.ended(by_peer=upstream.ended_by_peer, in_use=upstream.in_use)
 
 
 def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:

@@ -259,7 +259,7 @@ class InternalListeners:
         info.response_details = "via_upstream"
         manager.rq_by_class[2].value += 1
         hop.state = State.JOINED
-        upstream.hops.append(hop)
+        upstream.hops = (*upstream.hops, hop)
         upstream.on_close(hop.close)
         return upstream
 

@@ -65,10 +65,21 @@ class TcpProxies:
         capture = self._taps.of(info.source.host) if self._taps is not None else None
         # First bytes that leave along with a CONNECT pass no relay, where the tap would see them.
         first = downstream if capture is None else None
-        if proxy.model.idle_timeout_s or proxy.model.max_duration_s:
-            upstream = await self._open_in_time(connection, proxy, first)
-        else:
+        # In Envoy both timers run while the upstream connects. They bound the wait for a CONNECT's answer, which
+        # no connect timeout of a cluster does.
+        idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
+        limit = min(idle, longest)
+        if limit == math.inf:
             upstream = await self._connector.open(connection, proxy, first)
+        else:
+            deadline = Deadline(self._poller, limit)
+            try:
+                with deadline:
+                    upstream = await self._connector.open(connection, proxy, first)
+            except TimeoutError:
+                if not deadline.passed:
+                    raise
+                raise _too_late(info, proxy, by_duration=longest <= idle) from None
         try:
             client = downstream
             if capture is not None:
@@ -80,33 +91,6 @@ class TcpProxies:
             await self._relay(connection, proxy, client, upstream)
         finally:
             upstream.close()
-
-    async def _open_in_time(
-        self, connection: LiveConnection, proxy: LiveTcpProxy, downstream: End | None
-    ) -> ClusterUpstream:
-        """Open the upstream within the filter's idle timeout and longest duration, which run from the accept.
-
-        In Envoy both timers run while the upstream connects. They bound the wait for a CONNECT's answer, which
-        no connect timeout of a cluster does.
-
-        Raises:
-            Refused: no attempt succeeded, or not in time (flag UF; DT, too, for the duration).
-        """
-        settings = proxy.model
-        idle, longest = settings.idle_timeout_s or math.inf, settings.max_duration_s or math.inf
-        deadline = Deadline(self._poller, min(idle, longest))
-        try:
-            with deadline:
-                return await self._connector.open(connection, proxy, downstream)
-        except TimeoutError:
-            if not deadline.passed:
-                raise
-        if longest <= idle:
-            proxy.max_duration.value += 1
-            connection.info.flags.add(Flag.DURATION_TIMEOUT)
-            raise _too_late("max_downstream_connection_duration") from None
-        proxy.idle_timeout.value += 1
-        raise _too_late("tcp_session_idle_timeout") from None
 
     async def _relay(
         self,
@@ -189,7 +173,14 @@ def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunn
     return observed_application(taps, info, upstream.end, tunnel)
 
 
-def _too_late(details: str) -> UpstreamFailed:
+def _too_late(info: StreamInfo, proxy: LiveTcpProxy, *, by_duration: bool) -> UpstreamFailed:
+    """Count and return the failure of an upstream that did not open in time: flag UF, and DT for the duration."""
     error = UpstreamFailed("")
-    error.details = details
+    if by_duration:
+        proxy.max_duration.value += 1
+        info.flags.add(Flag.DURATION_TIMEOUT)
+        error.details = "max_downstream_connection_duration"
+    else:
+        proxy.idle_timeout.value += 1
+        error.details = "tcp_session_idle_timeout"
     return error

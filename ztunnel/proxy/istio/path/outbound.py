@@ -82,7 +82,7 @@ _MOST_QUESTIONS = 8
 _DIAL_ERRORS = (HboneError, TproxyError, IdentityError, OSError)
 
 
-class OutboundUpstream(Upstream):
+class OutboundUpstream(Upstream[Life]):
     """An open upstream of a pod's connection.
 
     Attributes:

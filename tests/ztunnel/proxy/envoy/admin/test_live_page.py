@@ -95,7 +95,7 @@ def info(**changes: Any) -> StreamInfo:
 
 def live(hop: StreamInfo, *inner: StreamInfo) -> LiveConnection:
     connection = LiveConnection(
-        Connections(PodQuota(Descriptors(100))), hop, mock.Mock(), SystemClock(), None, "10.0.0.1"
+        Connections(PodQuota(Descriptors(100))), hop, mock.Mock(), SystemClock(), None, "10.0.0.1", lambda: None
     )
     connection.inner = inner
     return connection
