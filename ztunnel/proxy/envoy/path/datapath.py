@@ -19,7 +19,7 @@ from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life import Event, State
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
 from ztunnel.proxy.envoy.listeners.filters import (
@@ -34,12 +34,7 @@ from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer
-from ztunnel.proxy.envoy.stream.outcome import (
-    Incomplete,
-    NoFilterChain,
-    Refused,
-    TooMany,
-)
+from ztunnel.proxy.envoy.stream.outcome import STOPPED, Incomplete, NoFilterChain, Refused, TooMany
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.tasks import Tasks
@@ -226,5 +221,7 @@ class Datapath:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """End every connection; idempotent."""
+        """End everything alive at once, with a reason for its line; idempotent."""
+        self._connections.review_all(Event.STOP, STOPPED)
+        await self._connections.table.reviewed()
         await self._tasks.close()

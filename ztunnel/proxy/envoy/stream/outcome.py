@@ -19,6 +19,8 @@ from ztunnel.proxy.envoy.stream.stream_info import Flag
 
 #: ``CONNECTION_TERMINATION_DETAILS`` of a connection that was open at the end of a grace period.
 DRAINED = "connection closed due to connection drain"
+#: The same of a connection that was open when the proxy stopped without a grace period.
+STOPPED = "connection closed: the proxy stops"
 #: Begin of ``CONNECTION_TERMINATION_DETAILS`` of a live connection that a new policy does not allow.
 POLICY_CHANGE = "connection closed due to policy change"
 
