@@ -25,6 +25,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     Through,
     fields,
 )
+from ztunnel.proxy.dataplane.lives import LiveTable
 
 PACKAGE = str(Path(__file__).parents[2] / "ztunnel") + "/"
 
@@ -66,6 +67,12 @@ class Walk:
         )
 
 
+async def _over(table: LiveTable) -> None:
+    """Wait until only the tunnel connection is alive; reads the groups, so that no call is of the harness."""
+    while sum(len(group._entries) for group in table._groups) > 1:
+        await asyncio.sleep(0)
+
+
 async def _istio_outbound(cluster: istio.Cluster) -> Walk:
     far = istio.workload("far", istio.OTHER, node=istio.ELSEWHERE)
     await cluster.start(NEAR)
@@ -74,7 +81,7 @@ async def _istio_outbound(cluster: istio.Cluster) -> Walk:
 
     async def once() -> None:
         assert await cluster.dial(f"{istio.OTHER}:{istio.APP_PORT}").ask() == b"ping"
-        await cluster.until(lambda: cluster.is_idle)
+        await _over(cluster.node.live)
 
     await once()  # the first one dials the tunnel connection
     with Walk() as walk:
@@ -89,7 +96,7 @@ async def _istio_inbound(cluster: istio.Cluster) -> Walk:
 
     async def once() -> None:
         assert await Through(cluster, await connection.open(fields())).end.ask() == b"ping"
-        await cluster.until(lambda: not cluster.pods["server"].dump()["inbound"])
+        await _over(cluster.node.live)
 
     await once()
     with Walk() as walk:
@@ -122,9 +129,7 @@ def _envoy() -> Walk:
 
             async def once() -> None:
                 assert await envoy.ask(listening) == b"ping"
-                # The carrying connection and its entry stay; of the groups, so that no call is of the harness.
-                while sum(len(group._entries) for group in table._groups) > 1:
-                    await asyncio.sleep(0)
+                await _over(table)
 
             await once()
             with Walk() as walk:

@@ -169,10 +169,9 @@ class Record:
     def settled(self) -> None:
         """Count the connection, because its far side does not change any more; idempotent."""
         if self._series is None:
-            now_s = self._node.clock.monotonic()
-            self._series = self._node.metrics.opened(
-                self._labels(), self._workloads(), self.counts, now_s, foreign=self._has_foreign_labels()
-            )
+            node, workloads, foreign = self._node, self._workloads(), self._has_foreign_labels()
+            now_s = node.clock.monotonic()
+            self._series = node.metrics.opened(self._labels(), workloads, self.counts, now_s, foreign=foreign)
 
     def complete(self, failure: Failed | None = None) -> None:
         """Count the end of an opened connection and write its line; idempotent, nothing if it never opened."""
@@ -185,17 +184,18 @@ class Record:
         node = self._node
         now_s = node.clock.monotonic()
         flags = failure.flags if failure is not None else Flags.NONE
+        logged = node.logs.access_level <= (_INFO if failure is None else _ERROR)
+        fields = self._fields() if logged else []
         series.used_s = now_s
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
-        if node.logs.access_level > (_INFO if failure is None else _ERROR):
+        if not logged:
             return
         counts = self.counts
         sent, received = counts.sent, counts.received
         if self.direction is Direction.INBOUND:
             sent, received = received, sent
-        fields = self._fields()
         fields += (("bytes_sent", sent), ("bytes_recv", received))
         if self.dry_run:
             fields.append(("policy.dry_run", self.dry_run))

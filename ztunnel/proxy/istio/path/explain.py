@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, Final, assert_never
 
 from hbone.errors import TlsError, TlsReason
-from xds.model.address import SocketAddress, canonical
+from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
@@ -41,7 +41,6 @@ from ztunnel.proxy.istio.path.route import (
     Route,
     RouteRefused,
     Tunnel,
-    is_recursive,
     route_for,
     source_host,
 )
@@ -291,7 +290,7 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
     dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
     at = dialled or mesh.workload_at(source.network, asked.destination.host)
     answer: Answer = {"dialled": _named(at)}
-    if is_recursive(asked.destination, around.illegal_ports):
+    if asked.destination.port in around.illegal_ports and is_loopback(asked.destination.host):
         return answer | {"verdict": f"refused: {RECURSIVE_CALL}"}
     routes = list(_routes(asked, source, around))
     first = next((route for route in routes if not isinstance(route, RouteRefused)), None)

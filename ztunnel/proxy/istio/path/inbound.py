@@ -13,11 +13,11 @@ import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hbone.aio.connection import Connection
 from hbone.aio.end import End
-from hbone.aio.fiber import Fiber
+from hbone.aio.fiber import Fiber, current
 from hbone.aio.relay import relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
@@ -43,7 +43,7 @@ from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.half_open import Arrival
 from ztunnel.proxy.dataplane.life import Event, State, Verdict
-from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
+from ztunnel.proxy.dataplane.lives import Life
 from ztunnel.proxy.dataplane.proxy_protocol import encode_header
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import (
@@ -82,6 +82,9 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.route import source_host
 from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
 from ztunnel.runtime.line_limit import LineLimit
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.tap.capture import Capture
 
 log = logging.getLogger(__name__)
 
@@ -157,12 +160,27 @@ class _Peer:
     identity: SpiffeId | None = None
 
 
+def _seen(
+    capture: Capture,
+    entry: PodConnection,
+    application: PlainSocket,
+    tunnel: Tunnel | None = None,
+    headers: Headers = (),
+) -> End:
+    """Return what shows an application's bytes to a tap of this pod."""
+    from ztunnel.proxy.istio.path.tapped import observed  # most proxies have no taps, and save the memory
+
+    assert entry.actual is not None
+    return observed(capture, entry, application, tunnel, entry.actual, headers)
+
+
 class Inbound:
     """Connections that come to one pod; a ``JoinTarget`` for tunnels of this node."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         self._pod = pod
         self._node = pod.node
+        self._illegal_ports = pod.node.config.illegal_ports
         self._authorizer = authorizer or Authorizer(pod.node)
         self._denials = _EarlyDenials(pod.node)
         # The entrance outlives this pod's last connection; a method here would make a cycle of the two.
@@ -294,7 +312,8 @@ class Inbound:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         node, head = self._node, request.head
         record = Record(node, Direction.INBOUND, peer.source, peer.local)
-        entry = self._entry(record)
+        cancel = current(node.poller).cancel
+        entry = PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
         entry.connection = peer.connection
         failure: Failed | None = None
         if node.logs.export is not None:
@@ -303,7 +322,8 @@ class Inbound:
             if head.method != b"CONNECT" or head.protocol is not None:
                 raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")
             tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
-            labels = await self._labels_now()
+            # As it is for a new request: its connection may be older than the policies that the pod names.
+            labels = await self._pod.local.get()
             self._describe_peer(record, peer, head.headers)
             _describe_pod(record, labels)
             application = await self._admit(entry, labels, tunnel, peer)
@@ -312,7 +332,10 @@ class Inbound:
                 # place, and first bytes that came along with the CONNECT wait in the stream.
                 baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
                 accepted = request.accept(baggage)
-                there = self._seen(entry, application, accepted, head.headers)
+                capture = self._pod.tap
+                there: End = application
+                if capture is not None:
+                    there = _seen(capture, entry, application, accepted, head.headers)
                 running = relay(accepted, there, record.counts)
                 entry.opened(running.abort, finish=running.finish)
                 ended = await running
@@ -322,6 +345,9 @@ class Inbound:
                     failure = of_relay(ended.error, from_client=ended.first is not there)
             finally:
                 application.close()
+        except EarlyDeny as denial:  # the control plane does not know this pod
+            record.denied_early(str(denial))
+            request.refuse(503)
         except _Refusal as refusal:
             failure = refusal.failure
             if refusal.early:
@@ -343,20 +369,8 @@ class Inbound:
 
     def _entry(self, record: Record) -> PodConnection:
         """Register what the current fiber will carry."""
-        return PodConnection(
-            self._pod.connections.inbound, record, cancels_current_task(self._node.poller), self.verdict
-        )
-
-    async def _labels_now(self) -> WorkloadLabels:
-        """Return this pod as it is for a new request: its connection may be older than the policies that it names.
-
-        Raises:
-            _Refusal: the control plane does not know it.
-        """
-        try:
-            return await self._pod.local.get()
-        except EarlyDeny as denial:
-            raise _Refusal(503, early=str(denial)) from denial
+        cancel = current(self._node.poller).cancel
+        return PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
 
     def _describe_peer(self, record: Record, peer: _Peer, headers: Headers) -> None:
         """Label the client: by what the control plane says of its address, else by what its proxy says of it.
@@ -412,7 +426,7 @@ class Inbound:
                 peer.local.host,
                 node.mesh,
                 network=node.config.network,
-                illegal_ports=node.config.illegal_ports,
+                illegal_ports=self._illegal_ports,
             )
         except RequestRefused as refused:
             raise _Refusal(refused.status, early=refused.reason) from refused
@@ -440,7 +454,8 @@ class Inbound:
             failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
             raise _Refusal(401, failure=failure) from denied
         # While that waited for a policy, the lists may have changed. (On the wire the connection has ended then.)
-        if entry.peer_is_revoked(self._node.revocation_lists()):
+        revocations = self._node.revocations
+        if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._rejected()
             raise _Refusal(401, failure=of_reason(REVOKED))
         entry.state = State.DIALING
@@ -453,22 +468,6 @@ class Inbound:
             return await sockets.dial(SocketAddress(loopback, address.port))
         source = sockets.application_source(HBONE_PORT, client.host, address.host)
         return await sockets.dial(address, source=source)
-
-    def _seen(
-        self,
-        entry: PodConnection,
-        application: PlainSocket,
-        tunnel: Tunnel | None = None,
-        headers: Headers = (),
-    ) -> End:
-        """Return the application's end, or what shows its bytes to a tap of this pod."""
-        capture = self._pod.tap
-        if capture is None:
-            return application
-        from ztunnel.proxy.istio.path.tapped import observed  # most proxies have no taps, and save the memory
-
-        assert entry.actual is not None
-        return observed(capture, entry, application, tunnel, entry.actual, headers)
 
     # Tunnels of this very node
 
@@ -547,7 +546,8 @@ class Inbound:
         else:
             entry.own(application.close)
             entry.state = State.JOINED
-            return Joined(self._seen(entry, application), entry)
+            capture = self._pod.tap
+            return Joined(application if capture is None else _seen(capture, entry, application), entry)
         finally:
             if entry.state is not State.JOINED:
                 entry.close()
@@ -595,7 +595,7 @@ class Inbound:
     ) -> Failed | None:
         node, sockets, record = self._node, self._pod.sockets, entry.record
         try:
-            target = plain_target(destination, node.config.illegal_ports)
+            target = plain_target(destination, self._illegal_ports)
         except RequestRefused as refused:
             raise EarlyDeny(refused.reason) from refused
         labels = await self._pod.local.get()
@@ -613,7 +613,9 @@ class Inbound:
         except (TproxyError, OSError) as error:
             return _unreachable(error)
         try:
-            running = relay(client, self._seen(entry, application), record.counts)
+            capture = self._pod.tap
+            there = application if capture is None else _seen(capture, entry, application)
+            running = relay(client, there, record.counts)
             entry.opened(running.abort, finish=running.finish)
             ended = await running
             if entry.reason:

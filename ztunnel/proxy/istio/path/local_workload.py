@@ -31,6 +31,7 @@ class LocalWorkload:
         self._node = node
         self._current = node.mesh.local_workload(name.name, name.namespace, name.service_account)
         self._last = self._current
+        self._labels: WorkloadLabels | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._watchers: list[Callable[[Workload], None]] = []
         self._stop_watching: Callable[[], None] = node.mesh.watch(self._mesh_changed)
@@ -95,4 +96,7 @@ class LocalWorkload:
                 "failed to fetch information about local workload: "
                 f"{name.service_account}.{name.namespace} ({name.name})"
             )
-        return self._node.labels_of(self._current)
+        labels = self._labels
+        if labels is None or labels.workload is not self._current:
+            labels = self._labels = self._node.labels_of(self._current)
+        return labels

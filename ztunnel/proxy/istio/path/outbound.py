@@ -20,13 +20,14 @@ from typing import NamedTuple, assert_never
 from hbone.aio.connection import Connection, connect
 from hbone.aio.deadline import Deadline
 from hbone.aio.end import End
+from hbone.aio.fiber import current
 from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.events import Header, Headers
 from hbone.headers import format_forwarded, format_traceparent, parse_baggage
 from tproxy.errors import TproxyError
-from xds.model.address import SocketAddress, canonical
+from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.dataplane.attempts import (
@@ -67,7 +68,6 @@ from ztunnel.proxy.istio.path.route import (
     Route,
     RouteRefused,
     Tunnel,
-    is_recursive,
     route_for,
 )
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
@@ -127,6 +127,7 @@ class Outbound:
         self._node = pod.node
         self._tunnels = tunnels
         self._resolve = resolve
+        self._illegal_ports = pod.node.config.illegal_ports
 
     # Accepting
 
@@ -175,7 +176,7 @@ class Outbound:
         """
         node = self._node
         record = Record(node, Direction.OUTBOUND, source, destination)
-        cancel = cancels_current_task(node.poller)
+        cancel = current(node.poller).cancel
         entry = PodConnection(self._pod.connections.outbound, record, cancel, self.verdict)
         entry.original = str(destination)
         failure: Failed | None = None
@@ -202,7 +203,7 @@ class Outbound:
         return ALLOWED
 
     async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
-        if is_recursive(destination, self._node.config.illegal_ports):
+        if destination.port in self._illegal_ports and is_loopback(destination.host):
             raise EarlyDeny(RECURSIVE_CALL)
         record = entry.record
         labels = await self._pod.local.get()
@@ -260,10 +261,13 @@ class Outbound:
         tried: frozenset[SocketAddress] = frozenset()
         failure: Failed | None = None
         while True:
-            avoid = node.failed_endpoints.current(node.clock.monotonic(), attempts.avoid)
             try:
-                route = await self._route(client, destination, avoid)
-                route, target = await self._addressed(route, labels, destination)
+                route = await self._route(client, destination, attempts.avoid)
+                target = route.target
+                if not isinstance(target, SocketAddress):
+                    target = await self._resolved(target, labels, destination)
+                    if isinstance(route, Tunnel):
+                        route = route.at(target.host)
             except EarlyDeny as denial:
                 if failure is not None:  # the last endpoint is gone: what it failed with says more
                     raise failure from denial
@@ -298,10 +302,11 @@ class Outbound:
             self._node.metrics.crl_rejections["source"] += 1
         return dial_failure(error, tunnel=not isinstance(route, Direct))
 
-    async def _route(self, client: Client, destination: SocketAddress, avoid: Collection[WorkloadUid]) -> Route:
+    async def _route(self, client: Client, destination: SocketAddress, own: Collection[WorkloadUid]) -> Route:
         node = self._node
         known = node.asked.__contains__ if node.ask is not None else None
         for _ in range(_MOST_QUESTIONS):
+            avoid = node.failed_endpoints.current(node.clock.monotonic(), own)
             try:
                 return route_for(client, destination, node.mesh, node.rng.randrange, avoid=avoid, known=known)
             except RouteRefused as refused:
@@ -312,20 +317,6 @@ class Outbound:
                 except TimeoutError as error:
                     raise EarlyDeny(f"the control plane did not answer about {missing.key} in time") from error
         raise EarlyDeny(f"no valid routing destination for workload: {destination}")
-
-    async def _addressed(
-        self, route: Route, labels: WorkloadLabels, dialled: SocketAddress
-    ) -> tuple[Route, SocketAddress]:
-        """Return the route with an address to dial, its host name resolved if it has one.
-
-        Raises:
-            EarlyDeny: the name cannot be resolved.
-        """
-        target = route.target
-        if isinstance(target, SocketAddress):
-            return route, target
-        address = await self._resolved(target, labels, dialled)
-        return route.at(address.host) if isinstance(route, Tunnel) else route, address
 
     async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
         node = self._node
@@ -365,8 +356,8 @@ class Outbound:
             early_from: whose first bytes may go along with the CONNECT. They are peeked at and stay in the
                 kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets them.
         """
-        certificate = await self._pod.certificate(call.labels.workload)
         request = _request(route.authority, call, self._node.rng)
+        certificate = await self._pod.certificate(call.labels.workload)
         with Deadline(self._node.poller, ANSWER_TIMEOUT_S):
             tunnel = await self._tunnels.open(target, route.identities, certificate, request, early_from)
         call.entry.connection = tunnel.connection

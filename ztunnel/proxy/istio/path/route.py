@@ -12,7 +12,7 @@ choice of an endpoint the other way round.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from xds.model.address import SocketAddress, is_loopback
+from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import BalancerMode, IpFamilies, Service
@@ -139,11 +139,6 @@ class Client:
     workload: Workload
     host: str
     network: str = ""
-
-
-def is_recursive(destination: SocketAddress, illegal_ports: Collection[int]) -> bool:
-    """Return whether a pod dials the proxy's own port in itself."""
-    return destination.port in illegal_ports and is_loopback(destination.host)
 
 
 def source_host(workload: Workload, seen: str, towards: str) -> str | None:
