@@ -28,8 +28,8 @@ def none_revoked(chain: Chain) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Credentials:
-    """What one side shows in handshakes, and by what it verifies the other. Compared by identity: make one per
-    certificate and keep it, because what two of them agree on is remembered.
+    """One side's certificate in handshakes, and its verification of the other. Compared by identity: create one
+    per certificate and keep it, because the result for each pair is cached.
 
     Attributes:
         chain: its certificates, the leaf first.
@@ -42,8 +42,8 @@ class Credentials:
     anchors: tuple[x509.Certificate, ...] | None
     is_revoked: Callable[[Chain], bool] = none_revoked
     names: tuple[str, ...] = field(init=False)
-    # By what was shown, and only as long as that is in use: certificates are renewed, each for as many peers as
-    # there are pods, and a cache of all pairs kept those of hours ago.
+    # Keyed by the peer's credentials, and only as long as these are in use: certificates are renewed, each for as
+    # many peers as there are pods, and a cache of all pairs would keep those of hours ago.
     _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | str]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
@@ -52,7 +52,9 @@ class Credentials:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
     def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | str":
-        """Return what this side makes of a shown chain; a text: why it refuses. Independent of the time."""
+        """Return this side's verification of a chain: a text has the reason for a refusal. Independent of the
+        time.
+        """
         by_role = self._verified.setdefault(shown, {})
         try:
             return by_role[shown_by]
@@ -78,7 +80,7 @@ class Party(NamedTuple):
     """One side of a handshake.
 
     Attributes:
-        credentials: see there.
+        credentials: of this side.
         accepts: whether the URI names of the peer's leaf are those of an expected peer.
     """
 
@@ -100,14 +102,15 @@ def would_shake_hands(client: Party, server: Party, now: datetime) -> bool:
 
 
 def disagreement(client: Party, server: Party, now: datetime) -> str:
-    """Return why a handshake of the two would fail at ``now`` (aware, UTC); empty: it would succeed.
+    """Return why a handshake of the two would fail at ``now`` (aware, UTC), or the empty string if it would
+    succeed.
 
     A server that verifies no client agrees with none: its policies would judge a peer without identity.
     """
     if server.credentials.anchors is None:
         return "the server verifies no client"
-    # RFC 5280, 4.1.2.5: a certificate is valid from notBefore through notAfter, inclusive, and counts in whole
-    # seconds. (OpenSSL refuses in the last second already; a tunnel that is joined in it ends no later.)
+    # RFC 5280, 4.1.2.5: a certificate is valid from notBefore through notAfter, inclusive, in whole seconds.
+    # (OpenSSL already refuses in the last second, and a tunnel joined in it ends no later.)
     second = now.replace(microsecond=0)
     refused = _refusal(server, client.credentials, Role.CLIENT, second)
     if refused:
@@ -117,7 +120,7 @@ def disagreement(client: Party, server: Party, now: datetime) -> str:
 
 
 def _refusal(judge: Party, shown: Credentials, shown_by: Role, second: datetime) -> str:
-    """Return what is wrong with a certificate for a side; empty: it is accepted."""
+    """Return why a side refuses a certificate, or the empty string if it accepts it."""
     if judge.credentials.anchors is None:
         return ""
     found = judge.credentials.verified(shown, shown_by)

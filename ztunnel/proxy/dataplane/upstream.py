@@ -1,4 +1,4 @@
-"""An open upstream: the end that a relay copies to, and what must close after it."""
+"""An open upstream: the end that a relay copies to, and the resources that must close after it."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -22,8 +22,8 @@ class Upstream(Generic[LifeT]):
 
     Attributes:
         end: for the relay.
-        hops: lives of this process behind the caller's, outermost first; they end with it.
-        ended_by_peer: whether the host ended last, or reset; else we did. Set before it closes.
+        hops: lives of this process behind the caller's, outermost first. They end with it.
+        ended_by_peer: whether the host ended last, or reset. Otherwise this side did. Set before it closes.
         in_use: whether it was still carrying a request when it ended.
     """
 
@@ -44,8 +44,8 @@ class Upstream(Generic[LifeT]):
     def relayed(self, ended: RelayEnd, downstream: End) -> bool:
         """Note who ended its relay with ``downstream``; return whether a request was still in use then.
 
-        As Envoy counts it, a host has closed its connection by a reset, or by ending after we did. A request is
-        over if the client and we ended both directions, and did not leave the host with one open.
+        Like in Envoy's counters, a host has closed its connection by a reset, or by ending after we did. A request
+        is over if the client and we ended both directions, and did not leave the host with an open one.
         """
         cut = self.end.source is SourceState.CUT
         in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT

@@ -118,7 +118,7 @@ class Proxy:
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
-        # One stream per subscription; nothing connects before something subscribes.
+        # One stream per subscription. No connection is opened before the first subscription.
         targets = self.bootstrap.targets
         self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
         self._log_streams = LogStreams(self._grpc.connect, node, self.stats)
@@ -370,7 +370,7 @@ class Proxy:
                 self.listeners.add_static(registry.pack(listener))
 
     async def _start(self) -> None:
-        """Start clusters, then listeners; nothing listens before everything is warm."""
+        """Start clusters, then listeners. No listener opens before all of it is warm."""
         self._discover(
             "cds", self.bootstrap.cds, cluster_manager.TYPE_URL, self.clusters.receive, "cluster_manager"
         )

@@ -59,7 +59,7 @@ _RESOURCE = re.compile(r"(?:static_resources\.\w+|resources)\[\d+\]")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         faults: one line each, with their places.
@@ -98,9 +98,9 @@ def findings_of(
 
     Args:
         bootstrap: the bootstrap.
-        place: what it is called in faults.
-        unread: faults of its text. Static resources that have some are not checked further: what was left out of
-            them would be found missing.
+        place: its name in faults.
+        unread: faults of its text. Static resources with such faults are not checked further, because their
+            omitted parts would be reported as missing.
     """
     check = _Check(bootstrap)
     static = bootstrap.message.static_resources
@@ -137,7 +137,7 @@ class _Check:
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
-        #: By file and name: who waits for a filter, and how it is read there.
+        #: By file and name: the places that wait for a filter, and how each reads it.
         self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:
@@ -183,10 +183,10 @@ class _Check:
         """Check resources of any type, except those with known faults.
 
         Args:
-            place: of the list, behind which the index is put.
+            place: of the list, followed by the index.
             bodies: the resources.
             at_fault: see :func:`_at_fault`.
-            file: where they are, for secrets; empty: they are static.
+            file: the file of the resources, for secrets. Empty for static ones.
         """
         for index, body in enumerate(bodies):
             if f"{place.rpartition(': ')[2]}[{index}]" in at_fault:
@@ -199,7 +199,7 @@ class _Check:
                 self.faults.append(f"{where}: {error}")
 
     def contexts(self) -> None:
-        """Build every TLS context with the secrets found; those that a stream delivers are still missing."""
+        """Build every TLS context with the secrets found. Secrets from a stream are still missing."""
         for place, role, model in self._contexts:
             try:
                 build(role, model, self._find)
@@ -238,7 +238,7 @@ class _Check:
                 raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
 
     def _extension(self, message: core_pb2.TypedExtensionConfig, file: str) -> None:
-        """Check a discovered filter as each place that waits for it reads it."""
+        """Check a discovered filter like each place that waits for it does."""
         body = unpack(message.typed_config, message.name)
         kind = body.DESCRIPTOR.full_name
         for wanted, read in self._extensions.get((file, message.name), ()):

@@ -25,7 +25,9 @@ def page(proxy: InspectedProxy) -> Page:
 
 
 def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
-    """Iterate over the TLS contexts with all secrets: those of clusters, then those of listeners' chains."""
+    """Iterate over the TLS contexts that have all their secrets: those of clusters, then those of listeners'
+    chains.
+    """
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
     for listener in proxy.listeners.active:
@@ -42,7 +44,9 @@ def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
 
 
 def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
-    """Iterate over the own certificates of every context, with their URI names; one may occur often."""
+    """Iterate over the own certificates of every context, with their URI names. A certificate can occur
+    repeatedly.
+    """
     for context in contexts_in_use(proxy):
         for leaf in _own(context):
             yield leaf, [name["uri"] for name in _names(leaf) if "uri" in name]
@@ -64,7 +68,7 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
-    # Of own chains the leaf only, as Envoy; of roots all, where Envoy shows the first.
+    # Of own chains the leaf only, like in Envoy. Of roots all, whereas Envoy has the first only.
     return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
 
 

@@ -170,7 +170,7 @@ def _memory(_: Asked) -> Page:
 
 
 def _init_dump(asked: Asked) -> Page:
-    """Return the targets that the start waits for; empty once it is over."""
+    """Return the targets that the start waits for. Empty after the start."""
     proxy = asked.proxy
     message = admin.UnreadyTargetsDumps()
     waiting = [f"Cluster {cluster.model.name}" for cluster in readiness.unready_clusters(proxy)]

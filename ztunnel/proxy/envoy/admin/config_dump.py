@@ -75,7 +75,7 @@ def _name_filter(expression: str | None) -> dump.Shown:
 
 
 def re2_reason(expression: str, error: re.error) -> str:
-    """Return the fault of an expression, in RE2's words for common cases; None if there is none."""
+    """Return the fault of an expression, in RE2's words for common cases. None if there is none."""
     match error.msg.partition(",")[0]:
         case "missing )":
             return f"missing ): {expression}"
@@ -105,7 +105,7 @@ def _elements(dumps: Iterable[Dump], name: str) -> Iterable[Message]:
 
 
 def _fits(mask: FieldMask, message: Message) -> bool:
-    # The stubs tell apart two descriptor classes, one of which exists at run time.
+    # The stubs distinguish two descriptor classes, only one of which exists at run time.
     return mask.IsValidForDescriptor(cast(Descriptor, message.DESCRIPTOR))
 
 
@@ -180,10 +180,10 @@ def _unusable(paths: Iterable[str]) -> Refused:
 
 
 def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
-    """Iterate over pieces of the text of a ``ConfigDump``, equal to printing it as a whole.
+    """Iterate over pieces of the text of a ``ConfigDump``, which together equal the whole text.
 
     Lists are printed element by element. Elements never change once they are in a dump (bodies of resources are
-    replaced, never edited), so a large one may be printed in a thread while the proxy serves.
+    replaced, never edited), so a large one can be printed in a thread while the proxy serves.
     """
     before = '{\n "configs": [\n'
     for each in dumps:

@@ -1,4 +1,4 @@
-"""Makes ``/denials`` and ``/rbac``: what policies decided about connections."""
+"""Makes ``/denials`` and ``/rbac``: the policies' decisions about connections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def denials_page(proxy: InspectedProxy) -> Page:
 
 
 def rbac_page(proxy: InspectedProxy) -> Page:
-    """Return the policies of the RBAC filters in force, and those that have decided, by name."""
+    """Return the policies of the active RBAC filters, and those that have decided, by name."""
     shown = {"policies": policies(proxy.listeners.active, proxy.decisions.ledger.own)}
     return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
 
@@ -39,7 +39,7 @@ def policies(listeners: Iterable[LiveListener], uses: Iterable[PolicyUse[str]] =
     """Return what :func:`rbac_page` shows.
 
     Args:
-        listeners: in force.
+        listeners: the active ones.
         uses: the decisions that were made.
     """
     found: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 """Returns the current configuration as messages of ``envoy.admin.v3``, the content of ``/config_dump``.
 
 :mod:`ztunnel.proxy.envoy.admin.config_dump` selects and prints them. The order here is the order of the page
-(Envoy's: alphabetical by internal keys). Every call makes the messages anew.
+(Envoy's: alphabetical by internal keys). Every call creates the messages again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
 
 
 def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
-    """Return static, active and warming clusters; a refused version is shown with its last good one."""
+    """Return static, active and warming clusters. A refused version is printed with its last good one."""
     manager = proxy.clusters
     dump = admin.ClustersConfigDump(version_info=manager.version)
     failures = dict(manager.failures)
@@ -117,7 +117,7 @@ def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
             failure = failures.pop(cluster.model.name, None)
             _dynamic_cluster(dump.dynamic_warming_clusters.add(), cluster, failure)
     for failure in failures.values():
-        # No version of it was ever good.
+        # None of its versions was ever accepted.
         if shown(failure.name):
             dump.dynamic_warming_clusters.add(error_state=_error_state(failure))
     return dump
@@ -134,7 +134,7 @@ def _dynamic_cluster(
 
 
 def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Return the hosts in use of every active cluster; without versions and times, as in Envoy."""
+    """Return the hosts in use of every active cluster, without versions and times, like in Envoy."""
     wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
     static = (
         admin.EndpointsConfigDump.StaticEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
@@ -160,7 +160,7 @@ def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignme
             continue
         block = message.endpoints.add()
         locality = group.locality
-        # Present even when it says nothing, as Envoy has it.
+        # Present even if it is empty, like in Envoy.
         block.locality.SetInParent()
         for name in ("region", "zone", "sub_zone"):
             setattr(block.locality, name, getattr(locality, name))

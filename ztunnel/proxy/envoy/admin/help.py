@@ -12,7 +12,7 @@ from ztunnel.runtime.http.page import Page
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A query parameter; a ``flag`` is set by its presence."""
+    """A query parameter. A ``flag`` is set by its presence."""
 
     name: str
     text: str
@@ -21,7 +21,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The page of one path; one that ``mutates`` requires POST."""
+    """The page of one path. One that ``mutates`` requires POST."""
 
     path: str
     text: str
@@ -68,7 +68,7 @@ _TAIL = """\
 
 
 def home_page(commands: Iterable[Command]) -> str:
-    """Return the home page: a link for each page, and a button for each one that mutates."""
+    """Return the home page: a link for each page, and a button for each mutating one."""
     rows = [_rows(command) for command in commands if command.path != "/"]
     return _HEAD + "".join(rows) + _TAIL
 

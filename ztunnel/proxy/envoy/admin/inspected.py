@@ -1,4 +1,4 @@
-"""The interface by which admin pages read and change the proxy, so that they need not import the application."""
+"""The interface through which admin pages read and change the proxy without importing the application."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InspectedProxy(Protocol):
 
     Attributes:
         started, started_at: monotonic and wall-clock seconds of the start.
-        ads: the aggregated stream; None where the bootstrap has none.
+        ads: the aggregated stream. None if the bootstrap has none.
         failing_health_checks: set by ``/healthcheck/fail``; ``/ready`` then answers DRAINING.
     """
 

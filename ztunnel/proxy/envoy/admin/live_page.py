@@ -1,8 +1,8 @@
 """Gathers what the live page shows in Envoy's dialect; :mod:`ztunnel.proxy.ui` bounds and serves it.
 
-Envoy counts by cluster and listener, not by pair of workloads. So flows are counted here, from connections
-that are open and those that end, only while somebody follows the page: before, nothing is counted.
-A workload is known by its address; its identity is what a certificate proved.
+Envoy counts by cluster and listener, not by pair of workloads. So flows are counted here, from open and ending
+connections, only while a client follows the page. A workload is identified by its address, and its identity is
+proven by its certificate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _POLICY_DENIED: Final = ("rbac_access_denied", "calico_access_denied", POLICY_CH
 
 
 class _Ends(NamedTuple):
-    """What a connection counts under."""
+    """The counting key of a connection."""
 
     source: str
     destination: str
@@ -149,7 +149,7 @@ def _security(info: StreamInfo, proven: tuple[str, str]) -> Security:
 
 
 def _proven(proxy: InspectedProxy, hops: tuple[StreamInfo, ...]) -> tuple[str, str]:
-    """Return the identities of client and server that the hops of a connection showed; empty where none was."""
+    """Return the identities of client and server that the hops of a connection presented. Empty without any."""
     for hop in hops:
         if hop.tls is not None and hop.tls.peer_uri_sans:
             return hop.tls.peer_uri_sans[0], next(iter(hop.tls.local_uri_sans), "")
@@ -325,7 +325,7 @@ def _bytes(connection: Connection) -> int:
 
 
 def _policies(proxy: InspectedProxy) -> list[Policy]:
-    """Return the policies of RBAC filters in force, and those that decided, most decisions first."""
+    """Return the policies of active RBAC filters, and those that decided, most decisions first."""
     uses = {use.policy: use for use in proxy.decisions.ledger.own}
     actions = dict.fromkeys(uses, "")
     enforced = set(uses)
@@ -357,7 +357,7 @@ def _policy(name: str, action: str, use: PolicyUse[str] | None, enforced: bool) 
 
 
 def _certificates(proxy: InspectedProxy) -> Iterator[Certificate]:
-    """Iterate over the certificates that TLS contexts show; those of one identity share it."""
+    """Iterate over the certificates that TLS contexts present. Contexts of one identity share it."""
     users: dict[int, int] = {}
     found: dict[int, Certificate] = {}
     for leaf, names in certificates_shown(proxy):

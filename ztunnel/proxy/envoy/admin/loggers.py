@@ -95,5 +95,5 @@ def active() -> str:
 
 
 def level_name(level: int) -> str:
-    """Return the name of a level; a number between two belongs to the more severe one."""
+    """Return the name of a level. A number between two levels belongs to the more severe one."""
     return next((word for word, bound in LEVELS.items() if level <= bound), "off")

@@ -16,7 +16,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def version() -> str:
-    """Return the version as Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``, without a commit.
+    """Return the version in Envoy's form ``<commit>/<version>/<tree>/<build>/<TLS library>``, without a commit.
 
     The build is ``RELEASE`` with what the tunnel engine is: ``pure`` or ``compiled``.
     """

@@ -1,4 +1,6 @@
-"""Answers readiness, whether the proxy can carry the traffic of the node, as Rust ztunnel; and liveness."""
+"""Answers readiness (whether the proxy can carry the traffic of the node, like in the Rust ztunnel)
+and liveness.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from ztunnel.runtime.http.page import (
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
-#: A kubelet shows the answer in an event; a list of every cluster would not help there.
+#: A kubelet prints the answer in an event, where a list of every cluster would not help.
 _MOST_NAMES = 10
 
 

@@ -1,8 +1,8 @@
 """The HTTP servers of the proxy: admin, readiness and metrics.
 
 This module binds the ports and owns work that outlives a request (a graceful drain).
-:mod:`ztunnel.proxy.envoy.admin.commands` and the modules below make every page from the current state; nothing is
-cached.
+:mod:`ztunnel.proxy.envoy.admin.commands` and the modules below create every page from the current state, without
+caching.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AlreadyRunning(PortTaken):
 class AdminServer:
     """Serves the three ports of one proxy while entered.
 
-    The bootstrap's ``admin.address`` wins over the setting; an address that is ``None`` is not served.
+    The bootstrap's ``admin.address`` has precedence over the setting. An address of ``None`` is not served.
 
     Attributes:
         admin, readiness, metrics: the bound addresses; ``None`` if off.

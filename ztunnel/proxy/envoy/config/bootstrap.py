@@ -72,7 +72,7 @@ class BootstrapConfig:
         message: as given, for the dump.
         ads: the aggregated stream; ``None`` without ``ads_config``.
         admin: the admin address, if the bootstrap names one.
-        admin_allow_paths: targets, queries included, that the admin server answers; empty: all.
+        admin_allow_paths: targets, including queries, that the admin server answers. Empty allows all.
         dns_resolver: looks up names of clusters that have no resolver of their own.
         targets: static clusters that gRPC can reach, for streams that name one.
     """
@@ -88,7 +88,7 @@ class BootstrapConfig:
     dns_resolver: DnsResolver = HOSTS_RESOLVER
 
     def check(self, source: ConfigSource) -> None:
-        """Refuse a source that this bootstrap does not define; a file may still appear.
+        """Refuse a source that this bootstrap does not define. A missing file can still appear later.
 
         Raises:
             ConfigError: in words for the operator.
@@ -114,7 +114,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
 
     Args:
         path: the file.
-        faults: takes every fault of the text, instead of the first being raised; what is at fault is left out.
+        faults: collects every fault of the text, instead of raising the first. Faulty parts are left out.
 
     Raises:
         ConfigError: unreadable, no YAML, or malformed.
@@ -128,7 +128,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
     try:
         parsed = parse_text(text, Bootstrap, name=path, faults=found)
         message = parsed.message
-        # As Envoy: every field of a static resource must be known.
+        # Like in Envoy, every field of a static resource must be known.
         found += [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
     except ConfigError as error:
         found.append(error)
@@ -218,7 +218,7 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 
 #: A context manager that puts steps of a path before a fault, and keeps it or lets it through.
 _Noting = Callable[..., AbstractContextManager[None]]
-#: Fields that are obeyed (in this module or by what serves static resources) or change nothing here.
+#: Fields that are obeyed (in this module or by the servers of static resources) or have no effect here.
 _BOOTSTRAP = (
     "node",
     "static_resources",
@@ -270,7 +270,7 @@ def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
                 raise Unsupported(f"requests to the admin server are not logged; only {_NOWHERE} is possible")
     for index, extension in enumerate(message.bootstrap_extensions):
         with noting("bootstrap_extensions", index, "typed_config"):
-            # Internal listeners need no extension here; their buffers are as large as those of sockets.
+            # Internal listeners need no extension here. Their buffers are as large as those of sockets.
             only(unpack_as(extension.typed_config, InternalListener, extension.name))
     for index, layer in enumerate(message.layered_runtime.layers):
         with noting("layered_runtime", "layers", index):

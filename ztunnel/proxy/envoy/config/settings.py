@@ -40,18 +40,18 @@ class TunnelSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """The deliberate differences from Envoy; ``ENVOY_COMPAT`` turns all of them off.
+    """The intentional differences from Envoy. ``ENVOY_COMPAT`` disables all of them.
 
     Attributes:
         route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle apply where the configuration
             sets none.
         node_local_shortcut: tunnels between two pods of this node are joined in-process.
         early_data: the first bytes of a connection are sent along with its CONNECT, if the peer announces that it
-            holds them until it has answered; that saves a round trip.
+            holds them until it has answered. This saves a round trip.
         check_authority: a tunnel may only name the pod it was opened to.
         judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
         strict_tls: servers are verified even if the configuration does not say so.
-        tunnel_source: see there; Envoy loses the client's address on the way through an internal listener.
+        tunnel_source: the source address of tunnels. Envoy loses the client's address in an internal listener.
     """
 
     route_timeouts: bool = False
@@ -68,14 +68,14 @@ class Settings:
     """The settings of ``ztunnel proxy`` outside its bootstrap.
 
     Attributes:
-        bootstrap: path of an Envoy bootstrap; empty when ``control_plane`` is given.
+        bootstrap: path of an Envoy bootstrap. Empty if ``control_plane`` is given.
         control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for a bootstrap made up on the spot.
         node: name of the node, for that bootstrap.
         readiness, metrics: addresses to listen on; ``None`` disables one.
         spin_us: time to poll without sleeping after activity; 0 is off.
         restart_epoch: the number of earlier generations; if not 0, start beside the running one.
         policies: where Calico's policies come from; ``None``: there are none.
-        tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
+        tap_socket: path of the local socket through which root can request taps. Empty permits none.
         otlp: where metrics are sent; ``None``: nowhere.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         warnings: messages for the log, which opens later.
@@ -175,7 +175,7 @@ _COMPAT = {
 
 
 def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Settings:
-    """Read settings; a flag wins over its variable.
+    """Read settings. A flag has precedence over its variable.
 
     Raises:
         SettingsError: all unusable values together, and unknown ``ZTUNNEL_*`` variables.

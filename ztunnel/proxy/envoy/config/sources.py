@@ -49,8 +49,8 @@ class Sources:
     def check(self, source: ConfigSource) -> None:
         """Refuse what :meth:`of` would refuse, without watching a file.
 
-        A resource is checked before anything is made of it. It is refused as a whole, and nothing waits for a
-        source that never answers.
+        A resource is checked before it is used. If it is refused, it is refused as a whole, and nothing waits for
+        a source that never answers.
 
         Raises:
             ConfigError: there is no such source.

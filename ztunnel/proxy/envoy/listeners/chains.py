@@ -68,7 +68,7 @@ class LiveRbac:
 
         Args:
             info: the connection.
-            facts: what is judged: its own, or those of an application behind it.
+            facts: the input of the policy: the connection's own facts, or those of an application behind it.
             lines: admits a line about a denial; ``None``: an access log will have one.
             live: it was allowed before, and is judged again by a new policy.
 
@@ -145,7 +145,7 @@ class LiveTcpProxy:
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
         if model.tunneling is not None:
-            # What has no value is empty, not "-": a hostname is refused then, and a header left out.
+            # A missing value is empty, not "-": a hostname is refused then, and a header left out.
             self.hostname = renderer(model.tunneling.hostname, missing="")
             self.headers = tuple(
                 LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
@@ -213,7 +213,7 @@ class LiveConnectionManager:
         self.rq_active.stored -= 1
 
     def connection_began(self, *, secured: bool) -> None:
-        """Count a connection whose peer was let in."""
+        """Count an admitted connection."""
         self.cx_total.value += 1
         self.cx_http2.value += 1
         self.cx_active.stored += 1
@@ -221,7 +221,7 @@ class LiveConnectionManager:
         self.cx_ssl_active.stored += secured
 
     def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
-        """Count the end of a connection, which may have had open requests."""
+        """Count the end of a connection, which can have open requests."""
         self.cx_active.stored -= 1
         self.cx_destroy.value += 1
         (self.cx_destroy_remote if by_peer else self.cx_destroy_local).value += 1

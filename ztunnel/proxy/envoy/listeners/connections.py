@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.envoy.listeners.listener import LiveListener
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
-#: The reason of a connection whose listener has no chain for it any more.
+#: The reason of a connection whose listener no longer has a chain for it.
 NOT_SERVED = "connection closed: its destination is no longer served"
 #: The reason of a connection whose peer is on a revocation list now.
 REVOKED = "connection closed: peer certificate revoked by CRL"
@@ -38,7 +38,7 @@ class LiveHop(Life):
 
     Args:
         group: where it is registered.
-        info: what is known of it.
+        info: the facts about it.
         owner: the listener that counts it.
         clock: for its duration.
         abort: see :class:`~ztunnel.proxy.dataplane.lives.Life`.
@@ -50,8 +50,8 @@ class LiveHop(Life):
         chain: its filter chain; ``None`` until one is chosen.
         cluster: where its bytes go; ``None`` until that is chosen.
         filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
-        application: the application that a tunnel's request names, once that is known.
-        also: further judges: those of Calico's policies.
+        application: the application that a tunnel's request names, once it is known.
+        also: further judges, for example of Calico's policies.
     """
 
     __slots__ = (
@@ -104,7 +104,7 @@ class LiveHop(Life):
         return ALLOWED
 
     def require(self, *, live: bool = False) -> None:
-        """Check it by the listener's active version, which need not be the one that its chain was chosen from.
+        """Check it by the listener's active version, which can differ from the one in which its chain was chosen.
 
         A peer that was revoked since its handshake is refused, too.
 
@@ -236,8 +236,8 @@ class LiveConnection(LiveHop):
 class PodQuota:
     """Accepted connections by pod, for the time when descriptors run short.
 
-    A listener of this dialect accepts for all pods of the node. So one that has too many cannot be left waiting in
-    its accept queue, as in an Istio mesh; its next connections are closed while others' are served.
+    A listener of this dialect accepts for all pods of the node. So a pod with too many connections cannot be left
+    waiting in its accept queue, as in an Istio mesh. Its next connections are closed while others' are served.
 
     Args:
         descriptors: of the process.
@@ -248,7 +248,7 @@ class PodQuota:
         self._used: dict[str, int] = {}
 
     def admits(self, pod: str) -> bool:
-        """Return whether one more connection of a pod may be served; False while its share is used up."""
+        """Return whether one more connection of a pod can be served. False while its share is used up."""
         descriptors = self._descriptors
         return not descriptors.crowded or not descriptors.has_most(self._used.get(pod, 0), len(self._used))
 
@@ -272,7 +272,7 @@ class Connections(Lives[LiveConnection]):
         quota: counts them by pod.
 
     Attributes:
-        table: everything alive in this process.
+        table: all live connections of this process.
         hops: hops that are no accepted connection: requests, hops behind internal listeners, joined halves.
     """
 
@@ -281,7 +281,8 @@ class Connections(Lives[LiveConnection]):
     def __init__(self, quota: PodQuota) -> None:
         self.quota = quota
         self.table = LiveTable()
-        # In the order in which a review visits them: what a tunnel connection carries has a reason of its own.
+        # In the order in which a review visits them, because the streams of a tunnel connection end with its
+        # reason.
         self.hops: Lives[LiveHop] = Lives(self.table)
         super().__init__(self.table)
         self._numbers = itertools.count(1)

@@ -28,9 +28,9 @@ class FilterClosed(Exception):
 def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
     """Run a filter that reads no bytes, for an accepted or an internal connection.
 
-    ``OriginalDst`` on a socket is :func:`restore`'s; on an internal connection it reads the metadata and filter
-    state that an ``internal_upstream`` transport socket passed on. What is missing or does not parse is
-    passed over, as in Envoy.
+    On a socket, :func:`restore` implements ``OriginalDst``. On an internal connection it reads the metadata and
+    filter state that an ``internal_upstream`` transport socket passed on. Missing and unparsable values are
+    ignored, like in Envoy.
     """
     facts = info.facts
     match entry:
@@ -115,7 +115,7 @@ class InspectorCounts:
         self._alpn, self._no_alpn = scope.counter("alpn_found"), scope.counter("alpn_not_found")
 
     def count(self, facts: ConnectionFacts) -> None:
-        """Count a connection that was inspected; of other protocols nothing more is known."""
+        """Count an inspected connection. Of other protocols nothing more is known."""
         if facts.transport_protocol != "tls":
             self._no_tls.value += 1
             return

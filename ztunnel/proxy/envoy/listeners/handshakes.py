@@ -1,9 +1,9 @@
 """Handshakes of listeners wait for their turn: see :mod:`ztunnel.proxy.dataplane.half_open` for limits and
 fairness.
 
-A connection has passed its listener filters by then, and its filter chain asks for TLS. What stands for a pod is
-the address that the client dialled. Envoy has no such limits; there one pod's clients that never finish a
-handshake take everybody's memory and descriptors.
+A connection has passed its listener filters by then, and its filter chain requires TLS. The dialled address stands
+for the pod. Envoy has no such limits: there, clients of one pod that never finish a handshake use up the memory
+and descriptors of all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Handshakes:
             timeout_s: the longest wait for the ClientHello.
 
         Returns:
-            What must be told of the handshake's end.
+            The object to notify of the handshake's end.
 
         Raises:
             TurnedAway: one of the limits is reached, or the client hung up.

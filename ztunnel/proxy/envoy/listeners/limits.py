@@ -11,7 +11,7 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 class LiveConnectionLimit:
     """A connection limit with its counters (``connection_limit.<stat prefix>.``).
 
-    As in Envoy, a connection that is held before it is closed is active, and takes no place.
+    Like in Envoy, a connection that is held before it is closed is active, but does not count towards the limit.
     """
 
     def __init__(self, model: ConnectionLimit, stats: Stats) -> None:
@@ -22,7 +22,7 @@ class LiveConnectionLimit:
         self._held = 0
 
     def check(self, info: StreamInfo) -> None:
-        """Take a place for a connection, which it gives back at its end.
+        """Reserve a place for a connection, released at its end.
 
         Raises:
             TooMany: there is none.

@@ -1,7 +1,7 @@
 """Listeners at run time: sockets, filters, chains and counters.
 
-Updates follow Envoy: a change of chains or matcher only is made in place (unchanged chains keep their
-connections, the others drain), any other change makes a new listener that takes over the sockets while the old
+Updates follow Envoy: a change of chains or matcher alone is made in place (unchanged chains keep their
+connections, the others drain). Any other change creates a new listener that takes over the sockets while the old
 one drains as a whole.
 """
 
@@ -44,7 +44,7 @@ Accepted = Callable[["LiveListener", socket.socket, tuple[str, int]], None]
 
 
 def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | None = None) -> ListeningSocket:
-    """Bind the socket of one address of a listener; it listens later, and accepts while the gate admits.
+    """Bind the socket of one address of a listener. It listens later, and accepts while the gate admits.
 
     Raises:
         tproxy.errors.TproxyError: port taken, capability missing.
@@ -53,7 +53,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
     ]
     if ":" in address.host:
-        # As Envoy, which takes IPv4 on an IPv6 address only where it is asked to.
+        # Like in Envoy, which accepts IPv4 on an IPv6 address only if configured.
         early.append((socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if model.ipv4_compat else 1))
     sock = sockets.listen(
         address.host,
@@ -62,7 +62,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         reuse_port=model.reuse_port,
         freebind=model.freebind,
         socket_options=early,
-        # Bound now, so that the listener is refused if the port is taken. It listens when everything is warm.
+        # Bound now, so that the listener is refused if the port is in use. It listens when all of it is warm.
         backlog=0,
     )
     for option in model.socket_options:
@@ -92,7 +92,7 @@ class LiveListener:
         sockets: the sockets that it accepts on; they move to the successor on an update.
         draining: it was replaced or removed, and its connections end by themselves.
         successor: the version that has replaced it; ``None`` also if it was removed.
-        filters: listener filters in their order; ``None`` for one that ECDS has not delivered.
+        filters: listener filters in order. ``None`` for one that ECDS has not delivered.
         reads_bytes: one of the filters waits for bytes of the client.
         ends_tunnels: one of the chains does; its clients are other nodes.
 
@@ -186,12 +186,14 @@ class LiveListener:
         return list(self.chains.values())
 
     def chain_for(self, facts: ConnectionFacts) -> LiveChain | None:
-        """Return the chain that matches a connection; None if there is none."""
+        """Return the chain that matches a connection, or None."""
         chain = self.model.chain_for(facts)
         return self.chains[id(chain)] if chain is not None else None
 
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
-        """Return a filter; of one that ECDS configures, the delivered or the default version, else ``None``."""
+        """Return a filter. For one configured by ECDS, return the delivered or the default version,
+        else ``None``.
+        """
         if isinstance(entry.filter, DiscoveredFilter):
             return self._discovered.get(entry.name, entry.filter.default)
         return entry.filter

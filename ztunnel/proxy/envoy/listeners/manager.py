@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Listeners beyond these take 20 ms to compile, or more; a thread does it, so that the loop does not stand still.
+#: Listeners above these sizes take at least 20 ms to compile. A thread compiles them, so that the loop does not
+#: stall.
 _BIG_BYTES = 1 << 20
 _MANY_CHAINS = 300
 TYPE_URL = registry.type_url(listener_pb2.Listener)
@@ -200,7 +201,7 @@ class ListenerManager:
         """Apply an LDS update.
 
         Raises:
-            UpdateRejected: names each listener that was refused; the others are applied.
+            UpdateRejected: names each refused listener. The others are applied.
         """
         self.version = update.version
         errors: list[str] = []
@@ -280,9 +281,9 @@ class ListenerManager:
                 )
 
     def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
-        """Return a version of a listener with bound sockets; it accepts nothing yet.
+        """Return a version of a listener with bound sockets. It does not accept yet.
 
-        An update that leaves the frame alone keeps the chains that did not change.
+        An update that does not change the frame keeps unchanged chains.
         """
         old = self._table.get(model.name)
         in_place = old is not None and old.model.content == model.content
@@ -394,7 +395,7 @@ class ListenerManager:
             manager = chain.manager
             wanted = manager.wanted_routes if manager is not None else None
             if manager is not None and wanted is not None:
-                # For a chain that stays through an update, too: the old version's subscriptions end with it.
+                # Also for a chain that survives an update, because the old version's subscriptions end with it.
                 found = asyncio.Event()
                 if manager.routes is None:
                     events.append(found)
@@ -435,7 +436,7 @@ class ListenerManager:
             chain.discover(place, None)
             self.extensions.pop(wanted.name, None)
         found.set()
-        # What is open must be allowed by the current filters; Envoy asks new connections only.
+        # Open connections must be allowed by the current filters. Envoy applies them to new connections only.
         self._connections.review_all(Event.POLICIES, concerned=lambda hop: hop.chain is chain)
 
     def _secret_changed(self, chain: LiveChain) -> None:
@@ -445,7 +446,7 @@ class ListenerManager:
             self._connections.review_all(Event.REVOCATIONS, concerned=lambda hop: hop.chain is chain)
 
     def _extension(self, resource: Resource, wanted: Discovered, read: Callable[[Message, Surroundings], T]) -> T:
-        """Return what an ECDS resource says, and note that it is in force.
+        """Return the content of an ECDS resource, and mark it as active.
 
         Raises:
             UpdateRejected: it cannot be used.
@@ -576,7 +577,7 @@ class ListenerManager:
         self._tasks.start(self._drain(listener, listener.live_chains), f"draining {listener.name}")
 
     def _drain_chains(self, successor: LiveListener, chains: list[LiveChain]) -> None:
-        """Drain connections of changed chains, and end those that the new chains would not allow."""
+        """Drain connections of changed chains, and end those that the new chains would deny."""
         if not chains:
             return
         leaving = set(map(id, chains))
@@ -615,7 +616,7 @@ class ListenerManager:
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting at once; open connections continue (``/drain_listeners``, shutdown).
 
-        What ``keep`` does not spare does not accept again, later versions of it included.
+        Listeners that ``keep`` does not spare never accept again, including later versions of them.
         """
         earlier = self._may_listen
         self._may_listen = lambda listener: earlier(listener) and keep(listener)

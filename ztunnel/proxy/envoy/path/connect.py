@@ -73,7 +73,7 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 #: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
 _Key = PoolKey[LiveContext | None, UpstreamOptions]
-#: What else decides about a host, before anything is opened to it; raises ``Denied``.
+#: A further decision about a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
@@ -88,8 +88,9 @@ class Connector:
         rng: picks among weighted clusters.
         keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
             loses there (``tunnel_source``).
-        early_data: send the first bytes of a connection along with its CONNECT where the peer says it holds them.
-        admit: see there; ``None``: nothing else decides.
+        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it holds
+            them.
+        admit: a further decision about a host. ``None`` disables it.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Connector:
         self._admit = admit
         self._pools: dict[LiveCluster, Pool] = {}
 
-    # What a TCP proxy does
+    # The steps of a TCP proxy
 
     async def open(self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
         """Connect a hop to its cluster, trying again as often as the filter says.
@@ -122,7 +123,7 @@ class Connector:
         Args:
             hop: the connection.
             proxy: its filter.
-            client: the downstream end, whose first bytes may be sent along with a CONNECT.
+            client: the downstream end, whose first bytes can be sent along with a CONNECT.
 
         Raises:
             Refused: no attempt succeeded; ``hop`` has the flags.
@@ -141,7 +142,7 @@ class Connector:
         info.cluster_metadata = cluster.model.metadata
         info.upstream_cluster = cluster.model.alt_stat_name or name
         subset = proxy.subsets.get(name, model.metadata_match)
-        # As Envoy's ``max_connect_attempts``: a number and a back-off, no limit of time.
+        # Like Envoy's ``max_connect_attempts``: a number and a back-off, without a time limit.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         while True:
             host = cluster.choose(
@@ -172,7 +173,7 @@ class Connector:
             await self._back_off(proxy, verdict.failures)
 
     async def _back_off(self, proxy: LiveTcpProxy, failures: int) -> None:
-        """Wait before the next attempt, exponentially with full jitter, as Envoy's ``backoff_options``."""
+        """Wait before the next attempt, exponentially with full jitter, like Envoy's ``backoff_options``."""
         base = proxy.model.backoff_base_s
         if base:
             longest = proxy.model.backoff_max_s or base * 10
@@ -224,7 +225,9 @@ class Connector:
         transport: LiveTransport,
         client: End | None,
     ) -> ClusterUpstream:
-        """Continue at an internal listener; any failure behind it reads ``Invalid argument`` here, as in Envoy."""
+        """Continue at an internal listener. Any failure behind it reads ``Invalid argument`` here,
+        like in Envoy.
+        """
         if transport.context is not None:
             raise UpstreamFailed("connections to an internal listener have no TLS")
         outer = hop.info
@@ -443,7 +446,7 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
     """Return the ``:authority`` and the added headers of a tunnel request, in order.
 
     Raises:
-        UpstreamFailed: the host name evaluates to nothing.
+        UpstreamFailed: the host name evaluates to the empty string.
     """
     assert proxy.hostname is not None
     authority = proxy.hostname(info)

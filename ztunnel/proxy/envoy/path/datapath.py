@@ -112,7 +112,7 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # As in Envoy, a manager's loggers write a line per request and none for the connection.
+                # Like in Envoy, a manager's loggers write a line per request and none for the connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)
             else:
@@ -133,7 +133,7 @@ class Datapath:
 
     @staticmethod
     async def _admit(chain: LiveChain, info: StreamInfo) -> None:
-        """Apply the chain's limits of connections; one too many is held for a while first if that is wanted."""
+        """Apply the chain's connection limits. A connection above them is first held for the configured delay."""
         try:
             chain.admit(info)
         except TooMany as error:
@@ -149,7 +149,7 @@ class Datapath:
         accepted_for = info.facts.destination
         await self._run_limited(listener, end, info, transparent=transparent)
         if listener.model.use_original_dst and info.restored and info.facts.destination != accepted_for:
-            # A PROXY header named another destination; as in Envoy, which hands over once.
+            # A PROXY header named another destination. Like in Envoy, the connection is handed over once.
             named = self._listeners.hand_off(info.facts.destination, listener)
             if named is not listener:
                 listener = named
@@ -207,7 +207,7 @@ class Datapath:
 
     @staticmethod
     def _choose_chain(connection: LiveConnection, info: StreamInfo) -> LiveChain:
-        # Of the active version: while filters waited for bytes, the listener may have been replaced.
+        # Of the active version, because the listener can have been replaced while filters waited for bytes.
         chain = connection.owner.latest.chain_for(info.facts)
         if chain is None:
             raise NoFilterChain()
@@ -221,7 +221,7 @@ class Datapath:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """End everything alive at once, with a reason for its line; idempotent."""
+        """End all live connections at once, with a reason for their lines. Idempotent."""
         self._connections.review_all(Event.STOP, STOPPED)
         await self._connections.table.reviewed()
         await self._tasks.close()

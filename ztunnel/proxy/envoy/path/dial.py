@@ -186,7 +186,7 @@ class Dialler:
 
 
 class CountedConnection:
-    """A connection in its cluster's statistics, from the first SYN to its end, which is told once."""
+    """A connection in its cluster's statistics, from the first SYN to its end, which is reported once."""
 
     __slots__ = ("_began_s", "_now_s", "_stats")
 
@@ -230,7 +230,7 @@ _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection: as in Envoy it is one request, too."""
+    """Count an open connection, which is also one request, like in Envoy."""
     stats = cluster.stats
     stats.rq_total.value += 1
     stats.rq_active.stored += 1

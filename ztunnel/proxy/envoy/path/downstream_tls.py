@@ -101,7 +101,7 @@ async def accept_tls(
 
 
 def note_peer(connection: LiveConnection, facts: PeerFacts, chain: LiveChain) -> None:
-    """Store the peer's identity from a handshake; the facts of the connection are complete with it."""
+    """Store the peer's identity from a handshake, which completes the facts of the connection."""
     info = connection.info
     names = PeerCertificate()
     if facts.certificate is not None:

@@ -1,8 +1,8 @@
 """Explains the path that a connection would take: repeats the data path's decisions and records them. Pure.
 
-It uses the same objects and functions as the data path, but counts nothing, opens nothing and calls no balancer:
-every endpoint that may be chosen is followed. The kernel's decision, to which listener a packet is diverted, is
-not known here; the question may name the listener.
+It uses the objects and functions of the data path, but counts nothing, opens nothing and calls no balancer: every
+possible endpoint is followed. The kernel's diversion of a packet to a listener is unknown here, so the question
+can name the listener.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Answer = dict[str, Any]
 
 #: The limit of nested internal listeners, which ends a loop of them.
 _MOST_HOPS = 4
-#: Policies of a filter that are told; of more, only their number.
+#: The number of a filter's policies that are printed. Of others, only their number is.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
 _BYTELESS = (OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata)
@@ -66,7 +66,7 @@ class Question:
 
     Attributes:
         identity: the client's, if the connection arrives in a tunnel.
-        listener: name of the listener that accepts it; empty lets :func:`first_listener` find one.
+        listener: name of the accepting listener. If it is empty, :func:`first_listener` finds one.
     """
 
     source: SocketAddress
@@ -77,7 +77,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class SavedSecrets:
-    """The secrets of a saved dump, which has no keys: no context can be built of them.
+    """The secrets of a saved dump. They have no keys, so no context can be built from them.
 
     Attributes:
         identities: in certificates, by the name of the secret.
@@ -114,7 +114,7 @@ def explain(question: Question, configuration: Configuration) -> Answer:
     """Return the answer as plain values, ready for JSON.
 
     Raises:
-        LookupError: the question names a listener that is not there, or there is none that could take it.
+        LookupError: the named listener does not exist, or no listener accepts the connection.
     """
     found, why = first_listener(question, configuration.listeners)
     hop = _Explainer(configuration).hop(found, _accepted(question, found), depth=0)
@@ -209,7 +209,7 @@ class _Explainer:
             return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
-            # It may be a filter that denies: as in the data path, nothing is served without it.
+            # It could be a filter that denies: like in the data path, nothing is served without it.
             return answer | {
                 "missing_filters": missing,
                 "verdict": "closed: the configuration of a filter has not arrived",
@@ -356,7 +356,7 @@ class _Explainer:
         return None
 
     def _handshake(self, client: LiveContext, chain: LiveChain) -> str:
-        """Return why certificates make the handshake of a tunnel within this proxy fail; empty: they do not."""
+        """Return why certificates make the handshake of a tunnel within this proxy fail, or the empty string."""
         if self._configuration.saved is not None or chain.tls is None:
             return ""
         return refusal(client, chain.tls, datetime.fromtimestamp(self._configuration.now_s, UTC))
@@ -474,9 +474,9 @@ def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | N
 
 
 def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
-    """Return what each policy of a filter says, and by which of its clauses."""
+    """Return the result of each policy of a filter with the deciding clause."""
     listed = [(policy, holds(policy.condition, facts)) for tier in rules.tiers for policy in tier.policies]
-    # Those that hold decide; of the others the first are told.
+    # Matching policies decide. Of the others the first are printed.
     listed.sort(key=lambda each: not each[1])
     told: Answer = {
         "judged": [
@@ -601,7 +601,7 @@ def _sans(validation: Validation) -> list[str]:
 
 
 def _verification(validation: Validation | None) -> list[str] | None:
-    """Return the requirements on the peer's certificate; None if there are none."""
+    """Return the requirements on the peer's certificate, or None."""
     if validation is None or validation.trusted_ca_pem is None:
         return None
     return ["a trusted root", *_sans(validation)]

@@ -1,8 +1,8 @@
-"""Connections of Envoy's dialect where Calico's policies are in force, too; see
-:mod:`ztunnel.policy.calico.guard`.
+"""Connections of Envoy's dialect under Calico's policies; see :mod:`ztunnel.policy.calico.guard`.
 
-One more list that must allow, beside the filters of the configuration, asked when the address that is dialled is
-known and before it is. Without Calico's policies none of this is made, and a connection costs what it did.
+Calico's policies are one more list that must allow, beside the filters of the configuration. They are evaluated
+when the address to dial is known, before it is dialled. Without them none of this exists, and a connection has no
+additional cost.
 
 =================================  ==================================================================
 what is dialled                    what is judged
@@ -14,8 +14,8 @@ anything else                      egress of the pod that dials and ingress of t
                                    whichever are known; without either, as a pod that is not known
 =================================  ==================================================================
 
-The names of a tunnel's far end are proven by its handshake only, after this: rules about the destination's account
-allow nothing here.
+The names of a tunnel's far end are proven later, by its handshake, so rules about the destination's account allow
+nothing here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Enforcer:
     async def _admit(self, hop: LiveHop, questions: tuple[_Question, ...]) -> None:
         """Return if every question is answered by an allow; they are asked again as long as the hop lives.
 
-        A later attempt's questions replace those of the one before.
+        The questions of a later attempt replace those of the previous one.
 
         Raises:
             Denied: one is not.
@@ -85,7 +85,7 @@ class Enforcer:
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
         hop.also = (partial(self._verdict, questions, info),)
-        # The first question may have been answered before a later one waited.
+        # The answer to the first question can be outdated after a later one waited.
         denial = self._denial(questions, info)
         if denial is not None:
             raise denial
@@ -124,7 +124,7 @@ def _denied(decision: Decision) -> Denied:
 def told(
     guard: Guard, info: StreamInfo, proxy: LiveTcpProxy | None, address: SocketAddress, own: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what an explanation says of Calico's policies; nothing is counted.
+    """Return the result of Calico's policies for an explanation, without counting.
 
     Args:
         guard: has the policies.
@@ -151,7 +151,7 @@ def told(
 def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
     peer, principal = info.facts.peer, ""
     if peer is not None:
-        # Not empty without an identity: that would be plain text, for which addresses may be enough.
+        # Not empty without an identity, because empty means plain text, for which addresses can suffice.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
 

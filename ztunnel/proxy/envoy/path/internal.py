@@ -76,7 +76,7 @@ class InternalListeners:
         Args:
             address: the endpoint.
             outer: the hop that connects.
-            metadata: what its transport socket passes on.
+            metadata: passed on by its transport socket.
             shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
             keep_options: keep the client's address, which Envoy's internal connections lose.
         """
@@ -205,7 +205,7 @@ class InternalListeners:
         """Open the inbound half, in a fiber of its own.
 
         Raises:
-            UpstreamFailed: what the wire would have told the client.
+            UpstreamFailed: with the answer that the client would get on the wire.
             TunnelBroken: the half was ended while its application was dialled, for another reason than a policy.
         """
         manager = chain.manager
@@ -271,7 +271,7 @@ def facts_behind(
 
     Args:
         outer: the same of the hop that connects.
-        metadata: what its transport socket passes on.
+        metadata: passed on by its transport socket.
         shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
     """
     return ConnectionFacts(

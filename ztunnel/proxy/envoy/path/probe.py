@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 _READ: Final = 8 * 1024
 #: Bytes after which an answer that does not contain what is expected counts as none.
 _MOST_READ: Final = 1 << 20
-#: Methods whose requests say that they have no body, as Envoy's do.
+#: Methods whose requests state that they have no body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
-#: What means that there was no answer.
+#: Errors that mean that there was no answer.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, h11.RemoteProtocolError)
 
 
@@ -83,7 +83,7 @@ class Prober:
 
     @contextlib.asynccontextmanager
     async def _connection(self, cluster: LiveCluster, host: Host) -> AsyncIterator[PlainSocket]:
-        """Connect to a host; with TLS, what is said goes through a pair of sockets into it."""
+        """Connect to a host. With TLS, the bytes go through a pair of sockets into it."""
         async with contextlib.AsyncExitStack() as stack:
             context = _context(cluster, host)
             sock = await self._dialler.connect(cluster, checked_address(host), _NO_OPTIONS)
@@ -138,7 +138,7 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
     """Return the TLS that connections to a host have; ``None``: none.
 
     Raises:
-        UpstreamFailed: a secret of it has not arrived.
+        UpstreamFailed: one of its secrets has not arrived.
     """
     _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
     assert not isinstance(transport, InternalUpstream)
@@ -152,7 +152,7 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
 
 
 def _header(cluster: LiveCluster, host: Host, sock: socket.socket) -> bytes:
-    """Return the PROXY header of a check; empty: none is sent.
+    """Return the PROXY header of a check. Empty sends none.
 
     A check has no client. Like Envoy's, it has the socket's own addresses in version 1, and LOCAL in version 2.
     """

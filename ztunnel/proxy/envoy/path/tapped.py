@@ -1,8 +1,8 @@
 """Connections of Envoy's dialect as a tap of a pod shows them; imported where taps are permitted.
 
-The dialect knows pods by their addresses, and so does a tap here. A connection whose client has the address is one
-that the pod opened; one whose application is dialled at the address came to the pod. A connection between two pods
-of the node can be both, and each side is observed at its own socket.
+The dialect identifies pods by their addresses, and so does a tap here. A connection whose client has the address
+was opened by the pod. One whose application is dialled at the address came to the pod. A connection between two
+pods of the node can be both, and each side is observed at its own socket.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def observed_application(taps: Taps, info: StreamInfo, application: End, tunnel:
     Args:
         taps: of this process.
         info: the last hop, whose endpoint is the application.
-        application: its end; a tunnel leads to another proxy's, which is no application.
+        application: the application's end. A tunnel leads to another proxy, which is not an application.
         tunnel: the other end, if the connection came in a tunnel.
     """
     address = _dialled(info)

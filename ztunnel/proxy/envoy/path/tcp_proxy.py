@@ -141,7 +141,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
         proxy.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
     elif any(each.reason for each in hops):
-        # One of the hops was ended on purpose. The others end with it, in order as over the wire.
+        # One of the hops was ended on purpose. The others end with it, in order like over the wire.
         for each in hops:
             each.info.termination_details = each.reason
         return
@@ -155,7 +155,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
         lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
     elif ended.error is not None:
-        # A lost client has no flag, as one that resets plain TCP; the reason is its transport's.
+        # A lost client has no flag, like a reset of plain TCP. The reason is its transport's.
         hops[0].info.downstream_failure = str(ended.error)
     for each in hops:
         if flag is not None:

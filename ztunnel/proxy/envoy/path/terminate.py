@@ -1,6 +1,6 @@
 """The server's end of a tunnel: chooses the route of a CONNECT and connects to the application behind it.
 
-It serves tunnels from the wire and those that were joined in-process (``internal.shortcut``) alike.
+It serves tunnels from the wire and node-local tunnels (``internal.shortcut``) alike.
 """
 
 import random
@@ -36,7 +36,7 @@ _BODIES = {
 }
 
 
-#: What else decides about the application of a tunnel, before it is dialled; raises ``Denied``.
+#: A further decision about the application of a tunnel before it is dialled. It raises ``Denied``.
 AdmitsApplication = Callable[[LiveHop, SocketAddress], Awaitable[None]]
 
 
@@ -69,12 +69,12 @@ class Terminator:
         clusters: by name.
         dialler: opens sockets.
         rng: picks among weighted clusters.
-        check_authority: a tunnel may only name the pod it was opened to. Off (as Envoy), a client that may reach
-            one pod of the node may reach all of them, judged by the first one's policy.
-        own_ports: the ports of this proxy's listeners, to which no tunnel may lead.
-        judge_ports: policies' ports are the application's. Off (as Envoy), they are compared with the captured
-            port, 15008, so that a DENY by port never holds for a tunnel.
-        admit: see there; ``None``: nothing else decides.
+        check_authority: a tunnel can only name the pod for which it was opened. If off (like in Envoy), a client
+            that can reach one pod of the node can reach all of them, judged by the first one's policy.
+        own_ports: the ports of this proxy's listeners, to which no tunnel can lead.
+        judge_ports: policies' ports are the application's. If off (like in Envoy), they are compared with the
+            captured port, 15008, so that a DENY by port never matches a tunnel.
+        admit: a further decision about the application. ``None`` disables it.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Terminator:
         return upstream
 
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
-        """Check that the request names the pod its connection was captured for, on a port that is not ours.
+        """Check that the request names the pod for which its connection was captured, on a port that is not ours.
 
         Without the configuration's header the authority counts: today's ztunnels and waypoints send no
         ``x-envoy-original-dst-host``.
@@ -238,7 +238,9 @@ def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:
 
 
 def _virtual_host(hosts: Sequence[VirtualHost], authority: str) -> VirtualHost | None:
-    """Return the best host, as Envoy: exact domain, longest ``*.suffix``, longest ``prefix.*``, then ``*``."""
+    """Return the best host, like in Envoy: exact domain, longest ``*.suffix``, longest
+    ``prefix.*``, then ``*``.
+    """
     name = authority.lower()
     best: tuple[int, int] | None = None
     found = None
@@ -265,7 +267,7 @@ def _domain_rank(domain: str, name: str) -> tuple[int, int] | None:
 def _matches(route: Route, info: StreamInfo) -> bool:
     connect = info.method == "CONNECT"
     if route.path is None:
-        # Extended CONNECT is an upgrade of its own protocol and no plain CONNECT (as Envoy: 404).
+        # Extended CONNECT is an upgrade to its own protocol and not a plain CONNECT (Envoy: 404).
         if not (connect and not info.path) and not (route.allow_post and info.method == "POST"):
             return False
     elif not info.path or not route.path.matches(info.path.partition("?")[0]):

@@ -1,7 +1,8 @@
-"""Tunnels that end here: a connection of HTTP/2 that brings them, and each of its requests.
+"""Tunnels that end here: an HTTP/2 connection that carries them, and each of its requests.
 
-:meth:`TunnelServer.serve` is a connection's life: handshake, verdict, requests, GOAWAY. ``_request`` is a
-request's: route, verdict, application, bytes. Policies are judged before anything is opened for the client.
+:meth:`TunnelServer.serve` is the life of a connection: handshake, verdict, requests, GOAWAY. ``_request`` is the
+life of a request: route, verdict, application, bytes. Policies are judged before anything is opened for the
+client.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class TunnelServer:
         handshakes: their turns and limits.
         poller: of this loop.
         clock: for times in logs.
-        timeouts: see there.
+        timeouts: of handshakes and requests.
         settings: HTTP/2 settings of the connections.
         taps: of pods, by address; ``None``: the configuration permits none.
     """
@@ -223,7 +224,7 @@ class TunnelServer:
             info.response_details = f"downstream_remote_disconnect: {error}"
         except asyncio.CancelledError:
             if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
-                # A verdict while the application was dialled, as one before it.
+                # A verdict while the application was dialled, handled like one before it.
                 self._refuse(request, info, manager, Answer(403, hop.reason, DENIED))
             elif hop.reason:
                 info.response_details = hop.reason
@@ -317,5 +318,5 @@ class TunnelServer:
 
 @lru_cache(maxsize=1)
 def _date_header(second: int) -> tuple[bytes, bytes]:
-    """Return the ``date`` of answers; it is the same for a whole second."""
+    """Return the ``date`` of answers, which is cached for a second."""
     return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()

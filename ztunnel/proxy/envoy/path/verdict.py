@@ -1,7 +1,7 @@
-"""The verdict of an answer of Envoy's dialect: what becomes of the connection on all its ways together. Pure.
+"""The verdict of an explanation in Envoy's dialect: the result for the connection over all its routes. Pure.
 
-Apart from :mod:`ztunnel.proxy.envoy.path.explain`: a command that adds the far side's answer judges anew, and
-needs nothing else of the data path.
+Separate from :mod:`ztunnel.proxy.envoy.path.explain`: a command that adds the far side's answer computes the
+verdict again, and needs no other part of the data path.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ def verdict_of(hop: Answer) -> str:
 
 
 def _ends(hop: Answer) -> Iterator[str]:
-    """Yield for each way through a hop why it is closed, or that nothing closes it."""
+    """Yield for each route through a hop why it is closed, or that it is not."""
     reason = _closed(hop)
     if reason is not None:
         yield reason

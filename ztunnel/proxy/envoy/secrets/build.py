@@ -2,12 +2,12 @@
 
 Pure, but for the file of logged keys.
 
-A context is built before the version of the listener, cluster or secret that it belongs to is accepted: the ACK
-says that handshakes work, and ``--validate`` says no less. Paths of errors begin at the TLS context's message
+A context is built before the version of its listener, cluster or secret is accepted: the ACK states that
+handshakes work, and so does ``--validate``. Paths of errors start at the TLS context's message
 (``common_tls_context.tls_params.cipher_suites[0]``).
 
-A secret that has not arrived leaves its half unchecked; whatever delivers it builds the context again, before it
-accepts the secret.
+A secret that has not arrived leaves its half unchecked. Its delivery builds the context again, before the secret
+is accepted.
 """
 
 import logging
@@ -53,7 +53,8 @@ def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Vali
     The validation has its SDS part merged in, and only the roots that can be used.
 
     Raises:
-        ConfigError: no handshake could succeed with it; with the field, and the file or secret where there is one.
+        ConfigError: no handshake could succeed with it. The error has the field, and the file or secret if there
+            is one.
     """
     _check_parameters(role, model.cipher_suites, model.curves)
     _check_inline(model)
@@ -67,7 +68,7 @@ def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Vali
     try:
         return TlsContext(role, _settings(model, own, validation)), validation
     except ValueError as error:
-        # Key material that parses and that OpenSSL refuses all the same: keys below its security level.
+        # Key material that parses but that OpenSSL refuses: keys below its security level.
         raise ConfigError(str(error), _certificate_path(model)) from None
 
 
@@ -115,7 +116,7 @@ def _validation(model: ContextModel, find: Find) -> Validation | None:
 def _check_validation(model: ContextModel, validation: Validation | None) -> None:
     """Refuse demands that only a trusted root could make good.
 
-    As Envoy, except the last, which Envoy accepts and then takes any certificate for.
+    Like in Envoy, except for the last check: Envoy accepts the field and then accepts any certificate.
     """
     if validation is not None and validation.trusted_ca_pem is None:
         path = _validation_path(model)
@@ -161,7 +162,7 @@ def _settings(model: ContextModel, own: Sequence[Certificate], validation: Valid
 
 
 def _client_certificate(model: ContextModel, validation: Validation) -> ClientCertificate:
-    """As Envoy: demanded when said so or when names or keys are matched, asked for when there are roots."""
+    """Like in Envoy: required if configured or if names or keys are matched, requested if there are roots."""
     if model.require_peer_certificate or validation.restricts:
         return ClientCertificate.REQUIRED
     return ClientCertificate.OPTIONAL if validation.trusted_ca_pem is not None else ClientCertificate.NONE
@@ -171,7 +172,7 @@ def _client_certificate(model: ContextModel, validation: Validation) -> ClientCe
 def _check_parameters(role: Role, cipher_suites: tuple[str, ...], curves: tuple[str, ...]) -> None:
     """Refuse names that OpenSSL would skip, one by one, and lists that it refuses as a whole.
 
-    ``SSL_CTX_set_cipher_list`` ignores unknown names beside a known one; Envoy refuses each of them.
+    ``SSL_CTX_set_cipher_list`` ignores unknown names beside a known one. Envoy refuses each of them.
     """
     params = f"{_COMMON}.tls_params"
     for index, entry in enumerate(cipher_suites):
@@ -213,7 +214,7 @@ def _known_group(role: Role, name: str) -> bool:
 
 
 def _split(cipher_suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Suites of TLS 1.3, and those of older versions."""
+    """Return suites of TLS 1.3, and those of older versions."""
     names = [name for entry in cipher_suites for name in _names(entry)]
     modern = tuple(name for name in names if name in _TLS13_SUITES)
     return modern, tuple(name for name in names if name not in _TLS13_SUITES)
@@ -241,7 +242,9 @@ def _validation_path(model: ContextModel) -> str:
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:
-    """Return what appends a line; the file is made at once, as by Envoy, so that one that cannot be is refused."""
+    """Return a function that appends a line. The file is created at once, like in Envoy, so that an unusable path
+    is refused.
+    """
     if not path:
         return None
     try:

@@ -55,7 +55,7 @@ class Presented:
 
     @classmethod
     def of(cls, certificate: Certificate) -> Presented:
-        """Read what is known of it."""
+        """Read the facts about it."""
         leaf = leaf_of(certificate)
         names = subject_alt_names(leaf)
         return cls(certificate, leaf, tuple(text for kind, text in names if kind == "uri"))
@@ -75,11 +75,11 @@ class LiveContext:
         owner: the listener or cluster, for errors and warnings.
 
     Raises:
-        ConfigError: it is unusable by itself or with the secrets that are here; nothing stays subscribed to.
+        ConfigError: it is unusable by itself or with the available secrets. No subscription remains.
 
     Attributes:
         current: the context for the next handshake; ``None`` while a secret is missing.
-        validation: the check of the peer, with its part from SDS; ``None`` verifies nothing.
+        validation: the check of the peer, with its part from SDS. ``None`` verifies nothing.
         generation: increases with each rebuild. It is part of the key of pooled connections, so that new tunnels
             use a rotated certificate while old connections continue.
         presented: its own certificate in ``current``, with its identities; the first, where it has several.
@@ -108,7 +108,7 @@ class LiveContext:
         self._handles: list[SecretHandle] = []
         self._unfollow: Callable[[], None] = lambda: None
         # Checked before subscribing, so that a refused context requests nothing. Static and earlier secrets are
-        # found.
+        # available.
         self._use(build(role, model, secrets.find))
         try:
             for ref in model.secret_refs:
@@ -158,7 +158,7 @@ class LiveContext:
     def party(self) -> Party | None:
         """The context as a party of an agreement without a handshake; ``None`` if only a handshake can decide.
 
-        Made on first use, because few contexts are those of tunnels within one node.
+        Created on first use, because few contexts are those of tunnels within one node.
         """
         if self._party is None:
             self._party = (self._make_party(),)
@@ -258,8 +258,8 @@ def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.C
 
 
 def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
-    """Return why a handshake of two contexts of this process fails at ``now``; empty: as far as chains, lists and
-    validity go, it need not. Pinned keys and names are left to the handshake.
+    """Return why a handshake of two contexts of this process fails at ``now``. Empty if chains, lists and validity
+    are no reason. Pinned keys and names are left to the handshake.
     """
     if client.current is None or server.current is None:
         return ""
@@ -284,7 +284,7 @@ def _unnamed(context: LiveContext) -> Party | None:
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
     """Return whether a handshake of two contexts of this process would succeed at ``now`` (aware, UTC).
 
-    ``False`` also where only a handshake can tell: pinned keys, revocation lists.
+    ``False`` also if only a handshake can decide: pinned keys, revocation lists.
     """
     if client.current is None or server.current is None:
         return False

@@ -1,4 +1,4 @@
-"""Follows the files that secrets and TLS contexts name, so that a renewed certificate is served at once.
+"""Follows the files named by secrets and TLS contexts, so that a renewed certificate is served at once.
 
 Every file is looked at each second, through all links: it does not matter whether it was renamed, written in
 place, or swapped together with others (the ``..data`` link of Kubernetes' volumes), nor on which file system it
@@ -36,7 +36,7 @@ def files_of(secrets: Iterable[Secret | None]) -> tuple[str, ...]:
 
 
 def reread(secret: T, read_file: Callable[[str], bytes]) -> T:
-    """Return a secret with its files as they are now; what was inline stays.
+    """Return a secret with its files read again. Inline parts are unchanged.
 
     Raises:
         ConfigError: a file cannot be read; with its path.
@@ -87,16 +87,16 @@ class SecretFiles:
         self._followed: dict[_Followed, None] = {}
 
     def follow(self, owner: str, files: tuple[str, ...], reload: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``reload`` when a file has changed, and once soon: it may have changed since it was read.
+        """Call ``reload`` when a file has changed, and once soon, because it can have changed since it was read.
 
         Args:
             owner: the secret, listener or cluster, for the log.
-            files: paths; none are followed by nothing.
-            reload: reads the files and uses them; returns whether anything is new. Raises ``ConfigError`` if they
-                cannot be used, and what was in use then stays.
+            files: paths. Without any, nothing is followed.
+            reload: reads the files and uses them. Returns whether any is new. Raises ``ConfigError`` if they are
+                unusable, and the current ones then stay.
 
         Returns:
-            What ends it.
+            Returns a function that ends it.
         """
         followed = _Followed(owner, files, reload)
         if files:

@@ -1,4 +1,4 @@
-"""Names in certificates, as Envoy's policies, matchers and access logs read them. Pure."""
+"""Names in certificates, as read by Envoy's policies, matchers and access logs. Pure."""
 
 from functools import lru_cache
 from typing import Final
@@ -59,8 +59,8 @@ def subject_of(certificate: x509.Certificate) -> str:
     """Return the subject as OpenSSL writes it in the form of RFC 2253.
 
     It differs from ``rfc4514_string`` in the names of attributes (``emailAddress`` instead of its OID) and in
-    bytes beyond ASCII, each of which is escaped; and it is there whatever is in the strings. A policy that names
-    a subject compares this text.
+    non-ASCII bytes, each of which is escaped. It never fails, whatever the strings contain. A policy that names a
+    subject compares this text.
     """
     return distinguished_name(_field(certificate, 4))
 
@@ -72,7 +72,7 @@ def issuer_of(certificate: x509.Certificate) -> str:
 
 
 def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertificate:
-    """Return the names of a peer's leaf certificate, which is valid whatever is in them; never fails.
+    """Return the names of a peer's leaf certificate. Never fails, whatever they contain.
 
     Args:
         leaf: the certificate.

@@ -44,7 +44,7 @@ class SecretHandle:
         secret: the accepted value, ``None`` until the first.
         body: the message as sent, for dumps (which redact it).
         contents: the secret as its message and files have it, before a password was applied.
-        settled: set once the secret is here, or waiting for it is over.
+        settled: set once the secret has arrived, or waiting for it is over.
         error: text of the last rejected version and when it came.
     """
 
@@ -116,7 +116,7 @@ class SecretStore:
                 self._sources.check(ref.source)
 
     def find(self, ref: SecretRef) -> Secret | None:
-        """Return the accepted value that a reference leads to; ``None``: there is none, or nothing uses it yet."""
+        """Return the accepted value of a reference. ``None`` if there is none, or if it is unused so far."""
         handle = self._static.get(ref.name) or self._handles.get((ref.name, ref.source))
         return handle.secret if handle is not None else None
 
@@ -164,7 +164,7 @@ class SecretStore:
             raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
         if not found:
             if handle.ref.name in update.removed:
-                # As Envoy: a delivered version stays current; without one the wait ends.
+                # Like in Envoy, a delivered version stays current. Without one the wait ends.
                 handle.settled.set()
             return
         resource = found[0]

@@ -60,7 +60,7 @@ def subject_alt_names(certificate: x509.Certificate) -> Names:
 def peer_verifier(validation: Validation) -> Callable[[Sequence[x509.Certificate]], str | None] | None:
     """Return a check for the handshake, which returns the reason to refuse a chain (leaf first) or ``None``.
 
-    Returns ``None`` if ``validation`` demands nothing beyond trusted roots.
+    Returns ``None`` if ``validation`` requires only trusted roots.
     """
     if not validation.restricts:
         return None
@@ -120,7 +120,7 @@ def check_secret(secret: Secret) -> None:
 def with_usable_roots(validation: Validation) -> Validation:
     """Return a validation without the roots that cannot be used, which trusts less; each is logged once.
 
-    Envoy refuses all roots for one that it cannot read.
+    Envoy refuses all roots because of one unreadable root.
 
     Raises:
         ConfigError: no root is left.

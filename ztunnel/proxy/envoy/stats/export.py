@@ -15,7 +15,7 @@ from ztunnel.runtime.tasks import Tasks
 
 @asynccontextmanager
 async def exported(settings: OtlpSettings, node: Node, stats: Stats, clock: Clock) -> AsyncIterator[None]:
-    """Export until the end of the context, and what has changed since the last interval with it."""
+    """Export until the end of the context, including the changes since the last interval."""
     described = {
         "service.name": "ztunnel",
         "service.version": __version__,

@@ -70,7 +70,7 @@ def envoy_text(
 
 
 def number(value: float) -> str:
-    """Return a value as Envoy prints it: whole numbers without a fraction."""
+    """Return a value in Envoy's form: whole numbers without a fraction."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return "nan" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
@@ -111,7 +111,9 @@ def _summary(name: str, metric: Histogram) -> str:
 
 
 def _cumulative(metric: Histogram, *, short: bool) -> Iterator[tuple[str, int]]:
-    """Iterate over (upper bound, number of values up to it); bounds as Envoy's or as OpenMetrics' (``1.0``)."""
+    """Iterate over (upper bound, number of values up to it), with bounds in Envoy's or OpenMetrics' form
+    (``1.0``).
+    """
     seen = 0
     for bound, count in zip(BUCKETS, metric.counts, strict=False):
         seen += count
@@ -120,7 +122,7 @@ def _cumulative(metric: Histogram, *, short: bool) -> Iterator[tuple[str, int]]:
 
 
 def _labels(labels: Labels) -> str:
-    """Return labels as ``{a="b"}``; an empty set is ``{}``, as Envoy's."""
+    """Return labels as ``{a="b"}``. An empty set is ``{}``, like in Envoy."""
     return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
 
 
@@ -128,7 +130,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"').replace("\r", "\\\\r")
 
 
-# What a scraper gets
+# The scraper's page
 
 
 def scraped(stats: Stats) -> Iterator[Family]:

@@ -1,4 +1,4 @@
-"""Counters, gauges, histograms and text readouts, named as Envoy names them.
+"""Counters, gauges, histograms and text readouts, with Envoy's names.
 
 A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and returns the objects; the data path only
 does ``counter.value += 1``. Metrics that exist thousands of times and are mostly unused (a cluster's) are declared
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 Labels = tuple[tuple[str, str], ...]
 M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
-#: Upper bounds of histogram buckets, as Envoy prints them (milliseconds).
+#: Upper bounds of histogram buckets, as printed by Envoy (milliseconds).
 BUCKETS = (
     *(0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
     *(1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 300000.0, 600000.0, 1800000.0, 3600000.0),
@@ -178,7 +178,7 @@ class Stats:
         """Return a scope whose dotted names begin with ``prefix.``.
 
         Args:
-            prefix: dotted; colons are replaced as Envoy does (``spiffe://x`` becomes ``spiffe_x``).
+            prefix: dotted. Colons are replaced like in Envoy (``spiffe://x`` becomes ``spiffe_x``).
             family: begin of the Prometheus names, when the prefix holds what the labels say.
             labels: the labels of every metric in the scope.
         """
@@ -296,12 +296,12 @@ class Scope:
         self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
-        """Return a scope below this one, with the same labels; it closes with this one."""
+        """Return a scope below this one, with the same labels. It closes with this one."""
         clean = sanitised(name)
         return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self._names)
 
     def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
-        """Declare metrics that are made on first use; a later owner of the same scope replaces this one."""
+        """Declare metrics that are created on first use. A later owner of the same scope replaces this one."""
         self._names.add(self._stats.declare(self, declared, owner))
 
     def withdraw(self, declared: tuple[Declared, ...]) -> None:
@@ -339,7 +339,7 @@ def labelled(prefix: str, name: str, value: int, family: str, labels: Labels) ->
 
 
 def sanitised(name: str) -> str:
-    """Return a name as part of a dotted name: ``://`` and ``:`` become ``_``, as in Envoy."""
+    """Return a name as part of a dotted name: ``://`` and ``:`` become ``_``, like in Envoy."""
     return name.replace("://", "_").replace(":", "_")
 
 

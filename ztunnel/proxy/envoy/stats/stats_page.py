@@ -163,7 +163,7 @@ def _joined(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _whole(value: float) -> str:
-    """Return a value as an unsigned whole number, as Envoy's counters and gauges are."""
+    """Return a value as an unsigned whole number, like Envoy's counters and gauges."""
     return str(value) if isinstance(value, int) else str(int(value)) if math.isfinite(value) else "0"
 
 

@@ -1,1 +1,1 @@
-"""What is known of one stream in Envoy's dialect, and how it ended."""
+"""The facts about one stream in Envoy's dialect, and how it ended."""

@@ -94,7 +94,7 @@ class UpstreamFailed(Refused):
         reason: ``UPSTREAM_TRANSPORT_FAILURE_REASON``.
         status: of a refused tunnel, else 0.
         timed_out: the connect timeout passed.
-        final: no other host may be tried, whatever the filter's attempts.
+        final: no other host can be tried, whatever the filter's attempts.
     """
 
     flag = Flag.UPSTREAM_CONNECT_FAILURE

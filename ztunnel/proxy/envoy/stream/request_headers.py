@@ -1,7 +1,7 @@
-"""A request's headers as logs and routes see them: those that its client sent, and those that a manager writes.
+"""A request's headers as seen by logs and routes: those of its client, and those that a manager writes.
 
-Envoy writes its own headers into each request before it routes it. Here a value is made when it is asked for: most
-requests are routed and logged without.
+Envoy writes its own headers into each request before it routes it. Here a value is computed on demand, because
+most requests are routed and logged without it.
 """
 
 import uuid
@@ -18,7 +18,7 @@ _Writes = Callable[[StreamInfo, HttpConnectionManager, Sequence[str]], Sequence[
 
 
 def header_values(info: StreamInfo, name: str) -> Sequence[str]:
-    """Return the values of a header of a hop's request, none without a request; ``name`` is in lower case."""
+    """Return the values of a header of a hop's request, or none without a request. ``name`` is in lower case."""
     sent = [value for key, value in info.request_headers if key == name] if info.request_headers else ()
     if info.manager is not None and name in _WRITTEN:
         return _WRITTEN[name](info, info.manager, sent)
@@ -26,7 +26,7 @@ def header_values(info: StreamInfo, name: str) -> Sequence[str]:
 
 
 def stream_id(info: StreamInfo) -> str | None:
-    """Return the identifier of a hop, made when it is first asked for; that of a request is its id, if any."""
+    """Return the identifier of a hop, created on first use. That of a request is its id, if any."""
     if info.manager is not None:
         return ",".join(header_values(info, REQUEST_ID)) or None
     return _made(info)

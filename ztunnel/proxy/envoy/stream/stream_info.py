@@ -17,7 +17,7 @@ from xds.model.secret import Certificate
 
 
 class Flag(StrEnum):
-    """Response flags, in the order in which logs print several."""
+    """Response flags, in the order of logs that print several."""
 
     NO_HEALTHY_UPSTREAM = "UH"
     UPSTREAM_CONNECT_FAILURE = "UF"
@@ -63,7 +63,7 @@ LONG_NAMES: dict[Flag, str] = {
 
 
 class UpstreamOptions(NamedTuple):
-    """What distinguishes sockets opened for one connection: the options of ``original_src``, a PROXY header.
+    """The distinguishing options of one connection's sockets: those of ``original_src``, a PROXY header.
 
     Two connections share pooled connections only when these are equal. A tuple, because it is made and hashed
     for every connection.
@@ -104,18 +104,17 @@ class StreamInfo:
         facts: addresses, metadata and identity, as matchers and policies see them.
         restored: the destination is an original one, not just the socket's own name.
         started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
-        upstream_tls: what the upstream's handshake proved; ``upstream_certificate`` is ours there.
-        request_headers: as the client sent them; see :mod:`ztunnel.proxy.envoy.stream.request_headers` for the
-            others.
+        upstream_tls: the facts proven by the upstream's handshake. ``upstream_certificate`` is ours there.
+        request_headers: as the client sent them; see :mod:`ztunnel.proxy.envoy.stream.request_headers` for others.
         manager: the connection manager that a request came to.
-        stream_id: made when a log asks for it.
+        stream_id: created when a log needs it.
         direct_local: the accepted socket's own name, or the internal address; never restored.
-        endpoint: the host of the last attempt; those of earlier ones are in ``failed``.
-        upstream_cluster: the cluster's alternative name, or its name; empty if it does not exist.
+        endpoint: the host of the last attempt. Hosts of earlier attempts are in ``failed``.
+        upstream_cluster: the cluster's alternative name, or its name. Empty if it does not exist.
         upstream_sni: the server name that our handshake sent.
         tunnel_authority: what our CONNECT named, of a tunnel over the wire.
         connected: the last attempt succeeded.
-        ready_s: from ``started`` until the last attempt succeeded or failed; None without an attempt.
+        ready_s: from ``started`` until the last attempt succeeded or failed. None without an attempt.
         bytes_received: from downstream; ``bytes_sent`` to downstream.
     """
 
@@ -187,7 +186,7 @@ class StreamInfo:
         return self.remote_text or str(self.facts.source)
 
     def long_flags_text(self) -> str:
-        """The flags by their long names, as :meth:`flags_text`."""
+        """The flags by their long names, like :meth:`flags_text`."""
         if not self.flags:
             return "-"
         return ",".join([LONG_NAMES[flag] for flag in Flag if flag in self.flags])

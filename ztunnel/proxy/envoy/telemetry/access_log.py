@@ -1,6 +1,6 @@
 """Access logs of Envoy's dialect: renders lines, which the process's :class:`LogWriter` writes; or makes entries.
 
-Lines are written when 64 KiB are queued or after a flush interval (by default 10 s, as Envoy's).
+Lines are written when 64 KiB are queued or after a flush interval (10 s by default, like in Envoy).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ class LogSink:
     """A configured logger: the renderer of its lines, and their file.
 
     Attributes:
-        chooses: tells which lines are written; None: all.
+        chooses: selects the lines to write. None selects all.
     """
 
     render: Renderer
@@ -51,7 +51,7 @@ Sink: TypeAlias = LogSink | EntrySink
 def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
     """Write one line per logger about a finished hop.
 
-    A listener and the filter behind it usually print the same values: they are read once for all of them.
+    A listener and the filter behind it usually print the same values, which are read once for all of them.
     """
     values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
     values: tuple[str, ...] = ()
@@ -76,8 +76,8 @@ class AccessLogs:
 
     Args:
         stats: gets ``filesystem.*`` and ``access_log_file.dropped``.
-        flush_interval_s: longest a line may wait; the owner calls :meth:`LogWriter.flush` so often.
-        streams: to access log services; None: no configuration names one.
+        flush_interval_s: the longest wait of a line. The owner calls :meth:`LogWriter.flush` at this interval.
+        streams: to access log services. None if no configuration names one.
 
     Attributes:
         writer: the files and their thread.

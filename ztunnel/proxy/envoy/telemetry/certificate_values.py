@@ -74,7 +74,7 @@ def end_s(chain: Chain) -> float:
     return chain[0].not_valid_after_utc.astimezone(UTC).timestamp()
 
 
-#: By the last words of a command. Peers have all of them.
+#: By the end of an operator's name. Peers have all of them.
 VALUES: dict[str, ChainReader] = {
     "URI_SAN": names("uri"),
     "DNS_SAN": names("dns"),

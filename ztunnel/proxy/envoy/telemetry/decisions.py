@@ -1,8 +1,8 @@
-"""What policies decided in Envoy's dialect: counts by policy, and the last denials by listener, chain and client.
+"""Policies' decisions in Envoy's dialect: counts by policy, and the last denials by listener, chain and client.
 
-Envoy's own counters are by filter, ``<stat prefix>.rbac.allowed``; one filter holds many policies. Here each
-policy has its own, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. The ledger
-counts; its counters are made for each page.
+Envoy's own counters are by filter, ``<stat prefix>.rbac.allowed``, and one filter can have many policies. Here
+each policy has its own, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. The ledger
+counts, and the counters are created for each page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
-#: Counted under when policies that allow exist and none of them matched, which no policy decided.
+#: The counting key if policies that allow exist and none of them matched, so that no policy decided.
 NONE_MATCHED: Final = "none"
 #: The results of a policy's decisions on pages, by use.
 RESULTS: Final = {
@@ -37,12 +37,12 @@ RESULTS: Final = {
 
 
 class DeniedBy(NamedTuple):
-    """Who was denied what, and where.
+    """A denied client and the denying listener and chain.
 
     Attributes:
         listener, chain: that took the connection.
         source: the client's address.
-        identity: that its certificate proved; empty for plain text.
+        identity: proven by its certificate. Empty for plain text.
         destination: of the connection; behind a tunnel, of the application where policies ask for its port.
         reason: the termination details of the access log, which name the policy.
     """
@@ -83,8 +83,8 @@ class Decisions:
         Args:
             info: the connection.
             facts: that were judged.
-            rules: by which.
-            policy: that denied; empty: none that allows matched.
+            rules: the deciding filter's.
+            policy: the denying policy. Empty if no allowing policy matched.
             live: the connection was open, and a change ended it.
         """
         policies = [each for tier in rules.tiers for each in tier.policies]

@@ -137,7 +137,7 @@ def _escaped(char: "re.Match[str]") -> str:
 
 
 def _json(value: JsonValue, missing: str) -> Any:
-    """Return a template: what is callable is a function of a hop, the rest is as it will be printed."""
+    """Return a template: a callable is a function of a hop, any other value is printed as it is."""
     if isinstance(value, FormatString):
         if len(value.parts) == 1 and isinstance(value.parts[0], Command):
             return _typed(value.parts[0])
@@ -203,7 +203,7 @@ def _render_json(template: Mapping[str, Any], omit_empty: bool, info: StreamInfo
 
 
 def _dumped(value: Any) -> str:
-    """Return JSON as Envoy writes it: one line, keys in order, no escapes but those that JSON needs."""
+    """Return JSON in Envoy's form: one line, keys in order, only the escapes that JSON needs."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
 
@@ -256,8 +256,8 @@ class _Kept(str):
 
 _EMPTY = _Kept()
 
-#: Values that nothing here has: no request traces, no gRPC in a tunnel, fingerprints that the inspector must be
-#: told to take (a setting which is refused), round trips of QUIC, a protocol of HTTP behind a TCP connection.
+#: Values that do not exist here: request traces, gRPC in a tunnel, fingerprints that need a setting of the
+#: inspector (which is refused), round trips of QUIC, a protocol of HTTP behind a TCP connection.
 _NEVER = (
     "TRACE_ID",
     "SPAN_ID",
@@ -267,9 +267,9 @@ _NEVER = (
     "ROUNDTRIP_DURATION",
     "UPSTREAM_PROTOCOL",
 )
-#: Empty in Envoy, too: flags that only its own filters set, and a body that only its mapper of replies sees.
+#: Also empty in Envoy: flags that only its own filters set, and a body that only its mapper of replies sees.
 _ALWAYS_EMPTY = ("CUSTOM_FLAGS", "LOCAL_REPLY_BODY")
-#: Of QUIC, and of requests that end with trailers; a CONNECT cannot.
+#: Of QUIC, and of requests that end with trailers, which a CONNECT cannot have.
 _ALWAYS_ZERO = ("BYTES_RETRANSMITTED", "PACKETS_RETRANSMITTED", "RESPONSE_TRAILERS_BYTES")
 
 
@@ -437,7 +437,7 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
         None if info.ready_s is None else str(int(info.ready_s * 1000))
     ),
-    # Of requests, as in Envoy: the first that comes from a tunnel's upstream is that it is connected.
+    # Of requests, like in Envoy: the first event of a tunnel's upstream is that it is connected.
     "RESPONSE_DURATION": lambda info: (
         str(int(info.ready_s * 1000)) if info.method and info.connected and info.ready_s is not None else None
     ),
@@ -476,7 +476,7 @@ def _plain_pattern(pattern: str) -> str:
 
 
 def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], Reader]:
-    """Return a maker of readers of a moment (seconds, wall clock) in UTC."""
+    """Return a maker of readers of a time (seconds, wall clock) in UTC."""
     return partial(_time, moment_of)
 
 
@@ -506,7 +506,7 @@ def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Rea
 
 
 def _local_times(moment_of: Callable[[StreamInfo], float]) -> Callable[[str], Reader]:
-    """Return a maker of readers of a moment in the time zone of this machine."""
+    """Return a maker of readers of a time in this machine's time zone."""
 
     def make(argument: str) -> Reader:
         pieces = _FRACTION.split(_plain_pattern(argument or "%Y-%m-%dT%H:%M:%S.%3f%z"))
@@ -595,7 +595,9 @@ _STRUCTS: dict[str, _Struct] = {
 
 
 def _metadata_value(of: _Struct, argument: str) -> Callable[[StreamInfo], Any]:
-    """Return a function for the value at ``namespace:key:key`` of a hop's metadata; None: there is none."""
+    """Return a function for the value at ``namespace:key:key`` of a hop's metadata. It returns None without a
+    value.
+    """
     namespace, *keys = argument.split(":")
 
     def read(info: StreamInfo) -> Any:

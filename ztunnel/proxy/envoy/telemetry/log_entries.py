@@ -1,7 +1,7 @@
 """Entries of an access log service: the facts of a finished hop as Envoy's messages. Pure.
 
-What Envoy's entries have besides is not measured here, and unset: the times of a request's phases, bytes with
-framing, sizes of headers, TLS session identifiers. Of alternative names an entry has the URIs, as Envoy's.
+The other fields of Envoy's entries are not measured here, and unset: the times of a request's phases, bytes with
+framing, sizes of headers, TLS session identifiers. Of alternative names an entry has the URIs, like Envoy's.
 """
 
 from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ _SUITES = {
     "ECDHE-RSA-CHACHA20-POLY1305": 0xCCA8,
     "ECDHE-ECDSA-CHACHA20-POLY1305": 0xCCA9,
 }
-#: Fields of a request's entry that are headers of it.
+#: Fields of a request's entry that are headers of the request.
 _REQUEST_FIELDS = {
     "user-agent": "user_agent",
     "referer": "referer",
@@ -78,7 +78,7 @@ def entry_maker(log: GrpcAccessLog) -> MakesEntry:
 
 
 def packed(entries: Iterable[Entry], *, http: bool, identifier: Identifier | None) -> bytes:
-    """Return a message with entries of one kind; a stream's first message has the ``identifier``."""
+    """Return a message with entries of one kind. A stream's first message has the ``identifier``."""
     message = StreamAccessLogsMessage(identifier=identifier)
     if http:
         message.http_logs.log_entry.extend(each for each in entries if isinstance(each, data.HTTPAccessLogEntry))

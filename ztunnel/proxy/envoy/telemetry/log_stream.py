@@ -1,8 +1,8 @@
-"""Streams to access log services (``envoy.service.accesslog.v3``): entries in batches, best effort as Envoy's.
+"""Streams to access log services (``envoy.service.accesslog.v3``): entries in batches, best effort like in Envoy.
 
-A connection's end only appends to a list. One task per stream sends what has collected: at once when it has the
-configured size, otherwise after the configured time. While the service is away or does not read, one batch is kept
-and what comes after it is dropped and counted.
+A connection's end only appends to a list. One task per stream sends the collected entries: at once at the
+configured size, otherwise after the configured time. While the service is unreachable or does not read, one batch
+is kept and later entries are dropped and counted.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from ztunnel.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _METHOD: Final = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
-#: A stream without entries ends after so long; the next entry opens another. Envoy's last as long as the logger.
+#: The idle time after which a stream ends. The next entry opens another. Envoy's last as long as the logger.
 IDLE_S: Final = 60.0
-#: For the last entries of a proxy that ends, and for a service to end a call that we have ended.
+#: The time for the last entries of an ending proxy, and for a service to end a call that we have ended.
 _LAST_S: Final = 1.0
 
 #: Connects to a cluster by name; see :meth:`ztunnel.proxy.envoy.upstream.grpc.GrpcClusters.connect`.
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether it is to be sent at once; a limit of 0 is one entry."""
+        """Whether to send at once. A limit of 0 is one entry."""
         return bool(self._entries) and self._size >= self._limit_bytes
 
     def add(self, entry: Entry) -> bool:
@@ -64,7 +64,7 @@ class Batch:
         return True
 
     def take(self) -> list[Entry]:
-        """Return all entries and begin anew."""
+        """Return all entries and clear the list."""
         entries, self._entries, self._size = self._entries, [], 0
         return entries
 
@@ -83,7 +83,7 @@ class EntryCounts:
 
 
 class Sender:
-    """One stream, opened when there are entries and again after it ended."""
+    """One stream, opened when there are entries and reopened after it ended."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Sender:
             self._running = None
 
     async def _due(self) -> bool:
-        """Wait until a batch is to be sent; False if nothing came for a long time, or will."""
+        """Wait until a batch must be sent. Return False if no entry came for a long time, or none will."""
         if self._closing:
             return bool(self._batch)
         with suppress(TimeoutError):
@@ -161,7 +161,7 @@ class Sender:
         return bool(self._batch)
 
     async def _send(self, call: Call, backoff: Backoff) -> None:
-        """Send batches until the service ends the call, or nothing comes.
+        """Send batches until the service ends the call, or no entry comes.
 
         Raises:
             RpcFailed: the call failed.
@@ -211,6 +211,6 @@ class LogStreams:
         return sender
 
     async def close(self) -> None:
-        """End all streams, what is left sent if that can be done at once."""
+        """End all streams. The remaining entries are sent if that is possible at once."""
         await asyncio.gather(*(sender.close() for sender in self._senders.values()))
         await self._tasks.close()

@@ -81,7 +81,7 @@ class Balancer:
         Args:
             now: monotonic seconds.
             hash_key: the connection's hash, for RING_HASH and MAGLEV; without one they choose at random.
-            avoid: hosts to choose only if there is no other, those of earlier attempts of the connection.
+            avoid: hosts of earlier attempts of the connection, which are chosen only if there is no other.
         """
         level = self._choose_level(hash_key)
         if level is None:
@@ -321,5 +321,5 @@ class _Maglev:
 
 
 def source_hash(host: str) -> int:
-    """Return the hash of the policy ``source_ip``, of the text of the client's address."""
+    """Return the hash of the policy ``source_ip``: that of the text of the client's address."""
     return xxhash.xxh64_intdigest(host.encode())

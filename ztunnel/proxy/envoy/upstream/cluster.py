@@ -91,7 +91,9 @@ class Surround:
 
 
 class ClusterStats:
-    """Counters of one cluster, each made on first use: most clusters of a big mesh never carry anything."""
+    """Counters of one cluster, each created on first use, because most clusters of a big mesh never
+    carry bytes.
+    """
 
     __slots__ = ("__dict__", "scope")
 
@@ -253,7 +255,7 @@ class LiveCluster:
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        # Before the statistics are shown: if this version is refused, those of the active one stay.
+        # Before the statistics are published: if this version is refused, those of the active one stay.
         self._build_contexts(surround)
         self._transports: dict[int, LiveTransport] = {}  # likewise; of those in use
         self.stats.declare()
@@ -321,7 +323,7 @@ class LiveCluster:
     def start(self) -> None:
         """Start discovering endpoints and waiting for secrets; :attr:`warm` is set when that is done."""
         model = self.model
-        # An earlier version of the cluster may have been discovered in another way.
+        # An earlier version of the cluster can have been discovered in another way.
         if model.discovery is Discovery.EDS:
             self.stats.scope.withdraw(_UPDATES)
         else:
@@ -413,7 +415,7 @@ class LiveCluster:
         self._dropping = assignment.drop
         leaving: list[Host] = []
         if self.checker is not None and not self.model.ignore_health_on_removal:
-            # Discovery may lag behind: a host that has gone from it and passes its checks still serves.
+            # Discovery can lag behind: a host that is missing from it and passes its checks still serves.
             self._wanted = assignment
             wanted = {endpoint.address for endpoint in assignment.endpoints}
             gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
@@ -432,7 +434,7 @@ class LiveCluster:
         self._have_endpoints.set()
 
     def preset(self, assignment: LoadAssignment) -> None:
-        """Take the hosts of a saved dump; nothing is discovered or checked."""
+        """Use the hosts of a saved dump, without discovery or checks."""
         self.hosts.assign(assignment, self._surround.clock.monotonic())
         self._health_changed()
 
@@ -485,7 +487,7 @@ class LiveCluster:
             except ResolveFailed as error:
                 log.debug("cluster %s: %s", model.name, error)
                 self.updates.update_failure += 1
-                # Like Envoy's, hosts of STRICT_DNS go with their name; a server that does not answer changes
+                # Like in Envoy, hosts of STRICT_DNS are removed with their name. An unresponsive server changes
                 # nothing.
                 gone = error.absent and model.discovery is Discovery.STRICT_DNS
                 known[name] = () if gone or before is None else before
@@ -528,14 +530,14 @@ class LiveCluster:
 
     @property
     def healthy_count(self) -> int:
-        """The number of healthy hosts, ``membership_healthy``; those of ORIGINAL_DST count as healthy."""
+        """The number of healthy hosts, ``membership_healthy``. Hosts of ORIGINAL_DST count as healthy."""
         return self.hosts.healthy_count or len(self._original)
 
     # Choice
 
     @property
     def all_hosts(self) -> list[Host]:
-        """Return all hosts, those of ORIGINAL_DST included."""
+        """Return all hosts, including those of ORIGINAL_DST."""
         return [*self.hosts.hosts, *(host for host, _ in self._original.values())]
 
     def context(self, model: ContextModel) -> LiveContext:
@@ -559,11 +561,11 @@ class LiveCluster:
         """Return the host for a connection, or None if there is none.
 
         Args:
-            info: the hop; ORIGINAL_DST reads the address from it.
+            info: the hop. ORIGINAL_DST reads the address from it.
             subset: the endpoint metadata to require, if the cluster is divided into subsets.
             hash_source: hash the client's address, for RING_HASH and MAGLEV.
             avoid: hosts that already failed for this connection.
-            drops: obey ``drop_overloads``, as Envoy does for requests and not for connections of ``tcp_proxy``.
+            drops: obey ``drop_overloads``, like Envoy for requests and not for connections of ``tcp_proxy``.
         """
         now = self._surround.clock.monotonic()
         if self.model.discovery is Discovery.ORIGINAL_DST:
@@ -627,8 +629,8 @@ class LiveCluster:
     def original_address(self, info: StreamInfo) -> SocketAddress | None:
         """Return the address to which an ORIGINAL_DST cluster sends a connection, or None.
 
-        It is the first of filter state, metadata, request header and restored destination. The port may be
-        overridden. A header that is not ``ip:port`` is counted and ignored, as in Envoy.
+        It is the first of filter state, metadata, request header and restored destination. The port can be
+        overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
         """
         config = self.model.original_dst
         assert config is not None
@@ -679,7 +681,7 @@ _STATE = (
 
 
 def _remaining(priority: str) -> tuple[Declared, ...]:
-    """Return what ``track_remaining`` shows; everything here is of the priority DEFAULT."""
+    """Return the values of ``track_remaining``. All connections here have the priority DEFAULT."""
     used = {"cx": "connections", "pending": "pending", "rq": "requests"}
     limits = {"cx": "max_connections", "pending": "max_pending_requests", "rq": "max_requests"}
     place = ("default", "high").index(priority)
@@ -700,7 +702,7 @@ def _remaining(priority: str) -> tuple[Declared, ...]:
     return (*shown, retries)
 
 
-#: What Envoy shows of a cluster without a subscription; of names of DNS each resolution is an update.
+#: Envoy's values for a cluster without a subscription. For names in DNS each resolution is an update.
 _UPDATES = (
     *(
         Declared(name, Counter, attrgetter(f"updates.{name}"))
@@ -717,7 +719,7 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
     for index, match in enumerate(model.socket_matches):
         sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))
     for place, socket in sockets:
-        # Transport sockets inside others are in a field of the same name.
+        # Nested transport sockets are in a field of the same name.
         while isinstance(socket, InternalUpstream | ProxyHeader):
             place, socket = f"{place}.typed_config.transport_socket", socket.inner
         if isinstance(socket, ContextModel):

@@ -58,8 +58,8 @@ class GrpcClusters:
         targets: see :class:`~ztunnel.proxy.envoy.config.bootstrap.BootstrapConfig`.
         surroundings: to read files with.
         stats: counts renewed TLS contexts, per cluster.
-        secrets: where certificates and roots come from that are not written down; asked for when the first channel
-            is, since it may be fed by another of these clusters.
+        secrets: the source of certificates and roots that are not inline. Used when the first channel is opened,
+            because it can be fed by another of these clusters.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class Probe(Protocol):
     """Asks a host once."""
 
     async def __call__(self, host: Host) -> CheckResult:
-        """Return the outcome; takes no longer than the check's time limit, and raises nothing."""
+        """Return the outcome within the check's time limit. Raises nothing."""
         ...
 
 
@@ -106,7 +106,8 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # As it is, if this is not the first attempt: a check that failed by a bug of ours changes nobody's health.
+        # Unchanged, unless this is the first attempt: a check that failed because of our bug changes no host's
+        # health.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)

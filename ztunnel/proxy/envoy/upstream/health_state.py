@@ -1,7 +1,7 @@
 """Decides from the results of health checks whether a host is healthy, and when to ask it again. Pure.
 
-As Envoy: a new host is unhealthy until its first check, which decides by itself. Then results in a row count, but
-an answer that says "unhealthy" is believed at once; thresholds are for hosts that do not answer.
+Like in Envoy, a new host is unhealthy until its first check, which decides by itself. Later, consecutive results
+count, but an answer that says "unhealthy" is believed at once. Thresholds are for hosts that do not answer.
 """
 
 from collections.abc import Callable

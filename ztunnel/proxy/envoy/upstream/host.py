@@ -12,8 +12,8 @@ from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 class Host:
     """An endpoint with its state in this process.
 
-    It survives EDS updates that leave its address unchanged, so counters, ejection and slow start continue.
-    Counter names are those of ``/clusters``.
+    It survives EDS updates that do not change its address, so counters, ejection and slow start continue. Counter
+    names are those of ``/clusters``.
     """
 
     endpoint: Endpoint
@@ -28,7 +28,7 @@ class Host:
     failed_check: bool = False
     """By the cluster's health checks."""
     leaving: bool = False
-    """Discovery has taken it away; it stays for as long as it passes its checks."""
+    """Discovery has removed it. It stays as long as it passes its checks."""
 
     @property
     def active(self) -> int:
@@ -84,7 +84,7 @@ class PriorityLevel:
     degraded: Sequence[Host] = ()
 
     def refresh(self) -> None:
-        """Partition the hosts anew; called after any change of health or ejection."""
+        """Partition the hosts again. Called after any change of health or ejection."""
         hosts = (
             self.groups[0].hosts if len(self.groups) == 1 else [h for group in self.groups for h in group.hosts]
         )
@@ -124,7 +124,7 @@ class HostSet:
         return self._by_address.get(address)
 
     def assign(self, assignment: LoadAssignment, now: float) -> list[Host]:
-        """Make the hosts those of ``assignment``, and return the removed ones.
+        """Set the hosts to those of ``assignment``, and return the removed ones.
 
         A host whose address stays keeps its object; its endpoint (health, weight, metadata) is replaced.
         """
@@ -154,7 +154,7 @@ class HostSet:
         return [host for address, host in old.items() if address not in self._by_address]
 
     def filtered(self, keep: Callable[[Host], bool]) -> "HostSet":
-        """Return a set of those of the same host objects that ``keep`` accepts."""
+        """Return a set with those of the same host objects that ``keep`` accepts."""
         part = HostSet()
         part.overprovisioning = self.overprovisioning
         part.weighted_health = self.weighted_health
@@ -172,7 +172,7 @@ class HostSet:
         return part
 
     def refresh(self) -> None:
-        """Partition every level anew."""
+        """Partition every level again."""
         for level in self.levels:
             level.refresh()
 

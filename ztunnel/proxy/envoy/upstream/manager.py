@@ -46,7 +46,7 @@ class ClusterManager:
     """Creates, replaces and retires clusters by name.
 
     Args:
-        surround: what clusters need from the process.
+        surround: the process's services for clusters.
         surroundings: the names that configuration may refer to.
         retired: called with each replaced or removed cluster, which it drains and closes.
     """
@@ -70,7 +70,9 @@ class ClusterManager:
         self._removed = scope.counter("cluster_removed")
 
     def pick(self, choices: tuple[WeightedCluster, ...], rng: random.Random) -> tuple[str, LiveCluster | None]:
-        """Return the name of one of weighted clusters, and the cluster if it is active; most chains have one."""
+        """Return the name of one of several weighted clusters, and the cluster if it is active. Most chains have
+        one.
+        """
         one = choices[0] if len(choices) == 1 else rng.choices(choices, [each.weight for each in choices])[0]
         return one.name, self._active.get(one.name)
 
@@ -103,7 +105,7 @@ class ClusterManager:
         cluster.start()
 
     async def initialised(self) -> None:
-        """Wait until no cluster warms; one that is removed or replaced meanwhile no longer counts."""
+        """Wait until no cluster is warming. One that is removed or replaced meanwhile no longer counts."""
         for cluster in list(self._active.values()):
             await cluster.warm.wait()
         while self._warming:
@@ -113,7 +115,7 @@ class ClusterManager:
         """Apply a CDS update; the latch is set when no cluster that it changed warms any longer.
 
         Raises:
-            UpdateRejected: names each cluster that was refused; the others are applied.
+            UpdateRejected: names each refused cluster. The others are applied.
         """
         self.version = update.version
         errors: list[str] = []

@@ -1,4 +1,4 @@
-"""Outlier detection: ejects failing hosts for a while. Pure; time is an argument.
+"""Outlier detection: ejects failing hosts for some seconds. Pure; time is an argument.
 
 As reported by Envoy's TCP proxy, a connect failure counts as a 5xx, a tunnel refused with 502, 503 or 504 also as
 a gateway failure, and a success resets the number of consecutive failures.
@@ -37,8 +37,8 @@ class OutlierDetector:
 
     Args:
         settings: thresholds.
-        changed: called after a host's ``ejected`` flag changed, so that balancing is computed anew.
-        chance: uniform in [0, 100); enforcement percentages are drawn from it.
+        changed: called after a host's ``ejected`` flag changed, to recompute balancing.
+        chance: uniform in [0, 100). Enforcement percentages are drawn from it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OutlierDetector:
             monitor.requests = monitor.successes = 0
 
     def passed_check(self, host: Host) -> None:
-        """Take an ejected host back because it has passed a health check, if that is wanted."""
+        """Readmit an ejected host that has passed a health check, if configured."""
         monitor = self._monitors.get(host)
         if self._settings.uneject_on_check and monitor is not None and host.ejected:
             host.ejected = False

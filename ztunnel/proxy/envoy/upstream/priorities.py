@@ -1,4 +1,4 @@
-"""Computes the spread of load over priority levels and localities, in whole percent, as Envoy does."""
+"""Computes the spread of load over priority levels and localities, in whole percent, like Envoy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

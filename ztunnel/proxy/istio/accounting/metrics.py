@@ -62,7 +62,7 @@ REMOVABLE_LABELS = frozenset(TRAFFIC_LABELS) - {"reporter", "response_flags", "c
 
 
 class PeerLabels(NamedTuple):
-    """The labels that describe one side of a connection; empty values are printed as unknown."""
+    """The labels of one side of a connection. Empty values are printed as unknown."""
 
     workload: str = ""
     canonical_service: str = ""
@@ -200,7 +200,7 @@ class TrafficCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """A part of the counts of another process; the parts add up.
+    """A part of the counts of another process. The parts add up.
 
     Attributes:
         sockets_open: sockets that are open now, by reporter.
@@ -235,7 +235,7 @@ _OF_MAIN = (
 )
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
-#: Counted under when ALLOW policies exist and none of them matched, which no policy decided.
+#: The counting key if ALLOW policies exist and none of them matched, so that no policy decided.
 NONE_MATCHED: Final = "-"
 #: Series per part; decoding one takes its reader two milliseconds.
 _SERIES_PER_PART = 50
@@ -248,8 +248,8 @@ class Metrics:
         version: Istio's version, for ``istio_build``.
         series_budget: the largest number of traffic series.
         expiry_s: how long a series of workloads that are gone is kept unused; 0: for ever.
-        removed: labels that traffic series do without, some of :data:`REMOVABLE_LABELS`. Connections that differ
-            in nothing else are counted in one series from the start, so that no counter goes back.
+        removed: labels to leave out of traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections that
+            differ only in them are counted in one series from the start, so that no counter decreases.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class Metrics:
     # Several processes
 
     def counts(self) -> Iterator[Counts]:
-        """Iterate over everything counted here, in parts, for another process."""
+        """Iterate over all counts in parts, for another process."""
         yield Counts(
             crl_rejections=dict(self.crl_rejections),
             crl_untracked=dict(self.crl_untracked),
@@ -427,8 +427,8 @@ class Metrics:
 
         Args:
             part: its counts.
-            lost: the process has ended, and its connections with it. Those that were open count as closed, with
-                flags ``-``, because nothing can report how they ended.
+            lost: the process has ended, and its connections with it. Open ones count as closed, with flags ``-``,
+                because their end cannot be reported.
             now_s: the time.
         """
         for labels, opened, closed, received, sent, workloads in part.traffic:
@@ -464,7 +464,7 @@ class Metrics:
         self.loop.late_s += part.loop_late_s
 
     def page_with(self) -> "Metrics":
-        """Return a copy, to which the counts of other processes are added for one page."""
+        """Return a copy to which the counts of other processes are added for one page."""
         page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed)
         for name in _OF_MAIN:
             setattr(page, name, getattr(self, name))

@@ -65,7 +65,7 @@ class Record:
     """See the module.
 
     Args:
-        counts: those of the other half, where a tunnel is joined within the node; ``None``: its own.
+        counts: those of the other half of a node-local tunnel. ``None`` creates its own.
 
     Attributes:
         source, destination: addresses for the log; the destination becomes the next hop once it is known.
@@ -73,10 +73,10 @@ class Record:
         source_workload, destination_workload: as the control plane describes them.
         source_labels, destination_labels: how metrics and logs name the two sides.
         source_identity, destination_identity: proven by the peer or, on our side, our own.
-        dry_run: what dry-run policies would have decided, if not as the others.
-        http_left: the rule of a policy that is about requests, and the waypoint to which these were left.
-        trace: the ``traceparent`` of the tunnel's request, ours or the peer's; empty: there is none.
-        counts: bytes moved, from the side that asked to the one that answers and back.
+        dry_run: the hypothetical decision of dry-run policies, if it differs.
+        http_left: the rule of a policy about requests, and the waypoint that judges them.
+        trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
+        counts: bytes moved, from the requesting side to the answering side and back.
     """
 
     __slots__ = (
@@ -161,7 +161,7 @@ class Record:
         return [workload.uid for workload in both if workload is not None]
 
     def _has_foreign_labels(self) -> bool:
-        """Whether a side's labels are the peer's own words (baggage), with no workload of the mesh behind them."""
+        """Whether a side's labels are the peer's own (baggage), without a workload of the mesh."""
         return (self.source_workload is None and self.source_labels.known) or (
             self.destination_workload is None and self.destination_labels.known
         )
@@ -174,7 +174,9 @@ class Record:
             self._series = node.metrics.opened(self._labels(), workloads, self.counts, now_s, foreign=foreign)
 
     def complete(self, failure: Failed | None = None) -> None:
-        """Count the end of an opened connection and write its line; idempotent, nothing if it never opened."""
+        """Count the end of an opened connection and write its line. Idempotent; does nothing if it
+        never opened.
+        """
         if not self._opened:
             return
         self._opened = False

@@ -86,7 +86,7 @@ def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
 
 
 def _decisions(metrics: Metrics) -> Mapping[str, Mapping[str, Any]]:
-    """Return what each policy decided, by its key; of a dry-run policy, what it would have decided."""
+    """Return each policy's decisions by its key. For a dry-run policy these are hypothetical."""
     found: dict[str, dict[str, Any]] = {}
     for policy, tally, last_s in metrics.ledger.own:
         counts = {result: tally[use] for use, result in DECISIONS.items()}
@@ -161,7 +161,9 @@ def _pods(proxy: InspectedProxy, connections: Mapping[RunningPod, object]) -> Ma
 
 
 def control_plane_entry(proxy: InspectedProxy) -> Mapping[str, Any]:
-    """Return whether what is in force can still change, for the first line of ``ztunnel status``; ours."""
+    """Return whether the configuration can still change, for the first line of ``ztunnel status``. An addition of
+    ours.
+    """
     address, away_s = proxy.config.xds_address, proxy.control.staleness_s
     if not address:
         return {"address": None}
@@ -189,7 +191,9 @@ def build_info(istio_version: str) -> str:
 
 
 def logged_config(config: IstioConfig) -> Mapping[str, Any]:
-    """Return the current settings for the log; of headers only the names, because values may be credentials."""
+    """Return the current settings for the log, with only the names of headers, because values can
+    be credentials.
+    """
     headers = {
         key: [name for name, _ in values]
         for key, values in (("xdsHeaders", config.xds_headers), ("caHeaders", config.ca_headers))

@@ -67,7 +67,7 @@ def _bad(reason: str) -> Page:
 
 
 def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
-    """Return the state of the source's certificate; a proxy has those of its own node only."""
+    """Return the state of the source's certificate. A proxy has only those of its own node."""
     state = proxy.certificates.states().get(identity)
     if isinstance(state, WorkloadCertificate):
         return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
@@ -77,7 +77,9 @@ def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
 def _handshake(
     proxy: InspectedProxy, client: Workload | None, server: Workload, expected: tuple[str, ...]
 ) -> tuple[bool, str]:
-    """Judge by the certificates of this node's pods; a :data:`~ztunnel.proxy.istio.path.explain.Handshake`."""
+    """Judge by the certificates of this node's pods. Implements
+    :data:`~ztunnel.proxy.istio.path.explain.Handshake`.
+    """
     try:
         ours = _issued(proxy, client) if client is not None else None
     except IdentityError as error:
@@ -105,7 +107,8 @@ def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
 
 
 def _issued(proxy: InspectedProxy, workload: Workload) -> WorkloadCertificate | None:
-    """Return the certificate that a workload shows; None: it is another node's, or a connection waits for it.
+    """Return the certificate that a workload presents. None if it is another node's, or if a connection waits for
+    it.
 
     Raises:
         IdentityError: there is none, and connections fail with this.

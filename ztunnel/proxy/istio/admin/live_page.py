@@ -175,7 +175,8 @@ def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Wo
     name, namespace, principal = (labels[place] for place in side)
     identity = principal if proven and principal != UNKNOWN else ""
     if name == UNKNOWN:
-        # Strangers are many addresses, of which metrics know none: one for those with an identity, one without.
+        # Clients outside of the mesh are many addresses, unknown to metrics: one entry for those with an identity,
+        # one for those without.
         name, namespace = ("outside the mesh", "") if not identity else (identity.rpartition("/")[2], "")
         key = f"?{identity}"
     else:
@@ -255,7 +256,7 @@ def _moved(connection: Connection) -> int:
 def _carried(
     proxy: InspectedProxy, carried: dict[RunningPod, dict[str, list[dict[str, str | None]]]]
 ) -> tuple[list[Connection], int]:
-    """Return connections that workers carry, and their number; workers tell neither age nor bytes."""
+    """Return connections of workers, and their number. Workers report neither age nor bytes."""
     found: list[Connection] = []
     total = 0
     for number, tables in enumerate(carried.values()):

@@ -82,7 +82,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that may be missing.
+    """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that can be missing.
 
     A value that begins like a path is one even if no file exists: with a late mount, the path must not be sent as
     the token.

@@ -1,6 +1,7 @@
 """Fetches certificates of workloads on first need, renews them at half life, drops them with the last workload.
 
-:class:`CertificateManager` owns one task per fetch; ``schedule.py`` decides which fetches are due, in which order.
+:class:`CertificateManager` owns one task per fetch. ``schedule.py`` decides which fetches are due, and their
+order.
 """
 
 import asyncio
@@ -38,15 +39,15 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: Client contexts cached per certificate, one per set of expected identities. Making one takes 0.4 ms, and it
-#: occupies 26 KiB; a pod talks to fewer services than this.
+#: Client contexts cached per certificate, one per set of expected identities. Creating one takes 0.4 ms and 26
+#: KiB. A pod talks to fewer services than this.
 _CLIENT_CONTEXTS: Final = 256
 
-#: Timers follow the monotonic clock, validity the wall clock, which may be set meanwhile. So due fetches are
+#: Timers follow the monotonic clock, validity the wall clock, which can be set meanwhile. So due fetches are
 #: checked at least this often.
 _LONGEST_SLEEP_S: Final = 60.0
 
-#: How far our clock may be behind the authority's: a guess, the skew that tests of Istio allow.
+#: How far our clock can be behind the authority's. A guess: the skew allowed by Istio's tests.
 _CLOCK_SKEW: Final = timedelta(minutes=10)
 
 _FORGOTTEN: Final = "the identity is no longer needed"
@@ -56,7 +57,7 @@ class CertificateAuthority(Protocol):
     """Issues certificates: istiod over gRPC (``ca_client``), or a root in memory (``fake_ca``)."""
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """Make a key, and return it with a certificate for it.
+        """Create a key, and return it with a certificate for it.
 
         Raises:
             IdentityError: the authority refused, was unreachable, or sent an unusable answer.
@@ -92,7 +93,7 @@ class Revocations(Protocol):
 class TlsPolicy:
     """The TLS parameters of tunnels.
 
-    The suites are those of :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. Rust
+    The suites are those of :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. The Rust
     ztunnel prefers AES-256; both ends accept both.
 
     Attributes:
@@ -129,7 +130,7 @@ class TlsPolicy:
 
 
 class WorkloadCertificate:
-    """A certificate in use, with the TLS contexts made from it, on first use or by :meth:`prepare`.
+    """A certificate in use, with its TLS contexts, created on first use or by :meth:`prepare`.
 
     Attributes:
         issued: the certificate, its key and its roots.
@@ -179,7 +180,7 @@ class WorkloadCertificate:
     def server_context(self) -> TlsContext:
         """Return the context for incoming tunnels, which accepts peers of the certificate's own trust domain.
 
-        Clients without ALPN are accepted; those that offer only other protocols are refused.
+        Clients without ALPN are accepted. Clients that offer only other protocols are refused.
         """
         if self._server is None:
             verify = of_trust_domain(self.issued.identity.trust_domain)
@@ -201,7 +202,7 @@ class WorkloadCertificate:
         return context
 
     def prepare(self) -> None:
-        """Build the contexts, so that the first connection in either direction does not wait for them.
+        """Build the contexts in advance for the first connection in either direction.
 
         Raises:
             ValueError: chain, key or roots cannot be used.
@@ -233,7 +234,7 @@ class WorkloadCertificate:
 def disagreement(
     client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...], now: datetime
 ) -> str:
-    """Return why a handshake of two certificates would fail at ``now``, by the rules of the contexts of both.
+    """Return why a handshake of two certificates would fail at ``now``, by the rules of both contexts.
 
     Args:
         expected: the identities that the client accepts.
@@ -258,7 +259,7 @@ class CertificateManager:
         jitter: returns a number in [0, 1) per call; spreads renewals.
         concurrency: the largest number of fetches at a time.
         policy: the TLS parameters of tunnels.
-        revocations: the source of revocation lists; None checks none.
+        revocations: the source of revocation lists. None checks none.
     """
 
     def __init__(
@@ -312,10 +313,10 @@ class CertificateManager:
         return certificate
 
     def at_once(self, identity: SpiffeId) -> WorkloadCertificate | None:
-        """Return the certificate without fetching it; None: :meth:`fetch` would wait for the first one.
+        """Return the certificate without fetching it. None if :meth:`fetch` would wait for the first one.
 
         Raises:
-            IdentityError: as :meth:`fetch` would at once.
+            IdentityError: :meth:`fetch` would raise it at once.
         """
         certificate = self.current(identity)
         if certificate is None and self._closed:
@@ -416,8 +417,8 @@ class CertificateManager:
                 f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
             )
             return
-        # Peers judge by their clocks. Without a certificate that serves, one that begins a little later by ours is
-        # better than none: ours may be the wrong one.
+        # Peers judge by their clocks. Without a usable certificate, one that becomes valid slightly later by our
+        # clock is better than none, because our clock can be wrong.
         current = self.current(fetch.identity)
         if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
             self._failed(

@@ -1,4 +1,4 @@
-"""Decides whether a connection may come in: enforced policies decide, dry-run ones are counted and logged."""
+"""Decides whether to admit a connection: enforced policies decide, dry-run ones are counted and logged."""
 
 import asyncio
 import logging
@@ -18,8 +18,8 @@ from ztunnel.proxy.istio.path.node import Node
 
 log = logging.getLogger(__name__)
 
-#: How long policies are waited for that a workload names and that have not arrived. Control planes send them
-#: shortly after the workload.
+#: The wait for policies named by a workload but not yet received. Control planes send them shortly after the
+#: workload.
 POLICY_GRACE_S: Final = 5.0
 
 
@@ -50,12 +50,12 @@ class Authorizer:
     ) -> None:
         """Check a new connection; returns when it is allowed.
 
-        A policy that the workload names and that is not there allows nothing. It is waited for, because control
-        planes announce a workload before the policy that it names.
+        A named policy that is missing allows nothing. The connection waits for it, because control planes announce
+        a workload before its policy.
 
         Args:
             workload: that the connection came to.
-            facts: what policies judge.
+            facts: the input of policies.
             record: gets the verdict of dry-run policies.
             grace_s: how long missing policies are waited for.
 
@@ -82,10 +82,10 @@ class Authorizer:
         return True
 
     def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
-        """Judge a connection again that was let in.
+        """Judge an admitted connection again.
 
-        While a policy is missing that the workload names, only an explicit DENY of one that has arrived ends the
-        connection: the missing one may be the one that allows it. When its time is over, it denies.
+        While a named policy is missing, only an explicit DENY of one that has arrived ends the connection, because
+        the missing policy can be the one that allows it. When its time is over, it denies.
         """
         policies = self._node.mesh.policies_for(workload)
         until_s = min((self._missing.get(key, 0.0) for key in policies.missing), default=0.0)
@@ -100,7 +100,9 @@ class Authorizer:
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
     ) -> str:
-        """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
+        """Return the reason for a refusal, or the empty string. A refusal is counted as ``refused``; for a new
+        connection an allowance is counted, too.
+        """
         if not policies.missing and not policies.enforced.tiers:
             return ""  # most connections; nothing is noted of them
         policy, refusal = judgement(policies, facts)

@@ -46,11 +46,11 @@ from ztunnel.proxy.istio.path.route import (
 )
 
 Answer = dict[str, Any]
-#: Judges the handshake of a client (``None``: its workload is not known) with a server, of which the client
-#: accepts these identities. Returns whether it can succeed, as far as the asked proxy knows, and why.
+#: Judges the handshake of a client (``None`` if its workload is unknown) with a server whose accepted identities
+#: are given. Returns whether it can succeed, as far as this proxy knows, and why.
 Handshake = Callable[[Workload | None, Workload, tuple[str, ...]], tuple[bool, str]]
 
-#: Endpoints and policies that are told; of more, only their number.
+#: The number of endpoints and policies that are printed. Of others, only their number is.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
 _REFUSED: Final = "refused: "
@@ -71,8 +71,8 @@ class Question:
     Attributes:
         host: the address that the source's socket has.
         source: the workload there; ``None``: a client outside the mesh, whose way here is its own.
-        destination: what is dialled.
-        identity: what the client's certificate says; empty: it comes in plain text.
+        destination: the dialled address or name.
+        identity: in the client's certificate. Empty for plain text.
         inbound: only what the destination's proxy decides is asked, about exactly this identity.
         captured: a ztunnel takes the source's connections. Those of others go where the kernel sends them.
     """
@@ -92,7 +92,7 @@ class Surroundings:
     Attributes:
         network: of the node.
         illegal_ports: the proxy's own ports in pods.
-        avoided: endpoints that failed a moment ago.
+        avoided: recently failed endpoints.
         handshake: judges by certificates and revocation lists; ``None``: there are none, as in a dump.
     """
 
@@ -120,13 +120,14 @@ def question(
             workloads that have it, the first.
         destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
             ``namespace/pod``. With an endpoint also a service's name without a port, as of a service with one.
-        identity: a SPIFFE id; empty: the source's own, and of an inbound question, plain text.
+        identity: a SPIFFE id. Empty means the source's own, and plain text for an inbound question.
         around: where the names are looked up.
         inbound: see :class:`Question`.
-        captured: it is known to be, since a proxy saw it; else the control plane's word counts, that the source
-            takes tunnels, and an identity, which only a ztunnel can show.
-        endpoint: ``IP:PORT`` of the application that a connection to the service reached, as access lines have
-            it: they do not have the service's port, which is found by it.
+        captured: whether the connection is known to be captured, because a proxy saw it. Otherwise the control
+            plane's statement that the source takes tunnels counts, and an identity, which only a ztunnel can
+            prove.
+        endpoint: ``IP:PORT`` of the application that a connection to the service reached, from access lines. These
+            lack the service's port, which is found by it.
 
     Raises:
         BadQuestion: there is no such party.
@@ -173,7 +174,7 @@ def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
     """Return what an answer says of the source's certificate.
 
     Args:
-        state: why there is none; empty with no certificate: nothing on this node needs one.
+        state: why there is none. Empty without a certificate means that this node does not need one.
         ends: of a certificate, when it expires.
         now_s: seconds of the wall clock.
     """
@@ -251,7 +252,7 @@ def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress
 
 
 def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:
-    """Return what was dialled, a service, to reach an application: its port there is often another one."""
+    """Return the dialled service of a connection to an application, whose port is often another one."""
     service, host = _service(name, namespace, around)
     try:
         reached = SocketAddress.parse(endpoint)
@@ -358,9 +359,9 @@ def _plain_way(
 
 
 def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route | RouteRefused]:
-    """Return a route for each endpoint that a connection may get, in the order in which they are tried.
+    """Return a route for each possible endpoint of a connection, in the order of attempts.
 
-    Of an endpoint that nothing leads to, the refusal: a connection that draws it ends with that.
+    For an unreachable endpoint, return the refusal: a connection that draws it ends with that.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     told: set[tuple[str, ...]] = set()
@@ -372,7 +373,7 @@ def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator
             except RouteRefused as refused:
                 return refused
 
-        # Endpoints that failed are drawn from only where every endpoint has failed, and then from all of them.
+        # Failed endpoints are drawn only if every endpoint has failed, and then from all of them.
         failed = set(around.avoided)
         first = routed(failed)
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
@@ -388,8 +389,8 @@ def _drawn(
 ) -> Iterator[Route | RouteRefused]:
     """Return every route that a draw can give.
 
-    Endpoints that were drawn are avoided from then on, as after a failed attempt: what comes back is the next
-    best one, until one comes that was drawn or is avoided.
+    Drawn endpoints are avoided from then on, like after a failed attempt. So each draw returns the next best one,
+    until one comes that was drawn or is avoided.
     """
     drawn = set(avoid)
     for _ in range(_MOST_TOLD):
@@ -614,7 +615,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
-    # Those that hold decide; of the others the first are told.
+    # Matching policies decide. Of the others the first are printed.
     listed.sort(key=lambda each: not each["holds"])
     if listed:
         answer["policies"] = listed[:_MOST_TOLD]

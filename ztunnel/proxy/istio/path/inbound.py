@@ -1,8 +1,7 @@
 """START HERE for what comes to a pod: tunnels on 15008, captured plain connections on 15006.
 
-Both read top to bottom: the peer, what it asks for, whether it may, the application, the bytes. Each is a life
-(:mod:`ztunnel.proxy.dataplane.lives`) from its accept on; :meth:`Inbound.verdict` is how a live one is judged
-again.
+Both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each is a life
+(:mod:`ztunnel.proxy.dataplane.lives`) from its accept on. :meth:`Inbound.verdict` judges live ones again.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _denials_left_out(count: int) -> None:
 class _EarlyDenials:
     """The access lines of connections that are denied before their handshake, at the pod's own rate.
 
-    Any address can cause these lines, and as many as it likes.
+    Any address can cause any number of these lines.
     """
 
     def __init__(self, node: Node) -> None:
@@ -131,7 +130,7 @@ class _Refusal(Exception):
 
     Attributes:
         status: of the answer.
-        early: the text of an early denial; empty when ``failure`` completes an opened record.
+        early: the text of an early denial. Empty if ``failure`` completes an opened record.
     """
 
     def __init__(self, status: int, *, early: str = "", failure: Failed | None = None) -> None:
@@ -149,8 +148,8 @@ class _Peer:
         source: its address.
         local: the address of this pod that it came to.
         connection: carries its tunnels; ``None`` when a tunnel is joined.
-        certificate: its names; empty without one.
-        identity: the first of them that is one.
+        certificate: its names. Empty without one.
+        identity: the first of them that is a valid identity.
     """
 
     source: SocketAddress
@@ -183,7 +182,7 @@ class Inbound:
         self._illegal_ports = pod.node.config.illegal_ports
         self._authorizer = authorizer or Authorizer(pod.node)
         self._denials = _EarlyDenials(pod.node)
-        # The entrance outlives this pod's last connection; a method here would make a cycle of the two.
+        # The limiter outlives this pod's last connection, and a method here would create a reference cycle.
         turned_away = partial(_turned_away, self._denials)
         self._entrance = pod.node.half_open.entrance(self._handshake_begins, turned_away)
         pod.local.watch(self._mesh_changed)
@@ -290,7 +289,7 @@ class Inbound:
 
         def aborted(reason: str) -> None:
             if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
-                # No tunnel's line tells of it, and its peer is about to ask why it was turned away.
+                # No tunnel's line reports it, and its peer's operator will ask why it was refused.
                 self._denials.write(peer.source, peer.local, reason)
             connection.abort(reason)
 
@@ -322,14 +321,14 @@ class Inbound:
             if head.method != b"CONNECT" or head.protocol is not None:
                 raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")
             tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
-            # As it is for a new request: its connection may be older than the policies that the pod names.
+            # The current state, because the request's connection can be older than the pod's policies.
             labels = await self._pod.local.get()
             self._describe_peer(record, peer, head.headers)
             _describe_pod(record, labels)
             application = await self._admit(entry, labels, tunnel, peer)
             try:
-                # 200 only now that the application has accepted: until then another endpoint can take this one's
-                # place, and first bytes that came along with the CONNECT wait in the stream.
+                # The 200 is sent only after the application has accepted: until then another endpoint can replace
+                # this one, and first bytes sent along with the CONNECT wait in the stream.
                 baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
                 accepted = request.accept(baggage)
                 capture = self._pod.tap
@@ -373,10 +372,10 @@ class Inbound:
         return PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
 
     def _describe_peer(self, record: Record, peer: _Peer, headers: Headers) -> None:
-        """Label the client: by what the control plane says of its address, else by what its proxy says of it.
+        """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
 
-        A request that came through a gateway has the gateway's address. But who shows the certificate of the
-        workload at its own address speaks for nobody else.
+        A request through a gateway has the gateway's address. But a peer with the certificate of the workload at
+        its own address speaks for itself only.
         """
         node = self._node
         identity = peer.identity
@@ -402,7 +401,7 @@ class Inbound:
             record.source_labels = PeerLabels(principal=principal)
         record.source_identity = identity
 
-    # What tunnels on the wire and joined ones have in common
+    # The common part of tunnels on the wire and node-local tunnels
 
     async def _admit(
         self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: _Peer
@@ -410,9 +409,9 @@ class Inbound:
         """Find the application, authorize, dial.
 
         Args:
-            entry: gets what is known of it.
+            entry: updated with the facts about it.
             labels: of this pod.
-            tunnel: what is asked for.
+            tunnel: the request.
             peer: the client.
 
         Raises:
@@ -453,7 +452,7 @@ class Inbound:
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
             raise _Refusal(401, failure=failure) from denied
-        # While that waited for a policy, the lists may have changed. (On the wire the connection has ended then.)
+        # While it waited for a policy, the lists can have changed. (On the wire the connection has ended then.)
         revocations = self._node.revocations
         if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._rejected()
@@ -474,7 +473,7 @@ class Inbound:
     async def join(self, request: JoinRequest) -> Joined | None:
         """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
 
-        A handshake of the two certificates must succeed, and everything behind it is as on the wire.
+        A handshake of the two certificates must succeed. The rest is like on the wire.
 
         Returns:
             ``None``: the tunnel must go over the wire, where the handshake says why.
@@ -520,7 +519,7 @@ class Inbound:
             record: of the half.
             client: the certificate of the other half.
             labels: of this pod.
-            tunnel: what is asked for.
+            tunnel: the request.
             peer: the client.
 
         Raises:
@@ -676,9 +675,9 @@ def _address(name: tuple[str, int]) -> SocketAddress:
 def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
     """Return the peer's address for a PROXY header, which has room for one family only.
 
-    A service of two families may be dialled by one and its waypoint reached by the other. The header would be
-    without addresses then (as upstream's is), which Envoy refuses; the peer's own address of the other family is
-    as true.
+    A service of two families can be dialled by one while its waypoint is reached by the other. The header would
+    have no addresses then (like upstream's), which Envoy refuses. The peer's own address of the other family is
+    equally correct.
     """
     source = peer.source
     if (":" in source.host) == (":" in destination.host):

@@ -56,21 +56,21 @@ class Node:
     Attributes:
         names: resolves the host names of workloads without addresses.
         revocations: the source of revocation lists; ``None``: no certificate is revoked.
-        policies: Calico's; ``None``: those of the mesh alone decide.
+        policies: Calico's. ``None`` if the mesh's policies alone decide.
         taps: the taps of this process's pods; ``None``: the configuration permits none.
         log_pressure: has new connections wait for the log; ``None``: lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
-        ask: requests a key from the control plane (on demand); ``None`` when the mesh holds everything.
-        pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
-        pod_window_bytes: bytes by which the windows of one pod's tunnel connections may grow, all together.
+        ask: requests a key from the control plane (on demand). ``None`` if the mesh is complete.
+        pods: the pods of this node, for node-local tunnels; see :meth:`register`.
+        pod_window_bytes: bytes by which the windows of all of one pod's tunnel connections can grow together.
         half_open: connections to pods before the end of their handshake.
         descriptors: shares of the process's descriptors, by pod.
-        baggage_labels: what peers say of themselves, within their budgets.
+        baggage_labels: labels from peers' baggage, within their budgets.
         dns_places: for queries of all pods that wait for name servers.
-        asked: keys that were requested and answered, whatever the answer.
-        live: everything that is alive for connections of these pods.
+        asked: keys that were requested and answered, with any answer.
+        live: all live connections of these pods.
     """
 
     config: IstioConfig
@@ -145,7 +145,7 @@ class Node:
         return known
 
     def count_sockets(self, reporter: str, change: int) -> None:
-        """Add ``change``, which may be negative, to the number of open sockets of applications."""
+        """Add ``change``, which can be negative, to the number of open sockets of applications."""
         number = self.metrics.sockets_open
         number[reporter] += change
         if self.tell_open is not None:

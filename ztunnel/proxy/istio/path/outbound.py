@@ -1,10 +1,10 @@
 """START HERE for what pods open: a captured connection to its end.
 
-:meth:`Outbound.serve` reads top to bottom: the pod that dials, where the connection goes, the tunnel or the plain
-connection, the bytes. Until something has answered, an endpoint that fails is replaced by another one, within a
-few tries and a time limit (:mod:`ztunnel.proxy.dataplane.attempts`). The application's first bytes stay in the
-kernel meanwhile, also if they go along with a CONNECT, so nothing is lost; and an endpoint that may have got them
-is not replaced, so nothing is delivered twice.
+:meth:`Outbound.serve` reads top to bottom: the dialling pod, the route, the tunnel or the plain connection, the
+bytes. Until an endpoint has answered, a failing one is replaced by another, within a few tries and a time limit
+(:mod:`ztunnel.proxy.dataplane.attempts`). The application's first bytes stay in the kernel meanwhile, even if a
+copy goes along with a CONNECT, so none is lost. An endpoint that has possibly received them is not replaced, so
+none is delivered twice.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 #: Between checks whether an inner tunnel's last bytes are on their way (a guess).
 _CHECK_S = 0.01
-#: Questions to the control plane that one decision may take, on demand.
+#: The number of on-demand requests to the control plane per decision.
 _MOST_QUESTIONS = 8
 
 _DIAL_ERRORS = (HboneError, TproxyError, IdentityError, OSError)
@@ -87,7 +87,8 @@ class OutboundUpstream(Upstream[Life]):
 
     Attributes:
         joined: the inbound half, when the tunnel never left this node.
-        last_words: carries what has left ``end`` and is still inside this process; ``None``: nothing can be.
+        last_words: delivers bytes that have left ``end`` and are still inside this process. ``None`` if there can
+            be none.
     """
 
     __slots__ = ("joined", "last_words")
@@ -117,7 +118,7 @@ class Outbound:
     """Connections that one pod opens.
 
     Args:
-        pod: see there.
+        pod: the shared state of the pod.
         tunnels: opens tunnels.
         resolve: resolves names for SOCKS clients.
     """
@@ -170,7 +171,7 @@ class Outbound:
     # One connection
 
     async def serve(self, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> None:
-        """Carry a connection to where it belongs, and account for it. The caller closes ``client``.
+        """Carry a connection to its destination, and account for it. The caller closes ``client``.
 
         Leaving this method is the only place where an error becomes a log line, flags and counters.
         """
@@ -224,8 +225,8 @@ class Outbound:
 
                 near = observed(capture, entry, client, upstream.end, destination)
             running = relay(near, upstream.end, record.counts)
-            # A joined tunnel has two entries and one relay. Either half may be ended on purpose (a policy, its
-            # pod's drain), and the other then ends with it, as it would by CANCEL over the wire.
+            # A node-local tunnel has two entries and one relay. Either half can be ended on purpose (a policy, its
+            # pod's drain), and the other then ends with it, like by CANCEL over the wire.
             entry.opened(running.abort, finish=running.finish)
             if joined is not None:
                 joined.entry.opened(running.abort, state=State.JOINED, finish=running.finish)
@@ -273,8 +274,8 @@ class Outbound:
                     raise failure from denial
                 raise
             if failure is not None:
-                # Endpoints to avoid are taken when there is no other. The draw then gives one that has failed
-                # already, or another workload at its address, and its failure is the answer.
+                # Endpoints to avoid are used if there is no other. The draw then returns one that has already
+                # failed, or another workload at its address, and its failure is the answer.
                 if target in tried:
                     raise failure
                 node.metrics.connect_retries += 1
@@ -288,8 +289,8 @@ class Outbound:
                 uid = route.workload.uid if route.workload is not None else None
                 now_s = node.clock.monotonic()
                 verdict = attempts.failed(error, now_s, uid)
-                # Other connections pass the endpoint over as well; not without retries, where a draw is a draw,
-                # as upstream's.
+                # Other connections avoid the endpoint as well, except without retries, where a draw is final, like
+                # upstream's.
                 if uid in attempts.avoid and node.config.connect_retries:
                     node.failed_endpoints.add(uid, now_s)
                 if isinstance(verdict, GiveUp):
@@ -422,10 +423,10 @@ class Outbound:
 
 
 async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay) -> None:
-    """Let an inner connection that is over reach the far side, and the outer tunnel end after it.
+    """Let an ended inner connection reach the far side before the outer tunnel ends.
 
-    To close at once, as upstream does, loses what waits in the socket pair, and a gateway that sees a reset drops
-    what it has not passed on. What comes until the far side ends is still read; nothing is sent any more.
+    Closing at once, like upstream, loses the bytes in the socket pair, and a gateway that sees a reset drops bytes
+    that it has not forwarded. Bytes from the far side are still read until it ends. Nothing is sent any more.
     """
     inner.engine.goaway()
     inner.flush()
@@ -444,8 +445,8 @@ async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay)
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
     """Enter a decision in the record and the table; each attempt replaces what the one before has entered.
 
-    Of a double tunnel only the gateway is known until its far side answers. The workload that the control plane
-    describes behind it stands for all of a network's, and nobody has its identity.
+    Of a double tunnel only the gateway is known until its far side answers. The control plane's workload behind it
+    stands for all of the network's, and has no proven identity.
     """
     entry, record = call.entry, call.entry.record
     workload = route.gateway if isinstance(route, DoubleTunnel) else route.workload
@@ -455,7 +456,7 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
     record.hbone_authority = "" if isinstance(route, Direct) else route.authority
     record.secured = not isinstance(route, Direct)
     if workload is not None:
-        # The principal is the destination's whether or not it is proven (as upstream).
+        # The principal is the destination's whether or not it is proven (like upstream).
         there = node.labels_of(workload)
         record.destination_labels, record.destination_identity = there.secured, there.identity
     if record.secured:
