@@ -5,7 +5,7 @@ from collections.abc import Callable
 from xds.model.listener import ConnectionLimit, LocalRateLimit
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stream.outcome import TooMany
-from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 
 
 class LiveConnectionLimit:
@@ -70,6 +70,7 @@ class LiveRateLimit:
         self._filled_at = now
         if self._tokens < 1:
             self._limited.value += 1
+            info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)  # sic: Envoy's filter sets no other
             raise TooMany()
         self._tokens -= 1
 

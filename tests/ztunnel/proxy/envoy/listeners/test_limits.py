@@ -11,7 +11,7 @@ from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop, PodQ
 from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stream.outcome import TooMany
-from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.descriptors import Descriptors
 
@@ -58,6 +58,19 @@ def test_tokens_come_back_with_time_up_to_the_most() -> None:
     assert admitted() == 2
     now_s = 1000
     assert admitted() == 3
+
+
+def test_the_rate_limit_alone_marks_what_it_closes() -> None:
+    rate = LiveRateLimit(
+        LocalRateLimit(stat_prefix="p", most_tokens=1, tokens_per_fill=1, fill_interval_s=60), Stats(), lambda: 0.0
+    )
+    connections = LiveConnectionLimit(ConnectionLimit(stat_prefix="p", most=1), Stats())
+    for limit, flags in ((rate, {Flag.UPSTREAM_RETRY_EXHAUSTED}), (connections, set())):
+        admitted, closed = info(), info()
+        limit.check(admitted)
+        with pytest.raises(TooMany):
+            limit.check(closed)
+        assert (set(admitted.flags), set(closed.flags)) == (set(), flags)
 
 
 def test_a_limit_that_is_off_admits_everything() -> None:
