@@ -310,6 +310,94 @@ OF_CLUSTERS: dict[str, Json] = {
     },
     "connect_timeout": {"connect_timeout": "1s", "cleanup_interval": "1s", "metadata": {"filter_metadata": {}}},
 }
+HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+CHECK: Json = {"timeout": "1s", "interval": "5s", "unhealthy_threshold": 2, "healthy_threshold": 1}
+
+
+def _http(**options: Any) -> Json:
+    return {"typed_extension_protocol_options": {HTTP_OPTIONS: {"@type": f"{T}{HTTP_OPTIONS}", **options}}}
+
+
+#: As :data:`OF_CLUSTERS`, but what the setting changes is not seen by these clients: it is accepted, and served.
+SERVED: dict[str, Json] = {
+    "limits of requests": {
+        "circuit_breakers": {
+            "thresholds": [
+                {"max_pending_requests": 9, "max_requests": 8, "max_retries": 7, "track_remaining": True},
+            ]
+        }
+    },
+    "locality_weighted_lb_config": {"common_lb_config": {"locality_weighted_lb_config": {}}},
+    "zone_aware_lb_config": {"common_lb_config": {"zone_aware_lb_config": {"min_cluster_size": {"value": 9}}}},
+    "least_request_lb_config": {"lb_policy": "LEAST_REQUEST", "least_request_lb_config": {"choice_count": 3}},
+    "round_robin_lb_config": {
+        "round_robin_lb_config": {
+            "slow_start_config": {
+                "slow_start_window": "1s",
+                "aggression": {"default_value": 2, "runtime_key": "k"},
+                "min_weight_percent": {"value": 5},
+            }
+        }
+    },
+    "outlier_detection": {
+        "outlier_detection": {
+            "interval": "5s",
+            "base_ejection_time": "9s",
+            "max_ejection_time": "20s",
+            "max_ejection_time_jitter": "1s",
+            "split_external_local_origin_errors": True,
+            "always_eject_one_host": True,
+            "successful_active_health_check_uneject_host": False,
+            **dict.fromkeys(
+                (
+                    *("consecutive_5xx", "consecutive_gateway_failure", "consecutive_local_origin_failure"),
+                    *("enforcing_consecutive_5xx", "enforcing_consecutive_gateway_failure"),
+                    *("enforcing_consecutive_local_origin_failure", "enforcing_failure_percentage"),
+                    *("enforcing_success_rate", "failure_percentage_minimum_hosts", "max_ejection_percent"),
+                    *("failure_percentage_request_volume", "failure_percentage_threshold"),
+                    *("success_rate_minimum_hosts", "success_rate_request_volume", "success_rate_stdev_factor"),
+                ),
+                11,
+            ),
+        }
+    },
+    "health check by TCP": {
+        "health_checks": [
+            {
+                **CHECK,
+                "healthy_edge_interval": "6s",
+                "unhealthy_edge_interval": "6s",
+                "unhealthy_interval": "7s",
+                "no_traffic_interval": "8s",
+                "no_traffic_healthy_interval": "9s",
+                "initial_jitter": "0.01s",
+                "interval_jitter": "0.1s",
+                "interval_jitter_percent": 5,
+                "tcp_health_check": {"send": {"text": "3f"}, "receive": [{"binary": "b25l"}]},
+            }
+        ],
+        "ignore_health_on_host_removal": True,
+    },
+    "http2_protocol_options": {
+        "http2_protocol_options": {
+            "initial_connection_window_size": 70_000,
+            "initial_stream_window_size": 66_000,
+            "max_concurrent_streams": 9,
+            "connection_keepalive": {"interval": "30s", "timeout": "5s"},
+        }
+    },
+    "max_requests_per_connection": {"max_requests_per_connection": 3},
+    "explicit HTTP/1": _http(
+        explicit_http_config={"http_protocol_options": {}},
+        common_http_protocol_options={"idle_timeout": "9s", "max_requests_per_connection": 3},
+    ),
+    "use_downstream_protocol_config": _http(use_downstream_protocol_config={"http2_protocol_options": {}}),
+    "weights and localities": {},
+    "times of name look-ups": {
+        "dns_failure_refresh_rate": {"base_interval": "1s", "max_interval": "2s"},
+        "respect_dns_ttl": True,
+    },
+}
 #: Groups of hosts, (priority, application, health), and settings of the cluster.
 OF_HOSTS: dict[str, tuple[list[tuple[int, str, str]], Json]] = {
     "lower priority": ([(0, "one", "UNHEALTHY"), (1, "two", "HEALTHY")], {}),
@@ -318,7 +406,7 @@ OF_HOSTS: dict[str, tuple[list[tuple[int, str, str]], Json]] = {
     "panic": ([(0, "one", "UNHEALTHY")], {}),
     "no panic": ([(0, "one", "UNHEALTHY")], {"common_lb_config": NO_PANIC}),
 }
-SCENARIOS |= {name: Scenario(to(chain(tcp(name)))) for name in (*OF_CLUSTERS, *OF_HOSTS)}
+SCENARIOS |= {name: Scenario(to(chain(tcp(name)))) for name in (*OF_CLUSTERS, *OF_HOSTS, *SERVED)}
 SCENARIOS |= {
     name: Scenario(to(chain(tcp("one")), **more))
     for name, more in (
@@ -330,6 +418,145 @@ SCENARIOS |= {
         ),
         ("tcp_fast_open_queue_length", {"tcp_fast_open_queue_length": 5}),
     )
+}
+
+NETWORK = f"{T}envoy.extensions.matching.common_inputs.network.v3."
+
+
+def _input(name: str, **more: Any) -> Json:
+    return {"name": name, "typed_config": {"@type": NETWORK + name, **more}}
+
+
+def _go(name: str) -> Json:
+    kind = {"@type": f"{T}google.protobuf.StringValue", "value": name}
+    return {"action": {"name": name, "typed_config": kind}}
+
+
+def _if(value: Json, source: Json | None = None) -> Json:
+    return {"single_predicate": {"input": source or _input("SourceIPInput"), "value_match": value}}
+
+
+def _matches(matcher: Json, *filters: Json) -> Callable[[Path], Json]:
+    """A listener whose chains ``one``, ``two`` and ``three`` are chosen by a matcher."""
+    chains = [{**chain(tcp(name)), "name": name} for name in ("one", "two", "three")]
+    return to(*chains, filter_chain_matcher=matcher, listener_filters=list(filters))
+
+
+def _listed(*rows: tuple[Json, str]) -> Callable[[Path], Json]:
+    matchers = [{"predicate": predicate, "on_match": _go(name)} for predicate, name in rows]
+    return _matches({"matcher_list": {"matchers": matchers}, "on_no_match": _go("three")})
+
+
+IS, IS_NOT = _if({"exact": "127.0.0.1"}), _if({"exact": "127.0.0.2"})
+LISTED = {
+    "exact": IS,
+    "exact, other": IS_NOT,
+    "prefix": _if({"prefix": "127."}),
+    "suffix": _if({"suffix": ".0.1"}),
+    "contains": _if({"contains": ".0."}),
+    "regex": _if({"safe_regex": {"google_re2": {}, "regex": "127[.].*"}}),
+    "part of a regex": _if({"safe_regex": {"google_re2": {}, "regex": "127"}}),
+    "and": {"and_matcher": {"predicate": [IS, IS]}},
+    "and, not all": {"and_matcher": {"predicate": [IS, IS_NOT]}},
+    "or": {"or_matcher": {"predicate": [IS_NOT, IS]}},
+    "or, none": {"or_matcher": {"predicate": [IS_NOT, IS_NOT]}},
+    "not": {"not_matcher": IS_NOT},
+    "filter state": _if({"exact": "x"}, _input("FilterStateInput", key="k")),
+}
+TREES: dict[str, Json] = {
+    "exact": {"exact_match_map": {"map": {"127.0.0.1": _go("one"), "127.0.0.0": _go("two")}}},
+    "prefix": {"prefix_match_map": {"map": {"127.": _go("one"), "127.0.": _go("two")}}},
+    "inner": {
+        "exact_match_map": {
+            "map": {
+                "127.0.0.1": {
+                    "matcher": {"matcher_list": {"matchers": [{"predicate": IS, "on_match": _go("two")}]}}
+                }
+            }
+        }
+    },
+    **{
+        f"ranges, exclusive {exclusive}": {
+            "custom_match": {
+                "name": "ip",
+                "typed_config": {
+                    "@type": f"{T}xds.type.matcher.v3.IPMatcher",
+                    "range_matchers": [
+                        {"ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 8}], "on_match": _go("one")},
+                        {
+                            "ranges": [{"address_prefix": "127.0.0.1", "prefix_len": 32}],
+                            "on_match": {
+                                "matcher": {
+                                    "matcher_list": {"matchers": [{"predicate": IS_NOT, "on_match": _go("two")}]}
+                                }
+                            },
+                            "exclusive": exclusive,
+                        },
+                    ],
+                },
+            }
+        }
+        for exclusive in (False, True)
+    },
+}
+SCENARIOS |= {
+    f"matcher_list, {name}": Scenario(_listed((each, "one"), (IS, "two"))) for name, each in LISTED.items()
+}
+SCENARIOS |= {
+    f"matcher_tree, {name}": Scenario(
+        _matches({"matcher_tree": {"input": _input("SourceIPInput"), **tree}, "on_no_match": _go("three")})
+    )
+    for name, tree in TREES.items()
+}
+_FILTER = f"{T}envoy.extensions.filters.network"
+_LIMIT = {"@type": f"{_FILTER}.connection_limit.v3.ConnectionLimit", "stat_prefix": "l", "max_connections": 1}
+_RATE = {
+    "@type": f"{_FILTER}.local_ratelimit.v3.LocalRateLimit",
+    "stat_prefix": "r",
+    "token_bucket": {"max_tokens": 1, "tokens_per_fill": 1, "fill_interval": "60s"},
+}
+_ANY = {"policies": {"p": {"permissions": [{"any": True}], "principals": [{"any": True}]}}}
+_SHADOW = {
+    "@type": f"{_FILTER}.rbac.v3.RBAC",
+    "stat_prefix": "s",
+    "shadow_rules": {"action": "DENY", **_ANY},
+    "shadow_rules_stat_prefix": "x",
+}
+SCENARIOS |= {
+    "connections at once": Scenario(
+        to(chain({"name": "l", "typed_config": {**_LIMIT, "delay": "0.1s"}}, tcp("one")))
+    ),
+    "connections in a time": Scenario(
+        to(chain({"name": "r", "typed_config": _RATE}, tcp("one"))), (plain(), plain())
+    ),
+    "rules in the shadow": Scenario(to(chain({"name": "s", "typed_config": _SHADOW}, tcp("one")))),
+    "no PROXY header of version 1": Scenario(
+        to(chain(tcp("one")), listener_filters=[_reads_header(disallowed_versions=["V1"])]),
+        (plain(b"PROXY TCP4 192.0.2.1 192.0.2.2 1 2\r\n" + b"?" * 64),),
+    ),
+    "filter_disabled by any of two": Scenario(
+        to(
+            matching({"transport_protocol": "tls"}),
+            rest(),
+            listener_filters=[
+                {
+                    **inspector("tls"),
+                    "filter_disabled": {
+                        "or_match": {"rules": [{"not_match": {"any_match": True}}, {"any_match": True}]}
+                    },
+                }
+            ],
+        ),
+        (secured(), plain()),
+    ),
+    "bytes may come late": Scenario(
+        to(
+            chain(tcp("one")),
+            listener_filters=[inspector("tls")],
+            listener_filters_timeout="0.5s",
+            continue_on_listener_filters_timeout=True,
+        )
+    ),
 }
 SCENARIOS |= {
     "upstream_port_override": Scenario(to(chain(tcp("upstream_port_override")))),
@@ -369,9 +596,42 @@ SCENARIOS |= {
 }
 
 
+#: Scenarios in which clients see the same and the logs differ on purpose, and why.
+DIFFERENT_LOGS = {"no PROXY header of version 1": "the reason is named"}
+
+
+def differences(envoy: dict[str, str], ours: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Return what each of the two saw in the scenarios that end differently, but for :data:`DIFFERENT_LOGS`.
+
+    A difference that is expected and has gone is one, too.
+    """
+    found = {}
+    for name, theirs in envoy.items():
+        same = theirs == ours[name]
+        if name in DIFFERENT_LOGS:
+            same = not same and json.loads(theirs)["clients"] == json.loads(ours[name])["clients"]
+        if not same:
+            found[name] = (theirs, ours[name])
+    return found
+
+
 def _grown(apps: dict[str, int]) -> list[Json]:
     """The clusters of the scenarios that vary their settings or their hosts."""
-    found = [cluster(apps["one"], name=name, **more)[1] for name, more in OF_CLUSTERS.items()]
+    found = [cluster(apps["one"], name=name, **more)[1] for name, more in (OF_CLUSTERS | SERVED).items()]
+    weighed = next(each for each in found if each["name"] == "weights and localities")["load_assignment"]
+    weighed["policy"] = {"overprovisioning_factor": 150, "weighted_priority_health": True}
+    weighed["endpoints"][0] |= {
+        "locality": {"region": "r", "zone": "z", "sub_zone": "s"},
+        "load_balancing_weight": 3,
+        "metadata": {"filter_metadata": {"a": {"b": "c"}}},
+    }
+    host = weighed["endpoints"][0]["lb_endpoints"][0]
+    host["load_balancing_weight"] = 2
+    host["endpoint"]["health_check_config"] = {
+        "port_value": apps["two"],
+        "hostname": "h.example",
+        "disable_active_health_check": True,
+    }
     for name, (hosts, more) in OF_HOSTS.items():
         _, made = cluster(name=name, **more)
         made["load_assignment"]["endpoints"] = [
@@ -581,5 +841,6 @@ def observed(kind: str) -> Iterator[dict[str, str]]:
             reached = sum(each != "refused" for each in seen)
             path = running.folder / f"{number}.log"
             until(lambda path=path, reached=reached: path.exists() and path.read_text().count("\n") >= reached)  # type: ignore[misc]
-            found[name] = json.dumps({"clients": seen, "log": path.read_text().splitlines()})
+            # Connections that end at nearly the same time are logged in either order.
+            found[name] = json.dumps({"clients": seen, "log": sorted(path.read_text().splitlines())})
         yield found

@@ -12,7 +12,7 @@ def test_each_scenario_ends_like_envoys() -> None:
     if not ENVOY.exists():
         pytest.skip("NOT TESTED: no Envoy here")
     with beside.observed("envoy") as envoy, beside.observed("ours") as ours:
-        different = {name: (envoy[name], ours[name]) for name in envoy if envoy[name] != ours[name]}
+        different = beside.differences(envoy, ours)
     assert not different, "\n".join(
         f"{name}\n   envoy {one}\n   ours  {other}" for name, (one, other) in different.items()
     )
