@@ -499,7 +499,6 @@ class Engine:
     # Frames in, called by FrameReader
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """See :class:`hbone.reader.FrameSink`."""
         if kind == frames.WINDOW_UPDATE:
             self._window_update(stream_id, frames.U32.unpack(payload)[0] & MAX_WINDOW)
         elif kind == frames.RST_STREAM:
@@ -539,7 +538,6 @@ class Engine:
             self._remote_ended(stream_id, stream)
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
-        """See :class:`hbone.reader.FrameSink`."""
         window = self._window
         window.credit -= length
         if window.credit < 0:
@@ -567,7 +565,6 @@ class Engine:
         self._data_ended = ended
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
-        """See :class:`hbone.reader.FrameSink`."""
         stream_id = self._data_stream_id
         if self._data_stream is None:
             self._reader.work += DROPPED_DATA_UNITS
@@ -586,13 +583,11 @@ class Engine:
         events.append(DataReceived(stream_id, [chunk], size))
 
     def data_done(self) -> None:
-        """See :class:`hbone.reader.FrameSink`."""
         stream, self._data_stream = self._data_stream, None
         if self._data_ended and stream is not None:
             self._remote_ended(self._data_stream_id, stream)
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        """See :class:`hbone.reader.FrameSink`."""
         # Every block is decoded, even if unused, because the table must follow the peer's (RFC 7541, 2.2).
         if len(block) > LONG_BLOCK_BYTES:
             (self._requests if self._server else self._responses).begin(block)

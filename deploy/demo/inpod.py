@@ -56,7 +56,6 @@ class InPodDemo(Demo):
     places: ClassVar[Mapping[str, list[str]]] = {**NODES, "worker2": [*NODES["worker2"], _NEXT]}
 
     def start(self) -> None:
-        """See :class:`Demo`."""
         for name, worker in self.lab.workers.items():
             members = [pod for pod in NODES[name] if pod != OUTSIDE]
             self._announce(name, members)
@@ -103,13 +102,11 @@ class InPodDemo(Demo):
         return self.page(place, 15021, "/healthz/ready") == (200, "ready\n")
 
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
-        """See :class:`Demo`."""
         proxy = self._start_proxy(node, self.lab.pod(_NEXT))
         self.wait("the second generation", partial(self._is_ready, self.lab.pod(_NEXT)))
         return proxy
 
     def acts(self) -> None:
-        """See :class:`Demo`."""
         self._act_name()
         self._act_balance()
         self._act_pod_address()
@@ -324,7 +321,6 @@ class InPodDemo(Demo):
             self.check(True, f"{what}, after {time.monotonic() - began:.1f} s")
 
     def explain(self) -> None:
-        """See :class:`Demo`."""
         inside = enter(self.lab.pod(_NEXT))
         pod = enter(self.lab.pod("productpage"))
         ztunnel = " ".join(ZTUNNEL_COMMAND)

@@ -77,7 +77,6 @@ class KubeDemo(InPodDemo):
     in_mesh: set[str] = field(default_factory=set)
 
     def start(self) -> None:
-        """See :class:`~deploy.demo.stage.Demo`."""
         _loopback_up()
         folder = self.folder / "api"
         folder.mkdir()
@@ -213,7 +212,6 @@ class KubeDemo(InPodDemo):
         self.acts()
 
     def acts(self) -> None:
-        """See :class:`~deploy.demo.stage.Demo`."""
         reviews = str(self.lab.pod("reviews-v1").ipv4)
         print("\nproductpage calls reviews-v1; nothing is in the mesh")
         kept = connect(self.lab.pod("productpage"), reviews, PORT)
@@ -377,7 +375,6 @@ class KubeDemo(InPodDemo):
         return contextlib.nullcontext()
 
     def explain(self) -> None:
-        """See :class:`~deploy.demo.stage.Demo`."""
         kubectl = f"kubectl --kubeconfig={self.api.kubeconfig()}"
         print(f"\n{kubectl} label namespace {_SPACE} {_MODE}=ambient")
         self._label("ambient")

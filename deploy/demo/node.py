@@ -55,7 +55,6 @@ class NodeDemo(Demo):
         return self.run_proxy(node, self.lab.worker(node).ztunnel, [*command, *more], generation=epoch)
 
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
-        """See :class:`Demo`."""
         proxy = self._start_proxy(node, epoch=1)
         self.wait("the second generation", partial(self._is_live, self.lab.worker(node).ztunnel, epoch=1))
         return proxy
@@ -66,7 +65,6 @@ class NodeDemo(Demo):
         return bool(info["state"] == "LIVE" and info["command_line_options"]["restart_epoch"] == epoch)
 
     def acts(self) -> None:
-        """See :class:`Demo`."""
         self._act_rotation()
         self._act_pod_address()
         self._act_outside()

@@ -249,7 +249,6 @@ class Connection(TunnelCarrier):
     # Events of the poller
 
     def on_event(self, mask: int) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         if self.error is not None:
             return
         if mask & WRITABLE and self.link.blocked:
@@ -349,7 +348,6 @@ class Connection(TunnelCarrier):
                 self.poller.requeue(self)
 
     def on_bug(self, error: Exception) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         self._end(error)
 
     def _receive_handshake(self) -> None:
@@ -502,7 +500,6 @@ class Connection(TunnelCarrier):
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
 
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if not self.link.blocked:
             if not self.dirty:
                 # Also if the following read returns no bytes, because flush() releases the borrowed buffer.
@@ -516,7 +513,6 @@ class Connection(TunnelCarrier):
         return None
 
     def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if not self.link.blocked:
             if not self.dirty:
                 self.poller.schedule_flush(self)
@@ -536,30 +532,25 @@ class Connection(TunnelCarrier):
         return self.error is None and not self.link.blocked
 
     def flush_after_read(self, tunnel: Tunnel) -> None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         self._to_flush.append(tunnel)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if self.error is None:
             self.engine.acknowledge(stream_id, size)
             if self.engine.output and not self.dirty:
                 self.poller.schedule_flush(self)
 
     def end_stream(self, tunnel: Tunnel) -> None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if self.error is None:
             self.engine.end_stream(tunnel.stream_id)
             self.poller.schedule_flush(self)
 
     def reset(self, tunnel: Tunnel, code: int) -> None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if self.error is None:
             self.engine.reset_stream(tunnel.stream_id, code)
             self.poller.schedule_flush(self)
 
     def release(self, tunnel: Tunnel) -> None:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         self._tunnels.pop(tunnel.stream_id, None)
         self._waiting.pop(tunnel.stream_id, None)
         self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
@@ -734,12 +725,10 @@ class Connection(TunnelCarrier):
             )
 
     def send_ping(self, payload: bytes) -> None:
-        """See :class:`hbone.aio.keepalive.Pinged`."""
         self.engine.ping(payload)
         self.poller.schedule_flush(self)
 
     def on_silence(self) -> None:
-        """See :class:`hbone.aio.keepalive.Pinged`."""
         if self.role is Role.SERVER:
             self.engine.goaway(ErrorCode.NO_ERROR)
             self.flush()

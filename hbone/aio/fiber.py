@@ -42,17 +42,14 @@ class OneShotFuture(asyncio.Future[T]):
         self.fiber: Fiber | None = None
 
     def set_result(self, result: T, /) -> None:
-        """See :class:`asyncio.Future`."""
         super().set_result(result)
         self._wake()
 
     def set_exception(self, exception: type | BaseException, /) -> None:
-        """See :class:`asyncio.Future`."""
         super().set_exception(exception)
         self._wake()
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """See :class:`asyncio.Future`."""
         cancelled = super().cancel(msg)
         self._wake()
         return cancelled
@@ -112,15 +109,12 @@ class Fiber(asyncio.Future[None]):
     # Interface of asyncio.Task
 
     def get_name(self) -> str:
-        """See :class:`asyncio.Task`."""
         return self._name
 
     def get_coro(self) -> Coroutine[Any, Any, None]:
-        """See :class:`asyncio.Task`."""
         return self._coroutine
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """See :class:`asyncio.Task`."""
         if self.done():
             return False
         self._cancelling += 1
@@ -130,11 +124,9 @@ class Fiber(asyncio.Future[None]):
         return True
 
     def cancelling(self) -> int:
-        """See :class:`asyncio.Task`."""
         return self._cancelling
 
     def uncancel(self) -> int:
-        """See :class:`asyncio.Task`."""
         self._cancelling = max(0, self._cancelling - 1)
         return self._cancelling
 

@@ -49,7 +49,6 @@ class Keepalive:
         return True
 
     def on_interval(self) -> None:
-        """See :class:`hbone.aio.interval_timer.Member`."""
         connection = self._connection
         if connection is None:
             return

@@ -59,17 +59,14 @@ class ObservedEnd(End):
     # Called by the relay
 
     def join_relay(self, relay: RelayObserver, peer: End) -> None:
-        """See :class:`End`."""
         self.relay = relay
         self.peer = peer
         self.inner.join_relay(_Reports(self), _FarSide(self))
 
     def start(self) -> None:
-        """See :class:`End`."""
         self.inner.start()
 
     def leave_relay(self) -> None:
-        """See :class:`End`."""
         self.inner.leave_relay()
         self.relay = None
         self.peer = None
@@ -77,30 +74,25 @@ class ObservedEnd(End):
         self._observer.left()
 
     def close(self, error: Exception | None = None) -> None:
-        """See :class:`End`."""
         self.inner.close(error)
 
     # Calls from the other end: bytes for the inner end's network
 
     def reserve(self, limit: int) -> memoryview | None:
-        """See :class:`End`."""
         room = self.inner.reserve(limit)
         self._rooms = [room] if room is not None else []
         return room
 
     @property
     def scatters(self) -> bool:
-        """See :class:`End`."""
         return self.inner.scatters
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
-        """See :class:`End`."""
         rooms = self.inner.reserve_many(limit)
         self._rooms = rooms if rooms is not None else []
         return rooms
 
     def commit(self, size: int) -> None:
-        """See :class:`End`."""
         rooms, self._rooms = self._rooms, []
         # An end whose network is gone takes bytes and discards them: they were not sent.
         if self.inner.sink is not SINK_BROKEN:
@@ -108,32 +100,26 @@ class ObservedEnd(End):
         self.inner.commit(size)
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """See :class:`End`."""
         if self.inner.sink is not SINK_BROKEN:
             for chunk in chunks:
                 self._observer.sent(chunk)
         self.inner.write(chunks, size)
 
     def flush(self) -> None:
-        """See :class:`End`."""
         self.inner.flush()
 
     def write_eof(self) -> None:
-        """See :class:`End`."""
         self._observer.send_ended(reset=False)
         self.inner.write_eof()
 
     def write_reset(self) -> None:
-        """See :class:`End`."""
         self._observer.send_ended(reset=True)
         self.inner.write_reset()
 
     def resume(self) -> None:
-        """See :class:`End`."""
         self.inner.resume()
 
     def delivered(self, size: int) -> None:
-        """See :class:`End`."""
         self.inner.delivered(size)
 
     # Calls from the stand-in of the other end: bytes from the inner end's network
@@ -181,7 +167,6 @@ class _FarSide(End):
         """Nothing: the real end is closed by its owner."""
 
     def reserve(self, limit: int) -> memoryview | None:
-        """See :class:`End`."""
         there = self._observed.peer
         room = there.reserve(limit) if there is not None else None
         self._rooms = [room] if room is not None else []
@@ -189,12 +174,10 @@ class _FarSide(End):
 
     @property
     def scatters(self) -> bool:
-        """See :class:`End`."""
         there = self._observed.peer
         return there is not None and there.scatters
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
-        """See :class:`End`."""
         there = self._observed.peer
         rooms = there.reserve_many(limit) if there is not None else None
         self._rooms = rooms if rooms is not None else []
@@ -209,40 +192,34 @@ class _FarSide(End):
             there.commit(size)
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """See :class:`End`."""
         self._observed.show_received(chunks, size)
         there = self._observed.peer
         if there is not None:
             there.write(chunks, size)
 
     def flush(self) -> None:
-        """See :class:`End`."""
         there = self._observed.peer
         if there is not None:
             there.flush()
 
     def write_eof(self) -> None:
-        """See :class:`End`."""
         self._observed.show_receive_ended(reset=False)
         there = self._observed.peer
         if there is not None:
             there.write_eof()
 
     def write_reset(self) -> None:
-        """See :class:`End`."""
         self._observed.show_receive_ended(reset=True)
         there = self._observed.peer
         if there is not None:
             there.write_reset()
 
     def resume(self) -> None:
-        """See :class:`End`."""
         there = self._observed.peer
         if there is not None:
             there.resume()
 
     def delivered(self, size: int) -> None:
-        """See :class:`End`."""
         there = self._observed.peer
         if there is not None:
             there.delivered(size)
@@ -266,33 +243,28 @@ class _Reports(RelayObserver):
         self._observed = observed
 
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
-        """See :class:`RelayObserver`."""
         observed = self._observed
         observed.source = end.source
         if observed.relay is not None:
             observed.relay.read_ended(observed, error, clean=clean)
 
     def write_ended(self, end: End) -> None:
-        """See :class:`RelayObserver`."""
         observed = self._observed
         observed.sink = end.sink
         if observed.relay is not None:
             observed.relay.write_ended(observed)
 
     def reset_sent(self) -> None:
-        """See :class:`RelayObserver`."""
         if self._observed.relay is not None:
             self._observed.relay.reset_sent()
 
     def sink_broken(self, end: End, error: Exception) -> None:
-        """See :class:`RelayObserver`."""
         observed = self._observed
         observed.sink = end.sink
         if observed.relay is not None:
             observed.relay.sink_broken(observed, error)
 
     def fail(self, end: End, error: Exception) -> None:
-        """See :class:`RelayObserver`."""
         observed = self._observed
         if observed.relay is not None:
             observed.relay.fail(observed, error)

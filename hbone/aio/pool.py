@@ -74,7 +74,6 @@ class Pool:
 
     @property
     def statistics(self) -> PoolStatistics:
-        """See :class:`PoolStatistics`."""
         state = self._state
         return PoolStatistics(
             connections=state.connections,

@@ -134,7 +134,6 @@ class Relay(RelayObserver):
     # Called by the ends
 
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
-        """See :class:`hbone.aio.end.RelayObserver`."""
         if self._first is None:
             self._first = end
         if error is not None and not clean and self._error is None:
@@ -149,11 +148,9 @@ class Relay(RelayObserver):
             self._finish()
 
     def reset_sent(self) -> None:
-        """See :class:`hbone.aio.end.RelayObserver`."""
         self._finish()
 
     def sink_broken(self, end: End, error: Exception) -> None:
-        """See :class:`hbone.aio.end.RelayObserver`."""
         if self._first is None:
             self._first = end
         # The other direction may end in order (an application that is writing its last bytes), or never: an end
@@ -162,7 +159,6 @@ class Relay(RelayObserver):
             self._linger = self._loop.call_later(LINGER_S, self.abort, "peer gone")
 
     def fail(self, end: End, error: Exception) -> None:
-        """See :class:`hbone.aio.end.RelayObserver`."""
         if self._first is None:
             self._first = end
         if self._error is None:

@@ -99,7 +99,6 @@ class Requests:
         self._running: dict[Tunnel, tuple[Request, Fiber]] = {}
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
-        """See :class:`hbone.aio.connection.RequestSink`."""
         request = Request(connection, tunnel, head, ended=ended)
         fiber = Fiber(connection.poller, self._run(request, tunnel), f"request {tunnel.stream_id}")
         self._running[tunnel] = request, fiber

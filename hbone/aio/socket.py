@@ -96,7 +96,6 @@ class PlainSocket(End):
         self.poller.interval_timer(LASTING_S).register(self, self.poller.now_s)
 
     def on_interval(self) -> None:
-        """See :class:`hbone.aio.interval_timer.Member`."""
         action, self._lasting = self._lasting, None
         self.poller.interval_timer(LASTING_S).unregister(self)
         if action is not None:
@@ -194,7 +193,6 @@ class PlainSocket(End):
     # Events
 
     def on_event(self, mask: int) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         if mask & HUNG_UP:
             self._hung_up |= mask & HUNG_UP
             if mask & FAILED and self.source is not SOURCE_OPEN:
@@ -217,7 +215,6 @@ class PlainSocket(End):
                     self.peer.resume()
 
     def on_bug(self, error: Exception) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         if self.relay is not None:
             self.relay.fail(self, error)
         self.close(error)
@@ -225,7 +222,6 @@ class PlainSocket(End):
     # As a source
 
     def start(self) -> None:
-        """See :class:`End`."""
         peer = self.peer
         if self._pushed and peer is not None:
             pushed, self._pushed = self._pushed, b""
@@ -238,7 +234,6 @@ class PlainSocket(End):
                 self._pump()
 
     def resume(self) -> None:
-        """See :class:`End`."""
         if self._paused:
             self._paused = False
             if self._readable or self._pipe is not None:
@@ -350,7 +345,6 @@ class PlainSocket(End):
         self._pipe = None
 
     def leave_relay(self) -> None:
-        """See :class:`End`."""
         self.relay = None
         self.peer = None
         if self._pipe is not None:
@@ -379,22 +373,18 @@ class PlainSocket(End):
     # As a sink
 
     def reserve(self, limit: int) -> memoryview | None:
-        """See :class:`End`."""
         if self._pending:
             return None
         return self.poller.plaintext[:limit]
 
     def commit(self, size: int) -> None:
-        """See :class:`End`."""
         self._send(self.poller.plaintext[:size])
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """See :class:`End`."""
         self._gather += chunks
         self._gathered += size
 
     def flush(self) -> None:
-        """See :class:`End`."""
         chunks, size = self._gather, self._gathered
         if not size:
             return
@@ -432,13 +422,11 @@ class PlainSocket(End):
             peer.delivered(sent)
 
     def write_eof(self) -> None:
-        """See :class:`End`."""
         self.advance(EndEvent.WRITE_EOF)
         if not self._pending:
             self.advance(EndEvent.DRAINED)
 
     def write_reset(self) -> None:
-        """See :class:`End`."""
         if not self.closed:
             abort_on_close(self.sock)
         self.advance(EndEvent.WRITE_RESET)

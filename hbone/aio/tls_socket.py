@@ -115,7 +115,6 @@ class TlsSocket(End):
     # Events
 
     def on_event(self, mask: int) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         if self.closed:
             return
         if mask & WRITABLE and self.link.blocked:
@@ -137,7 +136,6 @@ class TlsSocket(End):
                     self._pump()
 
     def on_bug(self, error: Exception) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         self.close(error)
 
     def _receive_handshake(self) -> None:
@@ -157,7 +155,6 @@ class TlsSocket(End):
     # As a source
 
     def start(self) -> None:
-        """See :class:`End`."""
         early, self._early = self._early, b""
         peer = self.peer
         if early and peer is not None:
@@ -165,7 +162,6 @@ class TlsSocket(End):
         self._pump()
 
     def resume(self) -> None:
-        """See :class:`End`."""
         if self._paused:
             self._paused = False
             if self.link.readable:
@@ -238,7 +234,6 @@ class TlsSocket(End):
     # As a sink
 
     def reserve(self, limit: int) -> memoryview | None:
-        """See :class:`End`."""
         if self.broken is not None:
             return self.poller.plaintext[:CHUNK_BYTES]
         if self._output is not None and len(self._output) - self._filled < _LEAST_ROOM:
@@ -252,7 +247,6 @@ class TlsSocket(End):
         return self._output[self._filled : self._filled + limit]
 
     def commit(self, size: int) -> None:
-        """See :class:`End`."""
         if self.broken is None:
             self._filled += size
 

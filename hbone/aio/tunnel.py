@@ -225,7 +225,6 @@ class Tunnel(End):
     # As a sink
 
     def reserve(self, limit: int) -> memoryview | None:
-        """See :class:`End`."""
         if self.sink is not SINK_OPEN and self.gone:
             return self.poller.plaintext[:CHUNK_BYTES]  # discarded by commit
         if self._pending:
@@ -238,11 +237,9 @@ class Tunnel(End):
         return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and self.sink is SINK_OPEN
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
-        """See :class:`End`."""
         return None if self._pending else self.connection.reserve_many(self, limit)
 
     def commit(self, size: int) -> None:
-        """See :class:`End`."""
         if self.sink is SINK_OPEN or not self.gone:
             connection = self.connection
             connection.engine.commit(self.stream_id, size)
@@ -270,13 +267,11 @@ class Tunnel(End):
         """See :class:`End`; the connection flushes at the end of the turn."""
 
     def write_eof(self) -> None:
-        """See :class:`End`."""
         self.advance(EndEvent.WRITE_EOF)
         if not self._pending:
             self.advance(EndEvent.DRAINED)
 
     def write_reset(self) -> None:
-        """See :class:`End`."""
         self.advance(EndEvent.WRITE_RESET)
         if not self._pending:
             self.advance(EndEvent.DRAINED)

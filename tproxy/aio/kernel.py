@@ -469,7 +469,6 @@ class Kernel:
         return self._blocking
 
     async def read(self, wanted: State | None = None) -> State:
-        """See :meth:`BlockingKernel.read`."""
         blocking = self._ready()
         return await self._in_thread(lambda: blocking.read(wanted))
 

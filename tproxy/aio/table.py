@@ -247,7 +247,6 @@ class KeptTable:
         return self._blocking
 
     async def read(self) -> Table | None:
-        """See :meth:`BlockingTable.read`."""
         return await self.in_thread(self._ready().read)
 
     async def apply(self, wanted: Table | None) -> tuple[NftStep, ...]:

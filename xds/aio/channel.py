@@ -291,7 +291,6 @@ class _Connection:
     # Transport
 
     def opened(self, transport: Transport) -> None:
-        """See :class:`xds.aio.tls.Inner`."""
         self._transport = transport
         self._core.start()
         self._flush()
@@ -299,7 +298,6 @@ class _Connection:
             self._timer = asyncio.get_running_loop().call_later(self._keepalive.interval_s, self._check)
 
     def received(self, data: memoryview) -> None:
-        """See :class:`xds.aio.tls.Inner`."""
         assert self._transport is not None
         self._heard = True
         self._dispatch(self._core.receive_data(data))
@@ -316,17 +314,14 @@ class _Connection:
             self._cut("the server does not read what it asked for")
 
     def pause_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._paused = False
         for call in list(self._calls.values()):
             call.room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         # EOF and reset are how control planes end streams; xDS clients know these words.
         text = "socket closed" if exc is None else (getattr(exc, "strerror", None) or str(exc)).lower()
         self._dispatch(self._core.lost(text))

@@ -469,7 +469,6 @@ class AdsClient:
         initial_fetch_timeout_s: float = 15.0,
         on_initial_timeout: Callable[[], None] | None = None,
     ) -> GrpcSubscription:
-        """See :meth:`xds.protocol.resource.ResourceSource.subscribe`."""
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:

@@ -101,7 +101,6 @@ class Feed:
         self._wake_stream()
 
     def ask(self, names: Iterable[str]) -> None:
-        """See :meth:`GrpcSubscription.ask`."""
         assert isinstance(self._state, DeltaClient), "only the incremental protocol knows demand"
         self._state.ask(self._interest.type_url, names)
         self._wake_stream()

@@ -60,16 +60,13 @@ class Plain(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of other classes
         self._inner.opened(self._transport)
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """See :class:`asyncio.BufferedProtocol`."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See :class:`asyncio.BufferedProtocol`."""
         self._slice(memoryview(self._buffer)[:nbytes])
         transport = self._transport
         if nbytes == READ_BYTES and transport is not None and not transport.is_closing():
@@ -77,15 +74,12 @@ class Plain(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self._resume)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._inner.resume_writing()
 
     def _slice(self, data: memoryview) -> None:
@@ -118,12 +112,10 @@ class Secured(Plain):
     # For the network
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         self._transport = cast(asyncio.Transport, transport)
         self._shake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         # The connection inside closes its transport when it learns of this, and uvloop's takes no write any more.
         self._closing, self._transport = True, None
         if self._session.established:
@@ -133,12 +125,10 @@ class Secured(Plain):
             self.established.set_exception(error)
 
     def pause_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         if self._session.established:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
         if self._session.established:
             self._inner.resume_writing()
 
@@ -192,7 +182,6 @@ class Secured(Plain):
     # For the connection inside
 
     def write(self, data: bytes | memoryview) -> None:
-        """See :class:`Transport`."""
         if self._closing:
             return
         try:
@@ -209,11 +198,9 @@ class Secured(Plain):
             self._transport.close()
 
     def abort(self) -> None:
-        """See :class:`Transport`."""
         self._closing = True
         if self._transport is not None:
             self._transport.abort()
 
     def get_write_buffer_size(self) -> int:
-        """See :class:`Transport`."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()

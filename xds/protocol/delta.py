@@ -121,7 +121,6 @@ class DeltaClient:
     def change(
         self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
     ) -> None:
-        """See :meth:`ClientState.change`."""
         state = self._type(type_url)
         assert state.wanted is not None, "everything is wanted already"
         state.wanted.update(added)
@@ -133,7 +132,6 @@ class DeltaClient:
         state.again.update(name for name in again if name in state.wanted)
 
     def stream_opened(self) -> None:
-        """See :meth:`ClientState.stream_opened`."""
         self._stream += 1
         self._is_open = True
         self._node_due = True
@@ -145,11 +143,9 @@ class DeltaClient:
             state.answers.clear()
 
     def stream_closed(self) -> None:
-        """See :meth:`ClientState.stream_closed`."""
         self._is_open = False
 
     def receive(self, response: DeltaDiscoveryResponse, now_s: float) -> Received | Refused | None:
-        """See :meth:`ClientState.receive`."""
         if response.control_plane.identifier:
             self.control_plane = response.control_plane.identifier
         state = self._types.get(response.type_url)
@@ -224,12 +220,10 @@ class DeltaClient:
         )
 
     def accept(self, received: Received) -> None:
-        """See :meth:`ClientState.accept`."""
         self._hold(received, ())
         self._answered(self._types[received.update.type_url], received, None)
 
     def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
-        """See :meth:`ClientState.reject`."""
         if rejected is not None:
             self._hold(received, rejected)
         self._answered(self._types[received.update.type_url], received, self._failure(reason))
@@ -265,7 +259,6 @@ class DeltaClient:
         return failure(reason, self._options.dialect.nack_code)
 
     def requests_to_send(self) -> list[DeltaDiscoveryRequest]:
-        """See :meth:`ClientState.requests_to_send`."""
         if not self._is_open:
             return []
         requests: list[DeltaDiscoveryRequest] = []
@@ -293,11 +286,9 @@ class DeltaClient:
         return requests
 
     def next_expiry_s(self) -> float | None:
-        """See :meth:`ClientState.next_expiry_s`."""
         return self._lifetimes.next_expiry_s()
 
     def expire(self, now_s: float) -> list[Update]:
-        """See :meth:`ClientState.expire`."""
         updates: list[Update] = []
         for type_url, names in self._lifetimes.expired(now_s):
             state = self._types[type_url]

@@ -188,7 +188,6 @@ class SotwServer:
         self._sent = 0
 
     def receive(self, request: DiscoveryRequest) -> Answered | None:
-        """See :meth:`ServerState.receive`."""
         if self.node is None:
             self.node = request.node
         state = self._types.get(request.type_url)
@@ -217,11 +216,9 @@ class SotwServer:
         return Answered(type_url=request.type_url, version=state.version, error=error)
 
     def update(self, snapshot: Snapshot) -> None:
-        """See :meth:`ServerState.update`."""
         self._snapshot = snapshot
 
     def responses_to_send(self) -> list[DiscoveryResponse]:
-        """See :meth:`ServerState.responses_to_send`."""
         responses: list[DiscoveryResponse] = []
         for type_url in _in_push_order(self._types):
             state = self._types[type_url]
@@ -293,7 +290,6 @@ class DeltaServer:
         self._sent = 0
 
     def receive(self, request: DeltaDiscoveryRequest) -> Answered | None:
-        """See :meth:`ServerState.receive`."""
         if self.node is None:
             self.node = request.node
         state = self._types.get(request.type_url)
@@ -310,11 +306,9 @@ class DeltaServer:
         return Answered(type_url=request.type_url, version=state.version, error=error)
 
     def update(self, snapshot: Snapshot) -> None:
-        """See :meth:`ServerState.update`."""
         self._snapshot = snapshot
 
     def responses_to_send(self) -> list[DeltaDiscoveryResponse]:
-        """See :meth:`ServerState.responses_to_send`."""
         responses: list[DeltaDiscoveryResponse] = []
         for type_url in _in_push_order(self._types):
             state = self._types[type_url]

@@ -81,7 +81,6 @@ class SotwClient:
     def change(
         self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
     ) -> None:
-        """See :meth:`ClientState.change`."""
         state = self._types.setdefault(type_url, _Type(type_url))
         assert state.wanted is not None, "everything is wanted already"
         if not state.wanted.issuperset(added) or not state.wanted.isdisjoint(dropped):
@@ -94,7 +93,6 @@ class SotwClient:
         self._lifetimes.ended(type_url, dropped)
 
     def stream_opened(self) -> None:
-        """See :meth:`ClientState.stream_opened`."""
         self._stream += 1
         self._is_open = True
         self._node_due = True
@@ -105,11 +103,9 @@ class SotwClient:
             state.answers.clear()
 
     def stream_closed(self) -> None:
-        """See :meth:`ClientState.stream_closed`."""
         self._is_open = False
 
     def receive(self, response: DiscoveryResponse, now_s: float) -> Received | Refused | None:
-        """See :meth:`ClientState.receive`."""
         if response.control_plane.identifier:
             self.control_plane = response.control_plane.identifier
         state = self._types.get(response.type_url)
@@ -144,7 +140,6 @@ class SotwClient:
         return Received(update=update, nonces=(response.nonce,), stream=self._stream, arrived_s=now_s)
 
     def accept(self, received: Received) -> None:
-        """See :meth:`ClientState.accept`."""
         update = received.update
         state = self._types[update.type_url]
         state.version = update.version
@@ -156,11 +151,9 @@ class SotwClient:
         self._answered(state, received, None)
 
     def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
-        """See :meth:`ClientState.reject`."""
         self._answered(self._types[received.update.type_url], received, reason)
 
     def requests_to_send(self) -> list[DiscoveryRequest]:
-        """See :meth:`ClientState.requests_to_send`."""
         if not self._is_open:
             return []
         requests: list[DiscoveryRequest] = []
@@ -190,11 +183,9 @@ class SotwClient:
         return requests
 
     def next_expiry_s(self) -> float | None:
-        """See :meth:`ClientState.next_expiry_s`."""
         return self._lifetimes.next_expiry_s()
 
     def expire(self, now_s: float) -> list[Update]:
-        """See :meth:`ClientState.expire`."""
         return [
             Update(type_url=type_url, version=self._types[type_url].version, resources=(), removed=names)
             for type_url, names in self._lifetimes.expired(now_s)

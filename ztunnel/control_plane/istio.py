@@ -96,7 +96,6 @@ class Registrar:
         self._now = now
 
     def admit(self, node: Node, caller: Caller) -> None:
-        """See :data:`xds.aio.server.Admit`."""
         proven = self._proven_node(caller)
         if proven is not None:
             self._same_node(proven, node_name(node))

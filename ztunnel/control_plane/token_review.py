@@ -61,7 +61,6 @@ class KubeRegistrar:
         self._reviewing = asyncio.Semaphore(_AT_ONCE)
 
     async def admit(self, node: Node, caller: Caller) -> None:
-        """See :data:`xds.aio.server.Admit`."""
         account = await self._account(caller)
         if account is None:
             self._registrar.admit(node, caller)

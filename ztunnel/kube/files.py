@@ -117,7 +117,6 @@ class FileObjects:
         return self._changes()
 
     async def next(self) -> Changes:
-        """See :meth:`~ztunnel.kube.objects.ObjectSource.next`."""
         while True:
             if self._look() or self._read_ahead:
                 self._read_ahead = False

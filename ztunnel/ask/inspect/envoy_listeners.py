@@ -66,11 +66,9 @@ class _NoSecrets(SecretStore):
         self.files = SecretFiles()
 
     def find(self, ref: SecretRef) -> Secret | None:
-        """See :meth:`SecretStore.find`."""
         return None
 
     def acquire(self, ref: SecretRef, user: SecretUser) -> SecretHandle:
-        """See :meth:`SecretStore.acquire`."""
         return SecretHandle(ref, self._clock)
 
 
@@ -81,7 +79,6 @@ class _NoLogs(AccessLogs):
         pass
 
     def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:
-        """See :meth:`AccessLogs.sinks`."""
         return ()
 
 

@@ -154,14 +154,12 @@ class _Connection(asyncio.Protocol):
         self._resume: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See :class:`asyncio.Protocol`."""
         self._transport = transport
         self._all.add(self)
         self._flush()
         self._wait(KEEPALIVE_S)
 
     def data_received(self, data: bytes) -> None:
-        """See :class:`asyncio.Protocol`."""
         self._advance(data)
 
     def pause_writing(self) -> None:
@@ -177,7 +175,6 @@ class _Connection(asyncio.Protocol):
         self._set_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See :class:`asyncio.Protocol`."""
         self._all.discard(self)
         for handle in (self._timer, self._resume):
             if handle is not None:

@@ -97,7 +97,6 @@ class SharedBuffers:
         self._free: list[memoryview] = []
 
     def acquire(self) -> memoryview:
-        """See :class:`hbone.output.Buffers`."""
         return self._free.pop() if self._free else memoryview(bytearray(_BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:

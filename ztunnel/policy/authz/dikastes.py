@@ -15,7 +15,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser that exits with 1, like Calico's, because 2 means that a server did not answer."""
 
     def error(self, message: str) -> NoReturn:
-        """See :class:`argparse.ArgumentParser`."""
         self.print_usage(sys.stderr)
         self.exit(command.BAD_ARGUMENT, f"{self.prog}: {message}\n")
 

@@ -197,12 +197,10 @@ class Arrival:
     # Of the poller
 
     def on_event(self, mask: int) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         if not self.over and self._running is None:
             self._entrance.look(self, hung_up=bool(mask & HUNG_UP))
 
     def on_bug(self, error: Exception) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         log.error("a connection before its handshake failed", exc_info=error)
         self._entrance.turn_away(self, GONE)
 
@@ -291,7 +289,6 @@ class HalfOpen:
             self._retry = self.poller.loop.call_later(_RETRY_S, self._again)
 
     def on_bug(self, error: Exception) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
         log.error("a handshake did not begin", exc_info=error)
         self.pump()
 

@@ -71,7 +71,6 @@ class _Reasons(logging.Handler):
         self._of_thread = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See :class:`logging.Handler`."""
         words = record.getMessage()
         known: list[str] = getattr(self._of_thread, "words", [])
         self._of_thread.words = [*(each for each in known if each != words), words][-2:]

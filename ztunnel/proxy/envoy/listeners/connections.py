@@ -171,7 +171,6 @@ class LiveRequest(LiveHop):
     __slots__ = ()
 
     def require(self, *, live: bool = False) -> None:
-        """See :meth:`LiveHop.require`."""
         if self.application is not None:
             self.current_chain().judge_port(self.info, self.application, live=live)
 
@@ -222,7 +221,6 @@ class LiveConnection(LiveHop):
         self.info.listener_metadata = listener.model.metadata
 
     def close(self) -> None:
-        """See :meth:`LiveHop.close`."""
         if self.state is State.CLOSED:
             return
         self._quota.leave(self._pod)

@@ -39,7 +39,6 @@ class _Waiting:
         self.turn = turn
 
     def cancel(self) -> None:
-        """See :class:`ztunnel.proxy.dataplane.half_open.Cancellable`."""
         self.connection.end(STANDS_STILL)
 
 

@@ -39,7 +39,6 @@ class TappedAddresses:
         return sum(host in (info.source.host, info.destination.host) for info in infos)
 
     def carriers(self) -> list[Carry]:
-        """See :class:`ztunnel.proxy.tap.taps.TapSource`."""
         return [self._taps.carry]
 
 

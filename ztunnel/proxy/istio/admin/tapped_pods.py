@@ -26,7 +26,6 @@ class TappedPods:
         return found
 
     def carriers(self) -> list[Carry]:
-        """See :class:`ztunnel.proxy.tap.taps.TapSource`."""
         # The proxy's own pod is carried by this process, even if workers carry the others.
         taps, workers = self._proxy.node.taps, self._proxy.workers
         return [*([taps.carry] if taps is not None else []), *(workers.carriers() if workers is not None else [])]

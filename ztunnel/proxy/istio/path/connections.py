@@ -86,7 +86,6 @@ class PodConnection(Life):
         self.peer: WorkloadCertificate | None = None
 
     def judge(self) -> Verdict:
-        """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`."""
         return self._judged_by(self)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
@@ -126,7 +125,6 @@ class Carrier(Life):
         self.connection: Connection | None = None
 
     def judge(self) -> Verdict:
-        """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`."""
         lists = self._lists()
         if lists is None or self.connection is None or not is_listed(lists, self.connection):
             return ALLOWED

@@ -61,7 +61,6 @@ class GuardedAuthorizer(Authorizer):
     async def authorize(
         self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float = POLICY_GRACE_S
     ) -> None:
-        """See :meth:`Authorizer.authorize`."""
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
@@ -82,7 +81,6 @@ class GuardedAuthorizer(Authorizer):
             raise Denied(decision.verdict.message, decision.fields)
 
     def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
-        """See :meth:`Authorizer.verdict`."""
         flow = _inbound_flow(workload, facts)
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         if not decision.allowed:
@@ -103,7 +101,6 @@ class GuardedInbound(Inbound):
         self._pod.connections.inbound.review(Event.POLICIES)
 
     def close(self) -> None:
-        """See :meth:`Inbound.close`."""
         self._calico.unwatch(self._policies_changed)
         super().close()
 
@@ -151,7 +148,6 @@ class GuardedOutbound(Outbound):
         self._pod.connections.outbound.review(Event.POLICIES)
 
     def close(self) -> None:
-        """See :meth:`Outbound.close`."""
         self._calico.unwatch(self._policies_changed)
         super().close()
 

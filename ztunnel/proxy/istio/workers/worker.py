@@ -99,7 +99,6 @@ class _MainDns:
         self._number = number
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """See :class:`ztunnel.proxy.istio.path.pod.Dns`."""
         try:
             (address,) = await self._channel.request(ResolveName(number=self._number, name=name, ipv6=ipv6))
         except (Refused, ChannelClosed):
