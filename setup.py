@@ -27,7 +27,7 @@ COMPILED = (
     "hbone/stream_state.py",
     "hbone/tls.py",
     "hbone/windows.py",
-    "hbone/work_account.py",
+    "hbone/cost_budget.py",
     "hbone/aio/answers.py",
     "hbone/aio/connection.py",
     "hbone/aio/end.py",

@@ -29,6 +29,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from hbone import frames
+from hbone.cost_budget import CostBudget
 from hbone.errors import ErrorCode, LocalProtocolError
 from hbone.events import (
     ConnectionFailed,
@@ -46,7 +47,7 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.flow import Budget, PeerShare, WindowPool
+from hbone.flow import Budget, PeerQuota, WindowPool
 from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
 from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, BlockEncoder, HeaderBlockError
@@ -75,7 +76,6 @@ from hbone.stream_state import (
     Violation,
 )
 from hbone.windows import ConnectionWindow, StreamWindow
-from hbone.work_account import WorkAccount
 
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
@@ -163,7 +163,7 @@ class Engine:
         self._earned = 0
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
-        self._account = WorkAccount(limits)
+        self._costs = CostBudget(limits)
         self._unparsed: memoryview | None = None
         self._slice_units = _NO_LIMIT
         self._long_block: _LongBlock | None = None
@@ -268,7 +268,7 @@ class Engine:
             raise LocalProtocolError(f"stream {stream_id} cannot be answered")
         stream.answered = True
         if status == 200:
-            self._account.earn(stream.cost)
+            self._costs.refund(stream.cost)
         ends = ended and not body
         self._send_headers(stream_id, ((b":status", b"%d" % status), *headers), ended=ends)
         if body:
@@ -451,10 +451,10 @@ class Engine:
                 # A copy, once: ``data`` is the caller's again when this returns.
                 self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
             if reader.work:
-                self.pause_s = self._account.pay(reader.work, now_s)
+                self.pause_s = self._costs.charge(reader.work, now_s)
                 reader.work = 0
         except Failure as failure:
-            self._account.leave_debt(reader.work, now_s)
+            self._costs.leave_debt(reader.work, now_s)
             self.goaway(failure.code)
             self.failed = True
             self._unparsed = self._long_block = None
@@ -467,12 +467,12 @@ class Engine:
         """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
         return self._unparsed is not None or self._long_block is not None
 
-    def share(self, share: PeerShare, pod: WindowPool | None = None) -> None:
+    def share(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
         """Pay from ``share`` as well, and grow in it, as the other connections of the same peer do.
 
         Windows grow in ``pod``, too, if there is one. Called before the first stream; :meth:`leave_share` ends it.
         """
-        self._account.shared = share.work
+        self._costs.shared = share.work
         self._window.join(share, pod)
 
     def leave_share(self) -> None:
@@ -482,7 +482,7 @@ class Engine:
         same work as resetting them.
         """
         self._window.leave()
-        account = self._account
+        account = self._costs
         if account.shared is not None and self._server:
             idle = sum(stream.answered and stream.tunnel and not stream.used for stream in self._streams.values())
             account.leave_debt(idle * IDLE_STREAM_UNITS, self._now)
@@ -494,7 +494,7 @@ class Engine:
 
     def overdrawn_s(self, now_s: float) -> float:
         """Return how long to stop reading from now. Answers of 200 can have refunded some of it since."""
-        return self._account.overdrawn_s(now_s)
+        return self._costs.overdrawn_s(now_s)
 
     # Frames in, called by FrameReader
 

@@ -50,7 +50,7 @@ class Budget:
             self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._rate)
             self._seen_s = now_s
 
-    def earn(self, tokens: float) -> None:
+    def refund(self, tokens: float) -> None:
         """Put ``tokens`` back, up to the burst."""
         self._left = min(self._burst, self._left + tokens)
 
@@ -81,7 +81,7 @@ class WindowPool:
         self.used -= size
 
 
-class PeerShare:
+class PeerQuota:
     """What all connections of one peer have together.
 
     Args:
@@ -140,7 +140,7 @@ class PeerShare:
             self._windows.give_back(size)
 
 
-class PeerShares:
+class PeerQuotas:
     """The shares of all peers of a process, by a name that a certificate has proved.
 
     A share outlives its connections, so that a reconnecting peer still has its debt. Above a number of peers those
@@ -153,24 +153,24 @@ class PeerShares:
     __slots__ = ("_shares", "windows")
 
     def __init__(self) -> None:
-        self._shares: dict[str, PeerShare] = {}
+        self._shares: dict[str, PeerQuota] = {}
         self.windows = WindowPool(_WINDOW_BYTES)
 
     def __len__(self) -> int:
         return len(self._shares)
 
-    def join(self, peer: str, limits: Limits) -> PeerShare:
+    def join(self, peer: str, limits: Limits) -> PeerQuota:
         """Return the share of ``peer`` and count a connection that uses it; :meth:`leave` ends that."""
         share = self._shares.pop(peer, None)
         if share is None:
-            share = PeerShare(limits, self.windows)
+            share = PeerQuota(limits, self.windows)
             if len(self._shares) >= _MOST_PEERS:
                 self._forget_one()
         self._shares[peer] = share
         share.connections += 1
         return share
 
-    def leave(self, share: PeerShare) -> None:
+    def leave(self, share: PeerQuota) -> None:
         """Take note that a connection has ended; call it once for each :meth:`join`."""
         share.connections -= 1
 

@@ -13,7 +13,7 @@ the rest of the large pool. However many streams are pinned, the next one gets c
 it gets as much as it can use.
 
 The connection's own window follows the streams: with few streams it uses little of the peer's quota of waiting
-bytes (:class:`hbone.flow.PeerShare`), and of the quotas of its pod and of the process
+bytes (:class:`hbone.flow.PeerQuota`), and of the quotas of its pod and of the process
 (:class:`hbone.flow.WindowPool`). If these are used up, no window grows. That is backpressure, not an error.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hbone.flow import PeerShare, WindowPool
+from hbone.flow import PeerQuota, WindowPool
 from hbone.settings import Http2Settings
 
 FAST_S: Final = 0.05
@@ -89,7 +89,7 @@ class ConnectionWindow:
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven
         self._grown = 0  # bytes that streams have beyond their first windows
-        self._share: PeerShare | None = None
+        self._share: PeerQuota | None = None
         self._pod: WindowPool | None = None
         self.first = settings.first_connection_window_bytes
         """The connection's initial window, for any peer."""
@@ -99,7 +99,7 @@ class ConnectionWindow:
         self.unacknowledged = 0
         """Bytes delivered whose credit the peer has not got back; negative: the window has become smaller."""
 
-    def join(self, share: PeerShare, pod: WindowPool | None = None) -> None:
+    def join(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
         """Take what goes beyond the first window from ``share`` and ``pod``; called before any stream is open."""
         self._share = share
         self._pod = pod
@@ -110,7 +110,7 @@ class ConnectionWindow:
             self._return_window(self._share, self.size - self.first)
             self._share = None
 
-    def _return_window(self, share: PeerShare, size: int) -> None:
+    def _return_window(self, share: PeerQuota, size: int) -> None:
         share.return_window(size)
         if self._pod is not None:
             self._pod.give_back(size)

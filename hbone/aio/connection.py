@@ -51,7 +51,7 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.flow import PeerShare, WindowPool
+from hbone.flow import PeerQuota, WindowPool
 from hbone.settings import Http2Settings, Role, client_settings, server_settings
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
@@ -176,7 +176,7 @@ class Connection(TunnelCarrier):
         self._first: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
-        self._share: PeerShare | None = None
+        self._share: PeerQuota | None = None
         poller.adopt(sock, self)
 
     # Opening

@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.spin import Spin, SpinSettings
 from hbone.errors import ConnectionBroken
-from hbone.flow import PeerShares
+from hbone.flow import PeerQuotas
 from hbone.output import BUFFER_BYTES
 from hbone.tls import sealed_bytes
 
@@ -142,7 +142,7 @@ class Poller:
         """The fiber that runs now; set by its own step."""
         self.handshake_s = 0.0
         """The turn, by its time, that had a step of a handshake for an event; see :meth:`Connection.on_event`."""
-        self.peers = PeerShares()
+        self.peers = PeerQuotas()
         """Per-peer quotas over all connections of a peer."""
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""

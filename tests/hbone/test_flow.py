@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hbone.flow import Budget, PeerShares
+from hbone.flow import Budget, PeerQuotas
 from hbone.limits import Limits
 
 
@@ -28,7 +28,7 @@ def test_spending_overdraws_and_time_pays_back() -> None:
 def test_no_budget_grows_beyond_its_burst() -> None:
     budget = Budget(burst=2.0, rate=1.0)
     assert budget.spend(0.0)
-    budget.earn(50.0)
+    budget.refund(50.0)
     assert budget.spend(1000.0, 2.0)
     assert not budget.spend(1000.0, 0.1)
 
@@ -41,7 +41,7 @@ def test_without_a_rate_a_debt_has_no_end_in_time() -> None:
 
 
 def test_windows_of_a_peer_grow_up_to_its_share() -> None:
-    shares = PeerShares()
+    shares = PeerQuotas()
     share = shares.join("a", replace(Limits(), peer_window_bytes=10))
     assert share.take_window(10)
     assert not share.take_window(1)

@@ -11,7 +11,7 @@ from hbone import frames
 from hbone.engine import Engine
 from hbone.errors import LocalProtocolError
 from hbone.events import DataReceived, RequestReceived, ResponseReceived
-from hbone.flow import PeerShare, PeerShares, WindowPool
+from hbone.flow import PeerQuota, PeerQuotas, WindowPool
 from hbone.limits import Limits
 from hbone.settings import Role, client_settings, server_settings
 from hbone.windows import FAST_S, PROVEN_BYTES, SLOW_S, ConnectionWindow, StreamWindow
@@ -224,7 +224,7 @@ def test_a_stream_that_slows_down_gives_its_growth_back() -> None:
 
 
 def test_connections_of_one_peer_share_its_bytes() -> None:
-    share = PeerShare(Limits(peer_window_bytes=2 * MIB))
+    share = PeerQuota(Limits(peer_window_bytes=2 * MIB))
     connections = [window() for _ in range(4)]
     streams = [StreamWindow(16_384, 0.0) for _ in connections]
     for connection, stream in zip(connections, streams, strict=True):
@@ -242,7 +242,7 @@ def test_connections_of_one_peer_share_its_bytes() -> None:
 
 
 def test_pods_and_the_process_bound_windows_too() -> None:
-    shares, pods = PeerShares(), [WindowPool(2 * MIB), WindowPool(8 * MIB)]
+    shares, pods = PeerQuotas(), [WindowPool(2 * MIB), WindowPool(8 * MIB)]
     shares.windows.limit = 5 * MIB
     connections = []
     for number in range(8):
@@ -263,7 +263,7 @@ def test_pods_and_the_process_bound_windows_too() -> None:
 @pytest.mark.parametrize("receiver", Role)
 def test_streams_that_are_gone_return_their_growth(receiver: Role) -> None:
     wire = Wire(receiver)
-    share = PeerShare(Limits())
+    share = PeerQuota(Limits())
     wire.receiver.share(share)
     for end in ("reset here", "reset there", "ended"):
         stream_id = wire.open(1 << 40)

@@ -12,7 +12,7 @@ from hbone import frames, limits
 from hbone.engine import Engine
 from hbone.errors import ErrorCode
 from hbone.events import ConnectionFailed, DataReceived, RequestReceived, StreamEnded, StreamReset
-from hbone.flow import PeerShare, PeerShares
+from hbone.flow import PeerQuota, PeerQuotas
 from hbone.frames import frame
 from hbone.limits import Limits
 from hbone.settings import Http2Settings, Role
@@ -153,7 +153,7 @@ def test_a_peer_that_never_stops_is_told_to_calm_down() -> None:
 
 
 def test_connections_of_one_peer_share_its_work() -> None:
-    share = PeerShare(Limits(peer_work_burst=100, peer_work_rate=100.0))
+    share = PeerQuota(Limits(peer_work_burst=100, peer_work_rate=100.0))
     first, second = opened(), opened()
     first.share(share)
     second.share(share)
@@ -164,7 +164,7 @@ def test_connections_of_one_peer_share_its_work() -> None:
 
 
 def test_a_peer_that_connects_again_finds_its_debt() -> None:
-    shares, most = PeerShares(), Limits(peer_work_burst=1)
+    shares, most = PeerQuotas(), Limits(peer_work_burst=1)
     share = shares.join("spiffe://td/ns/a/sa/b", most)
     share.work.spend(0.0, 100)
     shares.leave(share)
@@ -173,7 +173,7 @@ def test_a_peer_that_connects_again_finds_its_debt() -> None:
 
 
 def test_shares_are_bounded_but_those_in_use_stay() -> None:
-    shares, most = PeerShares(), Limits()
+    shares, most = PeerQuotas(), Limits()
     used = shares.join("used", most)
     for number in range(5000):
         shares.leave(shares.join(f"peer {number}", most))
@@ -359,7 +359,7 @@ def test_an_answer_of_200_ends_the_pause_for_its_request() -> None:
 
 
 def test_tunnels_dropped_with_their_connection_are_paid_by_the_peer() -> None:
-    share = PeerShare(Limits(peer_work_burst=100 * limits.IDLE_STREAM_UNITS, peer_work_rate=100.0))
+    share = PeerQuota(Limits(peer_work_burst=100 * limits.IDLE_STREAM_UNITS, peer_work_rate=100.0))
     for _ in range(3):
         engine = server()
         engine.share(share)
@@ -373,7 +373,7 @@ def test_tunnels_dropped_with_their_connection_are_paid_by_the_peer() -> None:
 
 
 def test_work_that_ends_a_connection_is_paid_by_the_peer() -> None:
-    share = PeerShare(Limits(peer_work_burst=1000, peer_work_rate=1000.0))
+    share = PeerQuota(Limits(peer_work_burst=1000, peer_work_rate=1000.0))
     engine = opened()
     engine.share(share)
     engine.receive_data(SMALL * 3000 + frame(frames.PING, 0, 0, bytes(7)), 1.0)

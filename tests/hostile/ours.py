@@ -36,7 +36,7 @@ from xds.model.service import Service
 from xds.model.workload import NetworkAddress, Workload, WorkloadUid
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import ADDRESS
-from ztunnel.proxy.dataplane.half_open import Arrival, HalfOpen, HalfOpenLimits
+from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits, PendingHandshake
 from ztunnel.proxy.istio.dns.answer import DnsSettings
 from ztunnel.proxy.istio.dns.forwarder import Forwarder
 from ztunnel.proxy.istio.dns.hosts import Hosts
@@ -63,7 +63,7 @@ _CART = Service(
 
 
 class Pod:
-    """One pod's tunnels: its listener, its entrance, its share of descriptors."""
+    """One pod's tunnels: its listener, its limiter, its share of descriptors."""
 
     def __init__(
         self,
@@ -77,29 +77,29 @@ class Pod:
         self._tasks = Tasks(name)
         self._serve_args = context, settings, half_open.poller, on_request
         self._poller = half_open.poller
-        entrance = half_open.entrance(self._begin, lambda arrival, reason: None)
+        limiter = half_open.limiter(self._begin, lambda pending, reason: None)
         sock = socket.socket()
         sock.setblocking(False)
         sock.bind((HOST, 0))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = sock.getsockname()[1]
-        share = descriptors.share(name, lambda: len(entrance) + 2 * len(self._tasks))
+        share = descriptors.share(name, lambda: len(limiter) + 2 * len(self._tasks))
         listening = ListeningSocket(sock, SocketAddress(HOST, self.port), 4096, self._poller, gate=share)
-        listening.start(entrance.enter)
+        listening.start(limiter.enter)
 
-    def _begin(self, arrival: Arrival) -> Fiber:
-        return self._tasks.run(self._poller, self._serve(arrival), "tunnels")
+    def _begin(self, pending: PendingHandshake) -> Fiber:
+        return self._tasks.run(self._poller, self._serve(pending), "tunnels")
 
-    async def _serve(self, arrival: Arrival) -> None:
+    async def _serve(self, pending: PendingHandshake) -> None:
         def established(_: Connection) -> None:
-            arrival.proved()
+            pending.proved()
 
         try:
-            await serve_connection(arrival.sock, *self._serve_args, on_established=established)
+            await serve_connection(pending.sock, *self._serve_args, on_established=established)
         except HboneError:
             pass  # a handshake that failed: one declared error, and anything else is a traceback
         finally:
-            arrival.ended()
+            pending.ended()
 
 
 async def serve(folder: Path, ports: dict[str, int], limits: Limits) -> None:

@@ -135,7 +135,7 @@ class Held(ABC):
                 cluster.mesh.apply((), [POD.uid])
                 cluster.mesh.apply([GATED, DENY])
             case Event.DRAIN:
-                proxy.say_goodbye()
+                proxy.send_goaway()
             case Event.DEADLINE:
                 await proxy.drain(GRACE_S)
             case Event.STOP:

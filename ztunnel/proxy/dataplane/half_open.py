@@ -42,10 +42,10 @@ _KEPT_SOURCES: Final = 256
 TOO_MANY_OF_SOURCE: Final = "too many half-open connections of this source"
 TOO_MANY_OF_POD: Final = "too many half-open connections to this pod"
 TOO_MANY: Final = "too many half-open connections"
-STANDS_STILL: Final = "handshake stands still while others wait"
+STALLED: Final = "handshake stands still while others wait"
 NO_HELLO: Final = "TLS handshake timed out"
 TOO_LONG: Final = "ClientHello is too long"
-_LIMITS: Final = frozenset((TOO_MANY_OF_SOURCE, TOO_MANY_OF_POD, TOO_MANY, STANDS_STILL, NO_HELLO, TOO_LONG))
+_LIMITS: Final = frozenset((TOO_MANY_OF_SOURCE, TOO_MANY_OF_POD, TOO_MANY, STALLED, NO_HELLO, TOO_LONG))
 GONE: Final = "peer closed the connection during the TLS handshake"
 
 
@@ -96,28 +96,28 @@ class Cancellable(Protocol):
 
 
 #: Begins the handshake of an accepted socket, which it owns from then on, and returns what runs it.
-Begin = Callable[["Arrival"], Cancellable]
+Begin = Callable[["PendingHandshake"], Cancellable]
 #: Called with a connection that is closed next, and the reason. An empty reason means that the pod ends.
-TurnedAway = Callable[["Arrival", str], None]
+Rejected = Callable[["PendingHandshake", str], None]
 
 
 class _Source:
     """What one address has half-open at one pod."""
 
-    __slots__ = ("arrivals", "queue", "running", "unfinished")
+    __slots__ = ("pending_handshakes", "queue", "running", "unfinished")
 
     def __init__(self, limits: HalfOpenLimits) -> None:
-        self.arrivals: dict[Arrival, None] = {}
-        self.queue: deque[Arrival] = deque()
-        self.running: dict[Arrival, None] = {}
+        self.pending_handshakes: dict[PendingHandshake, None] = {}
+        self.queue: deque[PendingHandshake] = deque()
+        self.running: dict[PendingHandshake, None] = {}
         self.unfinished = Budget(burst=limits.unfinished_of_source[0], rate=limits.unfinished_of_source[1])
 
 
-class Arrival:
+class PendingHandshake:
     """One connection before the end of its handshake. It is a handler of the poller until the handshake starts.
 
     Attributes:
-        sock: non-blocking; belongs to the entrance until the handshake begins.
+        sock: non-blocking; belongs to the limiter until the handshake begins.
         peer: its other end.
         owner: the owner's key for it.
         queued: it waits for its handshake.
@@ -125,7 +125,7 @@ class Arrival:
     """
 
     __slots__ = (
-        "_entrance",
+        "_limiter",
         "_registered",
         "_running",
         "over",
@@ -138,7 +138,7 @@ class Arrival:
     )
 
     def __init__(
-        self, entrance: Entrance, source: _Source, sock: socket.socket, peer: tuple[str, int], owner: Any
+        self, limiter: HandshakeLimiter, source: _Source, sock: socket.socket, peer: tuple[str, int], owner: Any
     ) -> None:
         self.sock = sock
         self.peer = peer
@@ -147,7 +147,7 @@ class Arrival:
         self.since_s = 0.0
         """When it came, or when its handshake began."""
         self.over = self.queued = False
-        self._entrance = entrance
+        self._limiter = limiter
         self._registered = False
         self._running: Cancellable | None = None
 
@@ -158,13 +158,13 @@ class Arrival:
 
     def proved(self) -> None:
         """Take note that the handshake has proved who the peer is; idempotent."""
-        self._entrance.leave(self, proved=True)
+        self._limiter.leave(self, proved=True)
 
     def ended(self) -> None:
         """Record the end of the connection. Does nothing after :meth:`proved`."""
-        self._entrance.leave(self, proved=False)
+        self._limiter.leave(self, proved=False)
 
-    # For the entrance
+    # For the limiter
 
     def watch(self, poller: Poller) -> None:
         """Have the poller report bytes.
@@ -198,28 +198,28 @@ class Arrival:
 
     def on_event(self, mask: int) -> None:
         if not self.over and self._running is None:
-            self._entrance.look(self, hung_up=bool(mask & HUNG_UP))
+            self._limiter.peek(self, hung_up=bool(mask & HUNG_UP))
 
     def on_bug(self, error: Exception) -> None:
         log.error("a connection before its handshake failed", exc_info=error)
-        self._entrance.turn_away(self, GONE)
+        self._limiter.reject(self, GONE)
 
 
 class HalfOpen:
     """All half-open connections of a process, by pod. There is one per poller.
 
     Attributes:
-        turned_away: how many were closed by a limit, ever.
+        rejected: how many were closed by a limit, ever.
         handshakes: under way.
     """
 
     def __init__(self, poller: Poller, limits: HalfOpenLimits) -> None:
         self.poller = poller
         self.limits = limits
-        self.turned_away = 0
+        self.rejected = 0
         self.handshakes = 0
         self.size = 0
-        self._entrances: dict[Entrance, None] = {}
+        self._limiters: dict[HandshakeLimiter, None] = {}
         self._unfinished = Budget(burst=limits.unfinished[0], rate=limits.unfinished[1])
         self._timer: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -227,31 +227,31 @@ class HalfOpen:
     def __len__(self) -> int:
         return self.size
 
-    def entrance(self, begin: Begin, turned_away: TurnedAway, *, timeout_s: float | None = None) -> Entrance:
-        """Return the entrance of one pod. Its owner closes it."""
-        entrance = Entrance(self, begin, turned_away, timeout_s or self.limits.timeout_s)
-        self._entrances[entrance] = None
-        return entrance
+    def limiter(self, begin: Begin, rejected: Rejected, *, timeout_s: float | None = None) -> HandshakeLimiter:
+        """Return the limiter of one pod. Its owner closes it."""
+        limiter = HandshakeLimiter(self, begin, rejected, timeout_s or self.limits.timeout_s)
+        self._limiters[limiter] = None
+        return limiter
 
     def shed(self) -> bool:
         """Close the oldest half-open connection of the pod with the most. Return False if there is none."""
-        fullest = max(self._entrances, key=len, default=None)
+        fullest = max(self._limiters, key=len, default=None)
         if fullest is None or not len(fullest):
             return False
         fullest.turn_away_oldest(TOO_MANY)
         return True
 
-    # For entrances
+    # For limiters
 
     def changed(self, by: int) -> None:
-        """Count arrivals, and look after their time."""
+        """Count pending_handshakes, and look after their time."""
         self.size += by
         if self.size and self._timer is None:
             self._timer = self.poller.loop.call_later(_SWEEP_S, self._sweep)
 
-    def removed(self, entrance: Entrance) -> None:
-        """Forget an entrance; idempotent."""
-        self._entrances.pop(entrance, None)
+    def removed(self, limiter: HandshakeLimiter) -> None:
+        """Forget a limiter; idempotent."""
+        self._limiters.pop(limiter, None)
 
     def pump(self) -> None:
         """Begin queued handshakes from the next turn on, one in each."""
@@ -263,26 +263,26 @@ class HalfOpen:
 
     def gives_way(self, now_s: float) -> bool:
         """End the oldest handshake of the pod that has most, if it has had its time; return whether it had."""
-        fullest = max(self._entrances, key=lambda each: len(each.running), default=None)
+        fullest = max(self._limiters, key=lambda each: len(each.running), default=None)
         # Possibly none: handshakes of a pod that has ended are counted until their fibers end.
         return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
-    def earn(self) -> None:
+    def refund(self) -> None:
         """Refund the charge of :meth:`may_begin`, because the handshake was finished."""
-        self._unfinished.earn(1.0)
+        self._unfinished.refund(1.0)
 
     def on_event(self, mask: int) -> None:
         """Begin one handshake; see :class:`hbone.aio.poller.Handler`."""
         now_s = self.poller.loop.time()
         waiting = False
-        for entrance in list(self._entrances):
-            if not entrance.queued:
+        for limiter in list(self._limiters):
+            if not limiter.queued:
                 continue
             waiting = True
-            if entrance.begin_one(now_s):
+            if limiter.begin_one(now_s):
                 # Behind the others, so that the next one is another pod's.
-                self._entrances.pop(entrance, None)
-                self._entrances[entrance] = None
+                self._limiters.pop(limiter, None)
+                self._limiters[limiter] = None
                 self.pump()
                 return
         if waiting and self._retry is None:
@@ -299,8 +299,8 @@ class HalfOpen:
     def _sweep(self) -> None:
         self._timer = None
         now_s = self.poller.loop.time()
-        for entrance in list(self._entrances):
-            entrance.sweep(now_s)
+        for limiter in list(self._limiters):
+            limiter.sweep(now_s)
         self.changed(0)
 
     def close(self) -> None:
@@ -311,104 +311,105 @@ class HalfOpen:
         self._timer = self._retry = None
 
 
-def _begins_nothing(arrival: Arrival) -> Cancellable:
-    raise AssertionError("a handshake of a closed entrance")
+def _begins_nothing(pending: PendingHandshake) -> Cancellable:
+    raise AssertionError("a handshake of a closed limiter")
 
 
-class Entrance:
+class HandshakeLimiter:
     """The half-open connections of one pod.
 
     Args:
         half_open: the process's half-open connections.
-        begin: starts a handshake. It must eventually call :meth:`Arrival.proved` or :meth:`Arrival.ended`.
-        turned_away: told of each that is closed here.
+        begin: starts a handshake. It must eventually call :meth:`PendingHandshake.proved` or
+            :meth:`PendingHandshake.ended`.
+        rejected: called with each connection that is closed here, and the reason.
         timeout_s: the longest wait for a ClientHello.
 
     Attributes:
         running: connections whose handshake has started, the oldest first.
     """
 
-    def __init__(self, half_open: HalfOpen, begin: Begin, turned_away: TurnedAway, timeout_s: float) -> None:
+    def __init__(self, half_open: HalfOpen, begin: Begin, rejected: Rejected, timeout_s: float) -> None:
         self._all = half_open
         self._timeout_s = timeout_s
         self._limits = half_open.limits
         self._poller = half_open.poller
         self._begin = begin
-        self._turned_away = turned_away
+        self._rejected = rejected
         self._closed = False
-        self._arrivals: dict[Arrival, None] = {}
+        self._pending: dict[PendingHandshake, None] = {}
         self._sources: dict[str, _Source] = {}
         self._ready: deque[_Source] = deque()  # each once, in turns
-        self.running: dict[Arrival, None] = {}
+        self.running: dict[PendingHandshake, None] = {}
         self._unfinished = Budget(burst=self._limits.unfinished_of_pod[0], rate=self._limits.unfinished_of_pod[1])
 
     def __len__(self) -> int:
-        return len(self._arrivals)
+        return len(self._pending)
 
     @property
     def queued(self) -> bool:
         """Whether handshakes wait for their turn."""
         return bool(self._ready)
 
-    def enter(self, sock: socket.socket, peer: tuple[str, int], owner: Any = None) -> Arrival:
+    def enter(self, sock: socket.socket, peer: tuple[str, int], owner: Any = None) -> PendingHandshake:
         """Take an accepted, non-blocking socket. At a limit, it or an older one is closed."""
         limits = self._limits
         source = self._source(peer[0])
         if self._closed:
-            arrival = Arrival(self, source, sock, peer, owner)
-            self._turned_away(arrival, "")
-            arrival.stop()
-            return arrival
-        if len(source.arrivals) >= limits.per_source:
-            self.turn_away(next(iter(source.arrivals)), TOO_MANY_OF_SOURCE)
-        elif len(self._arrivals) >= limits.per_pod:
+            pending = PendingHandshake(self, source, sock, peer, owner)
+            self._rejected(pending, "")
+            pending.stop()
+            return pending
+        if len(source.pending_handshakes) >= limits.per_source:
+            self.reject(next(iter(source.pending_handshakes)), TOO_MANY_OF_SOURCE)
+        elif len(self._pending) >= limits.per_pod:
             self.turn_away_oldest(TOO_MANY_OF_POD)
         elif self._all.size >= limits.in_all:
             self._all.shed()
-        arrival = Arrival(self, source, sock, peer, owner)
-        arrival.since_s = self._poller.loop.time()
-        self._arrivals[arrival] = None
-        source.arrivals[arrival] = None
+        pending = PendingHandshake(self, source, sock, peer, owner)
+        pending.since_s = self._poller.loop.time()
+        self._pending[pending] = None
+        source.pending_handshakes[pending] = None
         self._all.changed(+1)
-        self.look(arrival, hung_up=False)
-        if not arrival.over:
+        self.peek(pending, hung_up=False)
+        if not pending.over:
             try:
-                arrival.watch(self._poller)
+                pending.watch(self._poller)
             except OSError as error:  # epoll has no room for it (max_user_watches): nothing would ever wake it up
-                self.turn_away(arrival, f"cannot be watched: {plain_reason(error)}")
-        return arrival
+                self.reject(pending, f"cannot be watched: {plain_reason(error)}")
+        return pending
 
-    def look(self, arrival: Arrival, *, hung_up: bool) -> None:
+    def peek(self, pending: PendingHandshake, *, hung_up: bool) -> None:
         """Peek at what a connection has sent, and queue it for its handshake when that can begin.
 
         A queued connection is only checked for its end, because a stream without a waiting reader gets no turn.
         """
-        if arrival.queued:
+        if pending.queued:
             if hung_up:
-                self.turn_away(arrival, GONE)
+                self.reject(pending, GONE)
             return
         most = self._limits.hello_bytes
         room = self._poller.ciphertext[: 2 * most]  # headers of records come on top
         try:
-            size = arrival.sock.recv_into(room, 0, socket.MSG_PEEK)
+            size = pending.sock.recv_into(room, 0, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError as error:
-            self.turn_away(arrival, f"network failed: {plain_reason(error)} during the TLS handshake")
+            self.reject(pending, f"network failed: {plain_reason(error)} during the TLS handshake")
             return
         found = first_bytes(room[:size], most) if size else FirstBytes.PART
         if found is FirstBytes.PART:
             if not size or hung_up:
-                self.turn_away(arrival, GONE)
+                self.reject(pending, GONE)
         elif found is FirstBytes.TOO_LONG:
-            self.turn_away(arrival, TOO_LONG)
+            self.reject(pending, TOO_LONG)
         else:
             # Bytes that are not TLS also get their error from the handshake.
-            arrival.queued = True
-            source = arrival.source
+            pending.queued = True
+            source = pending.source
             if not source.queue:
                 self._ready.append(source)
-            source.queue.append(arrival)
+            source.queue.append(pending)
             self._all.pump()
 
     def begin_one(self, now_s: float) -> bool:
@@ -416,7 +417,7 @@ class Entrance:
         if not self._unfinished.affords(now_s):
             return False
         if not self._all.may_begin(now_s):
-            self._unfinished.earn(1.0)
+            self._unfinished.refund(1.0)
             return False
         for _ in range(len(self._ready)):
             source = self._ready[0]
@@ -425,22 +426,22 @@ class Entrance:
                 if self._has_place(source, now_s):
                     self._begin_of(source, now_s)
                     return True
-                source.unfinished.earn(1.0)
-        self._unfinished.earn(1.0)
-        self._all.earn()
+                source.unfinished.refund(1.0)
+        self._unfinished.refund(1.0)
+        self._all.refund()
         return False
 
     def _begin_of(self, source: _Source, now_s: float) -> None:
-        arrival = source.queue.popleft()
+        pending = source.queue.popleft()
         if not source.queue:
             self._ready.remove(source)
-        source.running[arrival] = self.running[arrival] = None
+        source.running[pending] = self.running[pending] = None
         self._all.handshakes += 1
-        arrival.unwatch(self._poller)
+        pending.unwatch(self._poller)
         try:
-            arrival.begin(self._begin, now_s)
+            pending.begin(self._begin, now_s)
         except BaseException:
-            self.turn_away(arrival, GONE)
+            self.reject(pending, GONE)
             raise
 
     def _has_place(self, source: _Source, now_s: float) -> bool:
@@ -451,47 +452,47 @@ class Entrance:
             return self.gives_way(self.running, now_s)
         return self._all.handshakes < limits.handshakes or self._all.gives_way(now_s)
 
-    def gives_way(self, running: dict[Arrival, None], now_s: float) -> bool:
+    def gives_way(self, running: dict[PendingHandshake, None], now_s: float) -> bool:
         """End the oldest of some handshakes if it has had its time; return whether it had."""
-        arrival = next(iter(running))
-        if now_s - arrival.since_s < self._limits.patience_s:
+        pending = next(iter(running))
+        if now_s - pending.since_s < self._limits.patience_s:
             return False
-        self.turn_away(arrival, STANDS_STILL)
+        self.reject(pending, STALLED)
         return True
 
     def turn_away_oldest(self, reason: str) -> None:
         """Close the oldest connection; there is one."""
-        self.turn_away(next(iter(self._arrivals)), reason)
+        self.reject(next(iter(self._pending)), reason)
 
-    def turn_away(self, arrival: Arrival, reason: str) -> None:
+    def reject(self, pending: PendingHandshake, reason: str) -> None:
         """Close one connection; idempotent."""
-        if arrival.over:
+        if pending.over:
             return
-        self._all.turned_away += reason in _LIMITS
-        self.leave(arrival, proved=False)
-        arrival.unwatch(self._poller)
-        self._turned_away(arrival, reason)
-        arrival.stop()
+        self._all.rejected += reason in _LIMITS
+        self.leave(pending, proved=False)
+        pending.unwatch(self._poller)
+        self._rejected(pending, reason)
+        pending.stop()
 
-    def leave(self, arrival: Arrival, *, proved: bool) -> None:
+    def leave(self, pending: PendingHandshake, *, proved: bool) -> None:
         """Remove a connection; idempotent."""
-        if arrival.over:
+        if pending.over:
             return
-        arrival.over = True
-        source = arrival.source
-        self._arrivals.pop(arrival, None)
-        source.arrivals.pop(arrival, None)
-        if arrival in self.running:
-            del source.running[arrival], self.running[arrival]
+        pending.over = True
+        source = pending.source
+        self._pending.pop(pending, None)
+        source.pending_handshakes.pop(pending, None)
+        if pending in self.running:
+            del source.running[pending], self.running[pending]
             self._all.handshakes -= 1
             if proved:
-                source.unfinished.earn(1.0)
-                self._unfinished.earn(1.0)
-                self._all.earn()
+                source.unfinished.refund(1.0)
+                self._unfinished.refund(1.0)
+                self._all.refund()
             if self._ready:
                 self._all.pump()
-        elif arrival.queued:
-            source.queue.remove(arrival)
+        elif pending.queued:
+            source.queue.remove(pending)
             if not source.queue:
                 self._ready.remove(source)
         self._all.changed(-1)
@@ -499,12 +500,12 @@ class Entrance:
     def sweep(self, now_s: float) -> None:
         """Close connections that have sent no ClientHello in time. A handshake has its own limit."""
         until_s = now_s - self._timeout_s
-        for arrival in list(self._arrivals):
-            if arrival.in_handshake:
+        for pending in list(self._pending):
+            if pending.in_handshake:
                 continue
-            if arrival.since_s > until_s:
+            if pending.since_s > until_s:
                 break
-            self.turn_away(arrival, NO_HELLO)
+            self.reject(pending, NO_HELLO)
 
     def close(self) -> None:
         """Close what has not begun its handshake, and what comes later; idempotent.
@@ -514,12 +515,12 @@ class Entrance:
         self._closed = True
         self._begin = _begins_nothing  # nothing begins here any more; without this the pod could not be freed
         self._all.removed(self)
-        for arrival in list(self._arrivals):
-            if not arrival.in_handshake:
-                self.leave(arrival, proved=False)
-                arrival.unwatch(self._poller)
-                self._turned_away(arrival, "")
-                arrival.stop()
+        for pending in list(self._pending):
+            if not pending.in_handshake:
+                self.leave(pending, proved=False)
+                pending.unwatch(self._poller)
+                self._rejected(pending, "")
+                pending.stop()
 
     def _source(self, host: str) -> _Source:
         source = self._sources.get(host)
@@ -531,6 +532,6 @@ class Entrance:
 
     def _forget_one(self) -> None:
         for host, source in self._sources.items():
-            if not source.arrivals:
+            if not source.pending_handshakes:
                 del self._sources[host]
                 return

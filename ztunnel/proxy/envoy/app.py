@@ -235,7 +235,7 @@ class Proxy:
         scope.gauge("total_connections", lambda: float(len(self.connections)))
         scope.gauge("hot_restart_epoch", lambda: float(self.settings.restart_epoch))
         scope.gauge("half_open_connections", lambda: float(len(self.half_open)))
-        scope.gauge("half_open_turned_away", lambda: float(self.half_open.turned_away))
+        scope.gauge("half_open_turned_away", lambda: float(self.half_open.rejected))
         if self.ads is not None:
             plane, stats = self.ads.stats, self.stats.scope("control_plane")
             stats.gauge("connected_state", lambda: float(plane.connected_state))

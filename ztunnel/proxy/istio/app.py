@@ -246,7 +246,7 @@ class IstioProxy:
         gauges["ztunnel_half_open_turned_away"] = Gauge(
             "counter",
             "Connections closed before the end of their handshake by a limit (unstable)",
-            lambda: half_open.turned_away,
+            lambda: half_open.rejected,
         )
         gauges["ztunnel_baggage_refused"] = Gauge(
             "counter",
@@ -346,14 +346,14 @@ class IstioProxy:
         """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
         self._stop.set()
 
-    def say_goodbye(self) -> int:
+    def send_goaway(self) -> int:
         """Ask the peers of a dedicated proxy to open new connections elsewhere. It continues to serve. Idempotent.
 
         Returns:
             How many connections it carries.
         """
         # A sidecar has no workers.
-        return sum(pod.say_goodbye() for pod in self._own if isinstance(pod, PodProxy))
+        return sum(pod.send_goaway() for pod in self._own if isinstance(pod, PodProxy))
 
     def _interrupted(self) -> None:
         """Handle SIGINT: the first one drains, the second one exits at once."""

@@ -14,7 +14,7 @@ from tests.hbone import virtual_time
 from tests.ztunnel.proxy.dataplane.test_client_hello import HELLO
 from tests.ztunnel.proxy.istio.pods import pair
 from ztunnel.proxy.dataplane import half_open as module
-from ztunnel.proxy.dataplane.half_open import Arrival, HalfOpen, HalfOpenLimits
+from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits, PendingHandshake
 
 LIMITS = HalfOpenLimits(
     per_source=4,
@@ -29,54 +29,54 @@ LIMITS = HalfOpenLimits(
 class Running:
     """A handshake that a test ends."""
 
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
+    def __init__(self, pending: PendingHandshake) -> None:
+        self.pending = pending
         self.cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.arrival.sock.close()
+        self.pending.sock.close()
 
 
 class Pod:
-    """One entrance and its clients."""
+    """One limiter and its clients."""
 
     def __init__(self, half_open: HalfOpen, order: list[tuple[str, str]], name: str = "pod") -> None:
-        self.begun: dict[Arrival, Running] = {}
-        self.turned_away: list[tuple[str, str]] = []
+        self.begun: dict[PendingHandshake, Running] = {}
+        self.rejected: list[tuple[str, str]] = []
         self.clients: list[socket.socket] = []
         self._order = order
         self._name = name
-        self.entrance = half_open.entrance(self._begin, self._away)
+        self.limiter = half_open.limiter(self._begin, self._away)
 
-    def _begin(self, arrival: Arrival) -> Running:
-        self._order.append((self._name, arrival.peer[0]))
-        self.begun[arrival] = Running(arrival)
-        return self.begun[arrival]
+    def _begin(self, pending: PendingHandshake) -> Running:
+        self._order.append((self._name, pending.peer[0]))
+        self.begun[pending] = Running(pending)
+        return self.begun[pending]
 
-    def _away(self, arrival: Arrival, reason: str) -> None:
-        self.turned_away.append((arrival.peer[0], reason))
+    def _away(self, pending: PendingHandshake, reason: str) -> None:
+        self.rejected.append((pending.peer[0], reason))
 
     def comes(self, source: str = "a", data: bytes = b"") -> socket.socket:
         near, far = pair("127.0.0.1", "127.0.0.1")
         near.setblocking(True)
         near.sendall(data)
         self.clients.append(near)
-        self.entrance.enter(far, (source, 1))
+        self.limiter.enter(far, (source, 1))
         return near
 
     def end(self, *, proved: bool = True) -> None:
         """End every handshake that has begun."""
-        for arrival, running in self.begun.items():
-            (arrival.proved if proved else arrival.ended)()
-            arrival.sock.close()
+        for pending, running in self.begun.items():
+            (pending.proved if proved else pending.ended)()
+            pending.sock.close()
             del running
         self.begun.clear()
 
     def close(self) -> None:
-        self.entrance.close()
-        for arrival in self.begun:
-            arrival.sock.close()
+        self.limiter.close()
+        for pending in self.begun:
+            pending.sock.close()
         for client in self.clients:
             client.close()
 
@@ -118,8 +118,8 @@ def test_a_handshake_begins_with_the_last_byte_of_the_client_hello() -> None:
             assert (order, len(half_open)) == ([], 1)
             client.send(HELLO[-1:])
             await until(lambda: order)
-            (arrival,) = pod.begun
-            assert arrival.sock.recv(len(HELLO) + 1) == HELLO  # it is all there, for TLS to read
+            (pending,) = pod.begun
+            assert pending.sock.recv(len(HELLO) + 1) == HELLO  # it is all there, for TLS to read
             pod.end()
             assert len(half_open) == 0
 
@@ -131,8 +131,8 @@ def test_a_client_that_says_too_little_has_a_time_limit(data: bytes) -> None:
     async def main() -> None:
         with pods(LIMITS) as (_, (pod,), order):
             pod.comes(data=data)
-            await until(lambda: pod.turned_away)
-            assert pod.turned_away == [("a", module.NO_HELLO)]
+            await until(lambda: pod.rejected)
+            assert pod.rejected == [("a", module.NO_HELLO)]
             assert order == []
 
     play(main)
@@ -146,10 +146,10 @@ def test_what_never_becomes_a_handshake_ends_at_once(data: bytes, reason: str) -
     async def main() -> None:
         with pods(LIMITS) as (_, (pod,), _):
             client = pod.comes(data=data)
-            if not pod.turned_away:
+            if not pod.rejected:
                 client.shutdown(socket.SHUT_WR)
-            await until(lambda: pod.turned_away)
-            assert pod.turned_away == [("a", reason)]
+            await until(lambda: pod.rejected)
+            assert pod.rejected == [("a", reason)]
 
     play(main)
 
@@ -159,11 +159,11 @@ def test_the_oldest_of_the_same_source_goes_first() -> None:
         with pods(LIMITS) as (half_open, (pod,), _):
             clients = [pod.comes() for _ in range(5)]
             other = pod.comes("b")
-            assert pod.turned_away == [("a", module.TOO_MANY_OF_SOURCE)]
+            assert pod.rejected == [("a", module.TOO_MANY_OF_SOURCE)]
             assert clients[0].recv(1) == b""
             pod.comes("c")
             pod.comes("d")
-            assert pod.turned_away[1:] == [("a", module.TOO_MANY_OF_POD)]
+            assert pod.rejected[1:] == [("a", module.TOO_MANY_OF_POD)]
             other.send(HELLO)
             await until(lambda: pod.begun)
             pod.end()
@@ -180,7 +180,7 @@ def test_beyond_the_limit_of_the_process_the_fullest_pod_loses_one() -> None:
             for number in range(3):
                 y.comes(str(number))
             assert len(half_open) == 8
-            assert (x.turned_away, y.turned_away) == ([("0", module.TOO_MANY)], [])
+            assert (x.rejected, y.rejected) == ([("0", module.TOO_MANY)], [])
 
     play(main)
 
@@ -209,10 +209,10 @@ def test_handshakes_that_stand_still_give_way_to_those_that_wait() -> None:
             pod.comes("b", HELLO)
             await until(lambda: len(order) == 3)
             assert sorted(source for _, source in order) == ["a", "a", "b"]
-            assert pod.turned_away == []
+            assert pod.rejected == []
             stuck = list(pod.begun.values())
             await until(lambda: len(order) == 4)  # after a second of patience
-            assert pod.turned_away == [("a", module.STANDS_STILL)]
+            assert pod.rejected == [("a", module.STALLED)]
             assert sum(each.cancelled for each in stuck) == 1
             pod.end()
 
@@ -228,7 +228,7 @@ def test_a_full_process_takes_from_the_pod_that_has_most() -> None:
             await until(lambda: len(order) == 3)
             y.comes("b", HELLO)
             await until(lambda: y.begun)
-            assert x.turned_away == [("a", module.STANDS_STILL)]
+            assert x.rejected == [("a", module.STALLED)]
             x.end()
             y.end()
 
@@ -241,7 +241,7 @@ def test_handshakes_of_a_pod_that_has_ended_are_waited_for() -> None:
             for _ in range(2):
                 x.comes("a", HELLO)
             await until(lambda: len(order) == 2)
-            x.entrance.close()
+            x.limiter.close()
             y.comes("b", HELLO)
             await asyncio.sleep(2.0)
             assert len(order) == 2
@@ -283,7 +283,7 @@ def test_one_that_hangs_up_while_it_waits_takes_no_turn() -> None:
             for client in waiting[1:]:
                 client.close()
             await until(lambda: len(half_open) == 1)
-            assert pod.turned_away == [("a", module.GONE)] * 3
+            assert pod.rejected == [("a", module.GONE)] * 3
             pod.comes("a", HELLO)
             await until(lambda: len(order) == 2)
             pod.end()
@@ -296,19 +296,19 @@ def test_one_that_does_not_begin_leaves_its_place() -> None:
         with closing(Poller()) as poller:
             half_open = HalfOpen(poller, LIMITS)
 
-            def fails(arrival: Arrival) -> Running:
+            def fails(pending: PendingHandshake) -> Running:
                 raise MemoryError
 
             away: list[str] = []
-            entrance = half_open.entrance(fails, lambda arrival, reason: away.append(reason))
+            limiter = half_open.limiter(fails, lambda pending, reason: away.append(reason))
             near, far = pair("127.0.0.1", "127.0.0.1")
             with near:
                 near.sendall(HELLO)
-                entrance.enter(far, ("a", 1))
+                limiter.enter(far, ("a", 1))
                 await until(lambda: away)
                 assert (len(half_open), half_open.handshakes) == (0, 0)
                 assert far.fileno() < 0
-            entrance.close()
+            limiter.close()
             half_open.close()
 
     play(main)
@@ -318,9 +318,9 @@ def test_what_comes_after_the_end_is_closed() -> None:
     async def main() -> None:
         with pods(LIMITS) as (half_open, (pod,), order):
             pod.comes()
-            pod.entrance.close()
+            pod.limiter.close()
             pod.comes(data=HELLO)
-            assert pod.turned_away == [("a", "")] * 2
+            assert pod.rejected == [("a", "")] * 2
             assert (len(half_open), order) == (0, [])
 
     play(main)
@@ -345,7 +345,7 @@ def test_a_socket_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPat
                 patched.setattr(half_open.poller, "register", full)
                 client = pod.comes()
             assert client.recv(1) == b""
-            assert pod.turned_away == [("a", "cannot be watched: no space left on device")]
+            assert pod.rejected == [("a", "cannot be watched: no space left on device")]
             assert len(half_open) == 0
 
     play(main)

@@ -14,10 +14,10 @@ from typing import Final
 from hbone.aio.fiber import OneShotFuture
 from hbone.errors import HboneError
 from ztunnel.proxy.dataplane.half_open import (
-    STANDS_STILL,
-    Arrival,
-    Entrance,
+    STALLED,
     HalfOpen,
+    HandshakeLimiter,
+    PendingHandshake,
 )
 from ztunnel.proxy.dataplane.lives import Life
 
@@ -25,21 +25,21 @@ from ztunnel.proxy.dataplane.lives import Life
 _KEPT: Final = 256
 
 
-class TurnedAway(HboneError):
+class Rejected(HboneError):
     """A connection ends before its handshake; the text is the reason."""
 
 
 class _Waiting:
-    """One connection on its way through an entrance; ends the connection while its handshake runs."""
+    """One connection on its way through a limiter; ends the connection while its handshake runs."""
 
     __slots__ = ("connection", "turn")
 
-    def __init__(self, connection: Life, turn: OneShotFuture[Arrival]) -> None:
+    def __init__(self, connection: Life, turn: OneShotFuture[PendingHandshake]) -> None:
         self.connection = connection
         self.turn = turn
 
     def cancel(self) -> None:
-        self.connection.end(STANDS_STILL)
+        self.connection.end(STALLED)
 
 
 class Handshakes:
@@ -51,11 +51,11 @@ class Handshakes:
 
     def __init__(self, half_open: HalfOpen) -> None:
         self._half_open = half_open
-        self._entrances: dict[tuple[str, float], Entrance] = {}
+        self._limiters: dict[tuple[str, float], HandshakeLimiter] = {}
 
     async def turn(
         self, sock: socket.socket, connection: Life, source: str, destination: str, timeout_s: float
-    ) -> Arrival:
+    ) -> PendingHandshake:
         """Wait until a connection's ClientHello is there and its handshake may begin.
 
         Args:
@@ -69,46 +69,46 @@ class Handshakes:
             The object to notify of the handshake's end.
 
         Raises:
-            TurnedAway: one of the limits is reached, or the client hung up.
+            Rejected: one of the limits is reached, or the client hung up.
         """
         waiting = _Waiting(connection, OneShotFuture(self._half_open.poller))
-        entrance = self._entrance(destination, timeout_s)
-        arrival = entrance.enter(sock, (source, 0), waiting)
+        limiter = self._limiter(destination, timeout_s)
+        pending = limiter.enter(sock, (source, 0), waiting)
         try:
             return await waiting.turn
         except BaseException:
-            # Cancelled, perhaps after its handshake was to begin; or turned away, which is no news.
-            entrance.turn_away(arrival, "")
+            # Cancelled, perhaps after its handshake was to begin; or rejected, which is no news.
+            limiter.reject(pending, "")
             sock.close()
             if waiting.turn.done() and not waiting.turn.cancelled():
                 waiting.turn.exception()  # asyncio complains of one that nobody has seen
             raise
 
-    def _entrance(self, destination: str, timeout_s: float) -> Entrance:
+    def _limiter(self, destination: str, timeout_s: float) -> HandshakeLimiter:
         key = (destination, timeout_s)
-        entrance = self._entrances.pop(key, None)
-        if entrance is None:
-            if len(self._entrances) >= _KEPT:
+        limiter = self._limiters.pop(key, None)
+        if limiter is None:
+            if len(self._limiters) >= _KEPT:
                 self._forget_one()
-            entrance = self._half_open.entrance(self._begins, self._turned_away, timeout_s=timeout_s)
-        self._entrances[key] = entrance  # the last to be forgotten
-        return entrance
+            limiter = self._half_open.limiter(self._begins, self._rejected, timeout_s=timeout_s)
+        self._limiters[key] = limiter  # the last to be forgotten
+        return limiter
 
     def _forget_one(self) -> None:
-        for key, entrance in self._entrances.items():
-            if not len(entrance):
-                del self._entrances[key]
-                entrance.close()
+        for key, limiter in self._limiters.items():
+            if not len(limiter):
+                del self._limiters[key]
+                limiter.close()
                 return
 
     @staticmethod
-    def _begins(arrival: Arrival) -> _Waiting:
-        waiting: _Waiting = arrival.owner
-        waiting.turn.set_result(arrival)
+    def _begins(pending: PendingHandshake) -> _Waiting:
+        waiting: _Waiting = pending.owner
+        waiting.turn.set_result(pending)
         return waiting
 
     @staticmethod
-    def _turned_away(arrival: Arrival, reason: str) -> None:
-        waiting: _Waiting = arrival.owner
+    def _rejected(pending: PendingHandshake, reason: str) -> None:
+        waiting: _Waiting = pending.owner
         if not waiting.turn.done():
-            waiting.turn.set_exception(TurnedAway(reason))
+            waiting.turn.set_exception(Rejected(reason))

@@ -13,11 +13,11 @@ from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.tls import PeerFacts
 from hbone.tls_context import TlsContext
 from xds.model.facts import PeerCertificate
-from ztunnel.proxy.dataplane.half_open import Arrival
+from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection
-from ztunnel.proxy.envoy.listeners.handshakes import Handshakes, TurnedAway
+from ztunnel.proxy.envoy.listeners.handshakes import Handshakes, Rejected
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.secrets.names import peer_names
 from ztunnel.proxy.envoy.stream.outcome import Refused
@@ -45,14 +45,14 @@ def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
 
 async def handshake_turn(
     handshakes: Handshakes, connection: LiveConnection, chain: LiveChain, sock: socket.socket
-) -> Arrival:
+) -> PendingHandshake:
     """Wait for the turn of a handshake; closes the socket if it does not come to that.
 
     Raises:
-        TurnedAway: one of the limits on half-open connections is reached.
+        Rejected: one of the limits on half-open connections is reached.
     """
     facts = connection.info.facts
-    arrival = await handshakes.turn(
+    pending = await handshakes.turn(
         sock,
         connection,
         facts.direct_source.host,
@@ -60,7 +60,7 @@ async def handshake_turn(
         chain.model.transport_connect_timeout_s or _HANDSHAKE_S,
     )
     connection.state = State.HANDSHAKE
-    return arrival
+    return pending
 
 
 async def accept_tls(
@@ -81,20 +81,20 @@ async def accept_tls(
     info = connection.info
     sock = end.detach()
     try:
-        arrival = await handshake_turn(handshakes, connection, chain, sock)
-    except TurnedAway as error:
+        pending = await handshake_turn(handshakes, connection, chain, sock)
+    except Rejected as error:
         raise handshake_failed(info, listener, error) from error
     secured = TlsSocket(sock, context, poller)
     connection.own(secured.close)
     try:
         facts = await secured.establish(chain.model.transport_connect_timeout_s or _HANDSHAKE_S)
     except HboneError as error:
-        arrival.ended()
+        pending.ended()
         raise handshake_failed(info, listener, error) from error
     except BaseException:
-        arrival.ended()
+        pending.ended()
         raise
-    arrival.proved()
+    pending.proved()
     note_peer(connection, facts, chain)
     listener.ssl.negotiated(facts)
     return secured

@@ -22,7 +22,7 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken, TunnelClosed
-from ztunnel.proxy.dataplane.half_open import Arrival
+from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
@@ -99,12 +99,12 @@ class TunnelServer:
         denied: list[Refused] = []
         served: list[Connection] = []
         carried: dict[LiveRequest, None] = {}
-        arrival: Arrival | None = None
+        pending: PendingHandshake | None = None
 
         def established(tunnels: Connection) -> None:
             """Authorize the peer, before any HTTP/2 frame is answered."""
-            if arrival is not None:
-                arrival.proved()
+            if pending is not None:
+                pending.proved()
             if tunnels.facts is not None:
                 note_peer(connection, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts)
@@ -128,7 +128,7 @@ class TunnelServer:
         sock = end.detach()
         try:
             if context is not None:
-                arrival = await handshake_turn(self._handshakes, connection, chain, sock)
+                pending = await handshake_turn(self._handshakes, connection, chain, sock)
             await serve_connection(
                 sock,
                 context,
@@ -141,8 +141,8 @@ class TunnelServer:
             if not denied:
                 raise handshake_failed(info, listener, error) from error
         finally:
-            if arrival is not None:
-                arrival.ended()
+            if pending is not None:
+                pending.ended()
             for tunnels in served:
                 manager.connection_ended(by_peer=tunnels.ended_by_peer, in_use=tunnels.engine.open_streams > 0)
                 manager.cx_ssl_active.stored -= info.tls is not None

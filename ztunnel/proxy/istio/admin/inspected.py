@@ -89,7 +89,7 @@ class InspectedProxy(Protocol):
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log's filter, in workers, too."""
 
-    def say_goodbye(self) -> int:
+    def send_goaway(self) -> int:
         """Ask peers to open new connections elsewhere. Return the number of open connections."""
 
     def shut_down(self) -> None:

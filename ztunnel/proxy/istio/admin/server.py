@@ -163,7 +163,7 @@ class Servers:
         if request.path == "/quitquitquit":
             self._proxy.shut_down()
             return text("shutdown now\n", content_type=PLAIN)
-        return text(f"{self._proxy.say_goodbye()} connections are open\n", content_type=PLAIN)
+        return text(f"{self._proxy.send_goaway()} connections are open\n", content_type=PLAIN)
 
     @staticmethod
     async def _stats_of_all(workers: InspectedWorkers, request: PageRequest) -> Page:

@@ -198,7 +198,7 @@ class DnsServer:
             try:
                 wire, address = sock.recvfrom(MOST_BYTES)
             except BlockingIOError:
-                self._rate.earn(1.0)
+                self._rate.refund(1.0)
                 return
             except OSError as error:  # an ICMP error for an earlier answer; the socket stays usable
                 log.debug("dns datagram error=%s", error)

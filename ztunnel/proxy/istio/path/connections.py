@@ -188,14 +188,14 @@ class PodConnections:
         """How many connections are carried now."""
         return len(self.inbound) + len(self.outbound)
 
-    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, say_goodbye, left, finish_all.
+    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, send_goaway, left, finish_all.
 
     def begin_drain(self) -> None:
         """Have tunnel connections whose handshake ends from now on send GOAWAY at once."""
         if self.phase is Phase.SERVING:
             self.phase = Phase.DRAINING
 
-    def say_goodbye(self) -> None:
+    def send_goaway(self) -> None:
         """Send GOAWAY on every tunnel connection that is established, and on others when they are."""
         self.carriers.review(Event.DRAIN)
 

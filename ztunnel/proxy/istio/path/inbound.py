@@ -40,7 +40,7 @@ from xds.model.identity import SpiffeId
 from xds.model.workload import AppProtocol, Workload
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.apart import run_apart
-from ztunnel.proxy.dataplane.half_open import Arrival
+from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.life import Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import Life
 from ztunnel.proxy.dataplane.proxy_protocol import encode_header
@@ -113,13 +113,13 @@ class _EarlyDenials:
             node.metrics.ledger.early.note(str(Direction.INBOUND), Use.REFUSED_EARLY, node.clock.wall())
 
 
-def _turned_away(denials: _EarlyDenials, arrival: Arrival, reason: str) -> None:
+def _rejected(denials: _EarlyDenials, pending: PendingHandshake, reason: str) -> None:
     """Account for a connection that ends before its handshake, or has been too slow in it."""
-    if not arrival.in_handshake:  # else its fiber does
-        arrival.owner.close()
+    if not pending.in_handshake:  # else its fiber does
+        pending.owner.close()
     if reason:
         try:
-            source, local = _address(arrival.peer), _address(arrival.sock.getsockname())
+            source, local = _address(pending.peer), _address(pending.sock.getsockname())
         except OSError:
             return
         denials.write(source, local, f"tls handshake error: {reason}")
@@ -183,8 +183,8 @@ class Inbound:
         self._authorizer = authorizer or Authorizer(pod.node)
         self._denials = _EarlyDenials(pod.node)
         # The limiter outlives this pod's last connection, and a method here would create a reference cycle.
-        turned_away = partial(_turned_away, self._denials)
-        self._entrance = pod.node.half_open.entrance(self._handshake_begins, turned_away)
+        rejected = partial(_rejected, self._denials)
+        self._limiter = pod.node.half_open.limiter(self._handshake_begins, rejected)
         pod.local.watch(self._mesh_changed)
 
     # Accepting
@@ -193,7 +193,7 @@ class Inbound:
         """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
         carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
         self._count_socket(carrier)
-        self._entrance.enter(sock, peer, carrier)
+        self._limiter.enter(sock, peer, carrier)
 
     def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
@@ -209,17 +209,17 @@ class Inbound:
 
     # Tunnels
 
-    def _handshake_begins(self, arrival: Arrival) -> Fiber:
-        return self._pod.tasks.run(self._node.poller, self._tunnels(arrival), "inbound")
+    def _handshake_begins(self, pending: PendingHandshake) -> Fiber:
+        return self._pod.tasks.run(self._node.poller, self._tunnels(pending), "inbound")
 
-    async def _tunnels(self, arrival: Arrival) -> None:
+    async def _tunnels(self, pending: PendingHandshake) -> None:
         """Serve one connection that brings tunnels, until it ends."""
-        node, pod, sock = self._node, self._pod, arrival.sock
-        carrier: Carrier = arrival.owner
+        node, pod, sock = self._node, self._pod, pending.sock
+        carrier: Carrier = pending.owner
         owned: socket.socket | None = sock
         try:
             try:
-                source, local = _address(arrival.peer), _address(sock.getsockname())
+                source, local = _address(pending.peer), _address(sock.getsockname())
             except OSError:
                 return
             certificate = await pod.certificate((await pod.local.get()).workload)
@@ -232,7 +232,7 @@ class Inbound:
                 assert facts is not None
                 here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
                 here.identity = _first_identity(facts.uri_sans)
-                arrival.proved()
+                pending.proved()
                 self._established(carrier, here, connection)
 
             owned = None  # from here on serve_connection owns the socket
@@ -264,7 +264,7 @@ class Inbound:
             else:
                 log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
-            arrival.ended()
+            pending.ended()
             carrier.close()
             if owned is not None:
                 owned.close()
@@ -653,7 +653,7 @@ class Inbound:
 
     def close(self) -> None:
         """End what has not begun its handshake; idempotent. Other connections are ended by the pod's groups."""
-        self._entrance.close()
+        self._limiter.close()
 
 
 def _discard_joined(joined: Joined) -> None:

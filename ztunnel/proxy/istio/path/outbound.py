@@ -87,16 +87,16 @@ class OutboundUpstream(Upstream[Life]):
 
     Attributes:
         joined: the inbound half, when the tunnel never left this node.
-        last_words: delivers bytes that have left ``end`` and are still inside this process. ``None`` if there can
+        flush_inner: delivers bytes that have left ``end`` and are still inside this process. ``None`` if there can
             be none.
     """
 
-    __slots__ = ("joined", "last_words")
+    __slots__ = ("flush_inner", "joined")
 
     def __init__(self, end: End, joined: Joined | None = None) -> None:
         super().__init__(end)
         self.joined = joined
-        self.last_words: Callable[[], Awaitable[None]] | None = None
+        self.flush_inner: Callable[[], Awaitable[None]] | None = None
 
 
 class PodCall(NamedTuple):
@@ -233,8 +233,8 @@ class Outbound:
             ended = await running
             if ended.error is not None:
                 failure = of_relay(ended.error, from_client=ended.first is near)
-            if upstream.last_words is not None and not entry.reason:
-                await upstream.last_words()
+            if upstream.flush_inner is not None and not entry.reason:
+                await upstream.flush_inner()
         finally:
             # Half closes are over by now: the relay has passed each side's end on as END_STREAM or FIN, and has
             # returned when both were through. A side that is still open is so for an error, which closing reports.
@@ -396,15 +396,15 @@ class Outbound:
             undo.pop_all()
         _learned(self._node, entry.record, inner, tunnel.headers)
 
-        async def last_words() -> None:
+        async def flush_inner() -> None:
             entry.aborts_by(carrying.abort)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
-                    await _carried_away(inner, near, carrying)
+                    await _flush_before_close(inner, near, carrying)
 
         upstream = OutboundUpstream(tunnel)
         upstream.on_close(owned.close)
-        upstream.last_words = last_words
+        upstream.flush_inner = flush_inner
         return upstream
 
     async def _join(self, call: PodCall, route: Tunnel, target: SocketAddress) -> Joined | None:
@@ -422,7 +422,7 @@ class Outbound:
         return await pod.join(JoinRequest(call.entry, call.labels, certificate, route.identities, target, tunnel))
 
 
-async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay) -> None:
+async def _flush_before_close(inner: Connection, near: socket.socket, carrying: Relay) -> None:
     """Let an ended inner connection reach the far side before the outer tunnel ends.
 
     Closing at once, like upstream, loses the bytes in the socket pair, and a gateway that sees a reset drops bytes

@@ -114,7 +114,7 @@ class PodProxy:
         """How many connections are carried now."""
         return len(self._connections)
 
-    def say_goodbye(self) -> int:
+    def send_goaway(self) -> int:
         """Send GOAWAY, so that peers use another endpoint, and keep serving peers that have none. Idempotent.
 
         A terminating pod is notified before the control plane has removed its endpoints everywhere.
@@ -123,7 +123,7 @@ class PodProxy:
             How many connections are carried.
         """
         self._connections.begin_drain()
-        self._connections.say_goodbye()
+        self._connections.send_goaway()
         return self.open_connections
 
     async def drain(self, timeout_s: float) -> None:
@@ -137,7 +137,7 @@ class PodProxy:
         self._connections.begin_drain()
         await self._sockets.hand_over()
         await asyncio.sleep(0)  # what was accepted just now enters the tables
-        self._connections.say_goodbye()
+        self._connections.send_goaway()
         if await self._connections.left(deadline_s):
             log.warning("drain duration expired with pending connections, forcefully shutting down")
         self._connections.finish_all(DRAINED)

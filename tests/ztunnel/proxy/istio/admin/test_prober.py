@@ -218,11 +218,11 @@ def test_the_pods_own_containers_end_a_sidecar_and_nobody_else() -> None:
     async def check(rig: Rig) -> None:
         goodbyes: list[str] = []
 
-        def say_goodbye() -> int:
+        def send_goaway() -> int:
             goodbyes.append("drain")
             return 3
 
-        rig.proxy.say_goodbye = say_goodbye  # type: ignore[method-assign]
+        rig.proxy.send_goaway = send_goaway  # type: ignore[method-assign]
         rig.proxy.shut_down = lambda: goodbyes.append("quit")  # type: ignore[method-assign]
         assert (await rig.ask("stats", "/drain")).status == 405
         assert (await rig.ask("stats", "/drain", "POST")).text == "3 connections are open\n"

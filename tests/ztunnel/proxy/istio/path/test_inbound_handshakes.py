@@ -102,7 +102,7 @@ def test_silent_connections_are_bounded_and_leave_others_room(tmp_path: Path) ->
         for _ in range(most + 100):
             cluster.sockets["server"].arrives(HBONE_PORT, None, "127.0.9.9")
         assert len(cluster.node.half_open) == most
-        assert cluster.node.half_open.turned_away == 100
+        assert cluster.node.half_open.rejected == 100
         connection = await cluster.tunnels_to("server")
         tunnel = await connection.open(fields())
         tunnel.close()

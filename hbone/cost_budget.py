@@ -8,7 +8,7 @@ from hbone.limits import Limits
 from hbone.reader import Failure
 
 
-class WorkAccount:
+class CostBudget:
     """The account of one connection.
 
     Attributes:
@@ -22,7 +22,7 @@ class WorkAccount:
         self._stalls = Budget(burst=limits.stall_burst_s, rate=limits.stall_rate)
         self.shared: Budget | None = None
 
-    def pay(self, units: int, now_s: float) -> float:
+    def charge(self, units: int, now_s: float) -> float:
         """Charge ``units`` of work and return how long to stop reading, in seconds.
 
         Backpressure comes first: an honest peer with many small frames sends fewer and larger ones when it must
@@ -45,7 +45,7 @@ class WorkAccount:
         return pause_s
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to stop reading from now. :meth:`earn` can have refunded some of it since."""
+        """Return how long to stop reading from now. :meth:`refund` can have refunded some of it since."""
         self._work.spend(now_s, 0.0)
         pause_s = self._work.overdrawn_s
         if self.shared is not None:
@@ -53,11 +53,11 @@ class WorkAccount:
             pause_s = max(pause_s, self.shared.overdrawn_s)
         return pause_s
 
-    def earn(self, units: int) -> None:
+    def refund(self, units: int) -> None:
         """Refund ``units``, because the work was useful."""
-        self._work.earn(units)
+        self._work.refund(units)
         if self.shared is not None:
-            self.shared.earn(units)
+            self.shared.refund(units)
 
     def leave_debt(self, units: int, now_s: float) -> None:
         """Charge the peer, whose next connection finds it, but not this connection, which is over."""
