@@ -6,8 +6,8 @@ and once with the big store, with answers kept and with each flow a new one. Cal
 store are of one core of another machine: 17.5 ms an evaluation until July 2026, 3.7 ms then, 0.36 ms proposed
 (projectcalico/calico#13267).
 
-Where Go is, a server of 30 lines on grpc-go that judges nothing (``ext_authz_go``) is built and asked by the same
-client: what the transport allows there, and what this client can ask for. Its figure is a ceiling, no rival's.
+If Go is installed, a server of 30 lines on grpc-go that does not judge (``ext_authz_go``) is built and queried by
+the same client, to measure the limit of the transport and of this client. Its figure is a ceiling, not a rival's.
 
 Environment: ``QUICK=1`` (a tenth of the time), ``JSON=file``.
 """
@@ -161,7 +161,7 @@ async def _server(seconds: float) -> list[tuple[str, float, str]]:
 
 
 async def _go(seconds: float) -> list[tuple[str, float, str]]:
-    """Ask a server on grpc-go that judges nothing; nothing is returned where it cannot be built."""
+    """Query a server on grpc-go that does not judge. Return no figures if it cannot be built."""
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
         print("no Go here: the ceiling of the transport is not measured")

@@ -1,8 +1,8 @@
 """A store of the shape that Calico measured in a production cluster, for benches and tests of evaluation.
 
 294 policies for all endpoints with 68 rules each, nearly all ``Pass``; 3,708 IP sets with 256,000 members
-together, most of them small and one of 54,566; a quarter of the rules names a set; and for the flow that is
-evaluated nothing matches.
+together, most of them small and one of 54,566; a quarter of the rules names a set; no rule matches the evaluated
+flow.
 """
 
 import random

@@ -49,7 +49,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Usage:
-    """A proxy's CPU seconds so far, those of them in the kernel, and its resident bytes now."""
+    """A proxy's CPU seconds so far, the kernel's part of them, and its current resident bytes."""
 
     cpu_s: float
     kernel_s: float
@@ -305,8 +305,8 @@ def envoy(folder: Path, name: str) -> list[str]:
     bootstrap = _envoy_bootstrap(folder, name)
     return [
         *(str(_BIN / "envoy"), "-c", str(bootstrap)),
-        # What it hands over to its successor is in shared memory of one name, in whichever namespace: of two that
-        # start at once one may die of it.
+        # Its hand-over to a successor uses shared memory of one name in every namespace, so one of two that start
+        # at once can die.
         "--disable-hot-restart",
         *("--concurrency", "2", "--log-level", "error"),
     ]

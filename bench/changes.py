@@ -1,7 +1,7 @@
 """What single changes of endpoints cost a proxy: 1,000 of them over delta xDS, ours beside Envoy.
 
 ``python -m bench.changes`` prints CPU seconds of each process, from the first change until the last is applied.
-There are 100 clusters of 10 endpoints; a push replaces one endpoint of one cluster, so that it holds ten of them.
+There are 100 clusters of 10 endpoints. A push replaces one endpoint of one cluster, and so has ten of them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def _client() -> h2.connection.H2Connection:
 
 
 def _requests() -> list[bytes]:
-    """The preface, then one CONNECT per piece, as many as may be open at once."""
+    """The preface, then one CONNECT per piece, as many as can be open at once."""
     client = _client()
     pieces = [client.data_to_send()]
     for stream in range(1, 2 * REQUESTS, 2):

@@ -89,7 +89,7 @@ def _raise_limit() -> int:
 
 
 def _warm_up(made: Chain) -> None:
-    """Open connections so that the proxies have imported and created everything that the first ones need."""
+    """Open connections so that the proxies have finished their imports and created the objects of first use."""
     made.run("crr", "32", "2")
 
 

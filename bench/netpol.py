@@ -1,9 +1,9 @@
 """What network policy in the kernel costs: a packet, the start, one change, memory. ``make bench-netpol``.
 
-Packets: a pod sends UDP datagrams to another pod of its node, each one waited for, so that rate and p99 are of a
-round trip through the forward hook; and new TCP connections, which are what policies judge. One policy selects the
-destination, the others other pods of the node, of which all 10,000 are for this part. Variants take turns. Two
-are rules of the form that Galaxy's controller makes (:mod:`bench.netpol_galaxy`), for the same policies and pods.
+Packets: a pod sends UDP datagrams to another pod of its node and waits for each, so that rate and p99 are of a
+round trip through the forward hook; and new TCP connections, which policies judge. One policy selects the
+destination, the others select other pods of the node, whose number is 10,000 here. Variants take turns. Two have
+rules in the form of Galaxy's controller (:mod:`bench.netpol_galaxy`), for the same policies and pods.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Rules of the form that Galaxy's controller makes with iptables and ipset, as nf_tables holds them.
 
 iptables-nft writes such rules into the same kernel interface, and an ipset is a set there: a jump for each pod in
-FORWARD's chain, one after the other, from a pod's chain to those of its policies, and sets of its own for each
-policy and rule. What is not the same: ipset's hash and nf_tables' are different code, and comments of rules, which
-cost a packet nothing, are left out. The defects of the form (its egress and node traffic) are not repeated: only
-ingress of pods is made, as in the other variants.
+FORWARD's chain, one after the other, from a pod's chain to those of its policies, and separate sets for each
+policy and rule. Differences: ipset's hash and nf_tables' are different code, and comments of rules, which cost
+packets nothing, are left out. The defects of the form (its egress and node traffic) are not repeated: only ingress
+of pods is generated, like in the other variants.
 """
 
 from ipaddress import IPv4Address, IPv4Network

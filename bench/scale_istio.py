@@ -110,7 +110,7 @@ def rss() -> int:
 
 
 class Stall:
-    """Measures the longest time in which the loop ran nothing else."""
+    """Measures the longest time in which the loop ran no other work."""
 
     longest_s = 0.0
 

@@ -1,8 +1,8 @@
 """``make bench-watched``: what it costs to be looked at: the live page open, and a tap on the client's pod.
 
-Three equal pairs of our proxies in Envoy's dialect, alive at the same time: one that nobody looks at, one whose
-live pages are followed on both nodes, and one whose client pod is tapped on its node. Cases are those of
-``make bench``, interleaved; a ratio is to the first pair of the same round.
+Three equal pairs of our proxies in Envoy's dialect, running at the same time: one unobserved, one whose live pages
+are followed on both nodes, and one whose client pod is tapped on its node. Cases are those of ``make bench``,
+interleaved. A ratio is to the first pair of the same round.
 """
 
 import argparse

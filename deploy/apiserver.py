@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 _START_S = 90.0
 
-#: Tokens of this cluster: everything is allowed to one, nothing to the other.
+#: Two tokens of this cluster: one with all rights, one without any.
 ADMIN, NOBODY = "admin-token", "nobody-token"
 
 

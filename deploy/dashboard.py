@@ -1,7 +1,7 @@
 """Makes the Grafana dashboard of the charts: ``python -m deploy.dashboard``.
 
-Panels are told here by their queries; Grafana's own JSON, ten times as long, is made of them. Two rows: what users
-of the mesh feel, by service and policy, and how the proxies are, by node.
+Panels are described here by their queries, and Grafana's own JSON, ten times as long, is generated from them.
+There are two rows: the users' view of the mesh by service and policy, and the state of the proxies by node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Panel:
     Attributes:
         queries: of PromQL, with the legend of each.
         unit: Grafana's name of it.
-        text: what it tells, and where to look next.
+        text: its meaning, and where to look next.
         width: of :data:`_COLUMNS`.
         number: the last value only, coloured from ``bad_above`` on.
     """

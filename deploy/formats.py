@@ -1,7 +1,7 @@
 """Makes ``docs/formats.md`` from the modules that read those formats: ``python -m deploy.formats``.
 
-A reader's docstring begins with a sentence and an annotated example of the whole format. It is what the reference
-shows, so that whoever changes the reader changes the reference; a test compares its keys with those that are read.
+A reader's docstring starts with a sentence and an annotated example of the whole format. The reference prints it,
+so that a change of the reader changes the reference. A test compares its keys with the accepted ones.
 """
 
 from __future__ import annotations

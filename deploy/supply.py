@@ -41,7 +41,7 @@ class Package:
     """One package of a lock file.
 
     Attributes:
-        sha256: of each of its files that may be installed.
+        sha256: of each of its installable files.
         needed_by: names of packages, or of the project.
     """
 
@@ -156,7 +156,7 @@ def _normal(name: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return a release's numbers; what follows them (rc1, post1) does not matter to a floor."""
+    """Return a release's numbers. Suffixes (rc1, post1) do not matter to a floor."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(part) for part in release[0].split(".")] if release is not None else []
     while numbers and not numbers[-1]:
@@ -165,7 +165,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def verdict(status: int, output: str, errors: str) -> tuple[bool, str]:
-    """Return whether pip-audit found nothing, and a line; what it could not ask about is no success."""
+    """Return whether pip-audit found no vulnerability, and a line. A package that it could not query is no
+    success.
+    """
     if "No module named pip_audit" in errors:
         return True, "database: NOT CHECKED, pip-audit is not installed (pip install pip-audit)"
     try:

@@ -36,7 +36,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
         compiled: whether the tunnel engine is compiled.
 
     Raises:
-        subprocess.CalledProcessError: a step failed; what it printed is on standard error.
+        subprocess.CalledProcessError: a step failed. Its output is on standard error.
         NotAsWanted: the wheel was built and installed, and is not what it should be.
     """
     with tempfile.TemporaryDirectory(prefix="ztunnel-wheel-") as folder:

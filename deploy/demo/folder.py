@@ -1,9 +1,9 @@
 """The folder of a demo, with private keys in it, and a watcher that removes it however the demo ends.
 
-Leaving the ``with`` removes the folder; SIGTERM and SIGHUP (a closed terminal) leave it, too. What nothing can
-catch, ``kill -9``, is left to a second process in a session of its own: it waits for the end of a pipe that only
-the demo holds open, ends every process that has the folder's name in its environment, and removes the folder. If
-both were killed, the next demo removes the folder: no process holds its lock any more.
+Leaving the ``with`` removes the folder, also after SIGTERM and SIGHUP (a closed terminal). ``kill -9`` cannot be
+caught, so a second process in its own session waits for the end of a pipe that only the demo holds open, ends
+every process that has the folder's name in its environment, and removes the folder. If both were killed, the next
+demo removes the folder, whose lock is then free.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class FolderTooDeep(Exception):
 
 @contextlib.contextmanager
 def demo_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder; it and every marked process are gone when this process ends, in whatever way.
+    """Yield a new folder. It and every marked process are removed when this process ends in any way.
 
     Enter it in the main thread, before there is a second one: it forks.
 
@@ -167,7 +167,9 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment that a process was started with; empty for one that has ended, or is another user's."""
+    """The environment with which a process was started. Empty for one that has ended, or belongs to
+    another user.
+    """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -280,7 +280,7 @@ class InPodDemo(Demo):
         self._show("reviews-v3 has no identity any more", call, bool(call.error) and plain, records)
 
     def _act_answers(self) -> None:
-        """What the proxy says about itself."""
+        """The proxy's own description."""
         place = self.lab.pod(_NEXT)
         print("\ncurl -s 127.0.0.1:15000/config_dump, :15020/metrics and :15021/healthz/ready, on worker2")
         dump = self._dump(place)

@@ -64,7 +64,7 @@ def programs() -> dict[str, str]:
 
 @dataclass
 class KubeDemo(InPodDemo):
-    """The demo in which labels in an API server say which pods are in the mesh."""
+    """The demo in which labels in an API server select the pods of the mesh."""
 
     setting = "an API server, a control plane, and per node an agent, a proxy and network policy"
     places: ClassVar[Mapping[str, list[str]]] = {

@@ -157,7 +157,7 @@ class NodeDemo(Demo):
         self._hops()
 
     def _act_dump(self) -> None:
-        """What the proxy says it is configured with."""
+        """The proxy's active configuration."""
         print("\ncurl -s 127.0.0.1:15000/config_dump?include_eds, on worker2")
         dump = json.loads(self.page(self.lab.worker("worker2").ztunnel, 15000, "/config_dump?include_eds")[1])
         kinds = [config["@type"].rpartition(".")[2] for config in dump["configs"]]

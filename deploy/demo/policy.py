@@ -465,7 +465,9 @@ def _ended(sock: socket.socket) -> bool:
 
 
 def _free_ports(names: list[str]) -> dict[str, int]:
-    """Return a port for each name; below those that the kernel draws, so that none is taken before it is bound."""
+    """Return a port for each name, below the kernel's ephemeral ports, so that none is taken before
+    it is bound.
+    """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     free = iter(random.sample(range(lowest // 2, lowest), lowest - lowest // 2))
     found: dict[str, int] = {}

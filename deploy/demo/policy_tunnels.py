@@ -13,7 +13,7 @@ _TYPE: Final = "type.googleapis.com"
 _EXTENSIONS: Final = f"{_TYPE}/envoy.extensions"
 _HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
-#: A pod that calls and one that is called.
+#: A calling pod and a called pod.
 Call = tuple[str, str]
 
 

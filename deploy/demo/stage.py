@@ -398,7 +398,7 @@ class _Caller:
 
 
 class Traffic:
-    """Calls that go on while entered, so that the commands for a demo that stays up have something to show.
+    """Makes calls while entered, so that the commands for a running demo have something to show.
 
     productpage calls the service on a connection that stays open and on new ones, intruder is refused.
     """

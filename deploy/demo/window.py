@@ -1,7 +1,7 @@
 """A port of this machine that leads to the admin server of a proxy in the demo, for a browser.
 
-The proxies are in network namespaces, where no browser is. The port is opened before the demo leaves the namespace
-that it was started in; what comes there goes on to the proxy.
+The proxies are in network namespaces, which a browser cannot reach. The port is opened before the demo leaves its
+initial namespace, and connections to it are forwarded to the proxy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Window:
         os.environ[_VARIABLE] = str(self._listening.fileno())
 
     def kept(self) -> None:
-        """Undo :meth:`keep`: the demo's own programs get nothing of it."""
+        """Undo :meth:`keep`, so that the demo's own programs do not inherit the port."""
         self._listening.set_inheritable(False)
         os.environ.pop(_VARIABLE, None)
 

@@ -7,8 +7,8 @@ A source of Kubernetes' policies sends its node's addresses, too (:data:`~xds.mo
 the node and its own pods always reach each other, and a pod itself, as in the kernel's table. A tunnel whose outer
 source is the node is no connection of the node: somebody's identity is in it, and isolation holds.
 
-A pod that the policies do not know is denied, as Calico drops what comes from an interface without an endpoint: it
-may be one whose policies have not arrived. ``allow_unknown`` is for meshes of which the policies cover a part.
+A pod that the policies do not know is denied, like Calico's drop for an interface without an endpoint, because its
+policies have possibly not arrived. ``allow_unknown`` is for meshes only partly covered by the policies.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class Decision:
 
     @property
     def left(self) -> str:
-        """The rule whose HTTP clause was left to a waypoint, and to which; empty if none was."""
+        """The rule whose HTTP clause was left to a waypoint, with the waypoint. Empty without one."""
         return self.verdict.message if self.verdict.allowed else ""
 
     @property

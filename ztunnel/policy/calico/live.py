@@ -31,7 +31,7 @@ class PolicySource(Protocol):
 
     Attributes:
         in_sync: what answers is known to be current.
-        error: why it is not; empty if it is, or nothing is known yet.
+        error: why it is out of sync. Empty if it is in sync, or still unknown.
     """
 
     in_sync: bool
@@ -97,7 +97,7 @@ class LivePolicies:
         self._reviews.pop(review, None)
 
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:
-        """Judge a new connection; one whose pod is not known yet waits for it, at most :data:`GRACE_S`.
+        """Judge a new connection. It waits at most :data:`GRACE_S` for a pod that is not known yet.
 
         The caller has registered the connection for reviews before, or judges again when it does: a change while
         this waits must not be missed.

@@ -1,4 +1,4 @@
-"""What is in force, as JSON for a page: tiers and policies with their counts, and how current they are. Pure."""
+"""The active policies as JSON for a page: tiers and policies with their counts, and their age. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ def in_force(store: Store, state: Mapping[str, Any], uses: Uses[TierPolicy]) -> 
 
     Args:
         state: of the source, see :func:`state_of`.
-        uses: the decisions; those of several processes may have been added.
+        uses: the decisions, possibly summed over several processes.
     """
     yield '{\n"source": ' + json.dumps(state)
     sets = store.ip_sets
@@ -46,7 +46,7 @@ def in_force(store: Store, state: Mapping[str, Any], uses: Uses[TierPolicy]) -> 
 
 
 def state_of(name: str, error: str, age_s: float, *, in_sync: bool) -> dict[str, Any]:
-    """Return the state of a source: what answers is current, or stale for so long, and why."""
+    """Return the state of a source: whether its policies are current, or for how long and why they are stale."""
     return {"name": name, "in_sync": in_sync, "stale_s": round(age_s, 1), "error": error}
 
 

@@ -89,7 +89,7 @@ def sync_target(text: str) -> str:
 
 
 def unknown_pods(text: str) -> str:
-    """Return ``deny`` or ``allow``, or nothing for nothing.
+    """Return ``deny`` or ``allow``. Empty stays empty.
 
     Raises:
         ValueError: it is something else.

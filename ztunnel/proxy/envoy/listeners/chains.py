@@ -364,7 +364,7 @@ class LiveChain:
             self._put_together()
 
     def lacks(self, place: int) -> bool:
-        """Return whether neither the configuration of a filter nor a default for it is here."""
+        """Return whether a filter has neither a configuration nor a default."""
         return self._discovered[place] is None
 
     def _put_together(self) -> None:
@@ -383,11 +383,12 @@ class LiveChain:
         return self._decisions.line_limit()
 
     def admit(self, info: StreamInfo) -> None:
-        """Run the filters that limit connections, as Envoy before any byte, that of a handshake included.
+        """Run the filters that limit connections before any byte is read, like Envoy, including those of a
+        handshake.
 
         Raises:
             TooMany: by the first that has no room.
-            Incomplete: the configuration of a filter has not arrived, which may be one that denies.
+            Incomplete: the configuration of a filter has not arrived, and it could be one that denies.
         """
         if not self.is_complete:
             raise Incomplete()
