@@ -1,0 +1,104 @@
+"""Modules under their names before the tree was grouped, for scripts outside of this repository that import them.
+
+Commands and entry points never had these names. A module that is found here is the one under its present name, not
+a second copy.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+#: Present packages of an earlier one, in the order in which they are searched.
+_PACKAGES: Final = {
+    "agent": ("node.agent",),
+    "authz": ("policy.authz",),
+    "calico": ("policy.calico",),
+    "dataplane": ("proxy.dataplane",),
+    "envoy": tuple(
+        f"proxy.envoy{folder}" for folder in ("", ".path", ".stream", ".config", ".listeners", ".stats")
+    ),
+    "http": ("runtime.http",),
+    "identity": ("proxy.identity",),
+    "init": ("sidecar.init",),
+    "inject": ("sidecar.inject",),
+    "inspect": ("ask.inspect",),
+    "intercept": ("node.intercept",),
+    "istio": tuple(f"proxy.istio{folder}" for folder in ("", ".path", ".accounting", ".settings")),
+    "limits": ("ask.limits",),
+    "netpol": ("policy.netpol",),
+    "otlp": ("proxy.otlp",),
+    "policysync": ("policy.policysync",),
+    "simulate": ("ask.simulate",),
+    "tap": ("proxy.tap",),
+    "ui": ("proxy.ui",),
+}
+#: Present packages of modules that were in ``ztunnel.runtime``.
+_OF_RUNTIME: Final = {
+    **dict.fromkeys(
+        ("config_reader", "file_kinds", "go_flags", "go_values", "go_yaml", "object_lists"), "runtime.formats"
+    ),
+    **dict.fromkeys(("arguments", "proxy_flags", "subcommands", "terminal", "text_table"), "runtime.console"),
+    **dict.fromkeys(("client_hello", "half_open"), "proxy.dataplane"),
+    "capture_lists": "sidecar",
+}
+
+
+class EarlierNames:
+    """A finder and loader of :data:`sys.meta_path`.
+
+    It comes first: the path of a package with an earlier name is that of the present package, where other finders
+    would find a second copy of each module.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """Return a spec for a module with an earlier name, or None for any other name."""
+        for candidate in _candidates(name):
+            from importlib.util import find_spec  # costs each start of a proxy time that only old scripts need
+
+            try:
+                found = find_spec(candidate)
+            except ModuleNotFoundError:
+                continue
+            if found is not None:
+                # No base class: importlib.abc, which has it, takes longer to import than the rest of this module.
+                loader: Any = self
+                is_package = found.submodule_search_locations is not None
+                return ModuleSpec(name, loader, origin=candidate, is_package=is_package)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module under its present name."""
+        assert spec.origin is not None
+        module = importlib.import_module(spec.origin)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restore the module's own spec, which importing it by another name has replaced."""
+        spec = module.__spec__
+        if spec is not None and spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+
+
+def _candidates(name: str) -> Iterator[str]:
+    root, _, rest = name.partition(".")
+    package, _, inner = rest.partition(".")
+    if root != "ztunnel":
+        return
+    if package == "runtime":
+        if inner in _OF_RUNTIME:
+            yield f"{root}.{_OF_RUNTIME[inner]}.{inner}"
+    else:
+        for present in _PACKAGES.get(package, ()):
+            yield f"{root}.{present}" + (f".{inner}" if inner else "")
+
+
+def install() -> None:
+    """Let imports find the earlier names. Idempotent."""
+    if not any(isinstance(finder, EarlierNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, EarlierNames())
