@@ -177,8 +177,13 @@ def imports(path: Path, *, typing_only: bool = False) -> tuple[str, ...]:
     return tuple(_imports(path, typing_only))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _imports(path: Path, typing_only: bool) -> Iterator[str]:
-    for node in _nodes(ast.parse(path.read_text()), typing_only=typing_only):
+    for node in _nodes(parsed(path), typing_only=typing_only):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -439,7 +444,7 @@ def test_what_the_model_says_is_obeyed() -> None:
     read = {name for path in files for found in _READ.findall(path.read_text()) for name in found}
     unread = set()
     for path in modules("xds/model"):
-        for definition in ast.parse(path.read_text()).body:
+        for definition in parsed(path).body:
             for field in definition.body if isinstance(definition, ast.ClassDef) else ():
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     name = field.target.id
@@ -467,7 +472,7 @@ def test_the_log_has_words_for_errors_of_the_system() -> None:
     found = [
         f"{relative(path)}:{line}"
         for path in modules("hbone", "tproxy", "xds", "ztunnel")
-        for handler in ast.walk(ast.parse(path.read_text()))
+        for handler in ast.walk(parsed(path))
         if isinstance(handler, ast.ExceptHandler)
         for line in _prints_an_error_of_the_system(handler)
     ]

@@ -41,11 +41,11 @@ class Wire:
     @property
     def waiting(self) -> int:
         """Bytes held for readers."""
-        return sum(self.received.values()) - sum(self.delivered.values())
+        return sum(size - self.delivered(stream_id) for stream_id, size in self.received.items())
 
-    @property
-    def delivered(self) -> dict[int, int]:
-        return {stream_id: min(size, self.room.get(stream_id, 0)) for stream_id, size in self.received.items()}
+    def delivered(self, stream_id: int) -> int:
+        """Bytes that a stream's reader has taken."""
+        return min(self.received[stream_id], self.room[stream_id])
 
     def open(self, room: int) -> int:
         stream_id = self.client.open_stream(CONNECT)
@@ -65,9 +65,9 @@ class Wire:
                     if isinstance(event, RequestReceived):
                         self.server.respond(event.stream_id, 200)
                     elif isinstance(event, DataReceived):
-                        before = self.delivered[event.stream_id]
+                        before = self.delivered(event.stream_id)
                         self.received[event.stream_id] += event.size
-                        taken = self.delivered[event.stream_id] - before
+                        taken = self.delivered(event.stream_id) - before
                         if taken:
                             other.acknowledge(event.stream_id, taken)
 

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import h2.config
@@ -108,8 +109,18 @@ class Peer:
 Script = Callable[[Peer], Coroutine[Any, Any, None]]
 
 
-async def against(script: Script, main: Callable[[Channel], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Run ``main`` with a channel to a server that does what ``script`` says from the accepted connection on."""
+async def against(
+    script: Script,
+    main: Callable[[Channel], Coroutine[Any, Any, None]],
+    *,
+    unix: Path | None = None,
+    **options: Any,
+) -> None:
+    """Run ``main`` with a channel to a server that does what ``script`` says from the accepted connection on.
+
+    Args:
+        unix: the socket to serve on; None: a port of loopback.
+    """
     failures: list[Exception] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,8 +137,13 @@ async def against(script: Script, main: Callable[[Channel], Coroutine[Any, Any, 
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, Channel(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", **options) as channel:
+    if unix is None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    else:
+        server = await asyncio.start_unix_server(serve, unix)
+        target = f"unix:{unix}"
+    async with server, Channel(target, **options) as channel:
         await main(channel)
     assert failures == []
 
@@ -478,12 +494,14 @@ def test_control_frames_have_no_budget(loop: str) -> None:
 
 
 @LOOPS
-def test_a_server_that_asks_and_does_not_read_is_cut(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "_UNSENT_BYTES", 128 * 1024)  # the kernel's buffers come on top
+def test_a_server_that_asks_and_does_not_read_is_cut(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel's buffers come on top: of a Unix socket 200 KiB, of TCP megabytes of 17 bytes each.
+    monkeypatch.setattr(channel_module, "_UNSENT_BYTES", 128 * 1024)
 
     async def script(peer: Peer) -> None:
         await peer.request()
-        peer.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         ping = b"\0\0\x08\x06\0\0\0\0\0" + bytes(8)
         while True:
             await peer.flush(ping * 1000)
@@ -492,7 +510,7 @@ def test_a_server_that_asks_and_does_not_read_is_cut(loop: str, monkeypatch: pyt
         _, failure = await outcome(channel)
         assert str(failure) == "UNAVAILABLE: the server does not read what it asked for"
 
-    run(lambda: against(script, main), loop)
+    run(lambda: against(script, main, unix=tmp_path / "s"), loop)
 
 
 @LOOPS
