@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.interop.proxies import ENVOY, ZTUNNEL
+from tests.commands import ztunnel
+from tests.interop.proxies import ENVOY
 from tests.xds.dialects.test_envoy import HEADER, PATH
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
 from tests.ztunnel.proxy.envoy.rig import (
@@ -315,12 +316,12 @@ def accepted(row: Row, kind: str, folder: Path) -> str:
     """Have a proxy validate a row's bootstrap; ``accepted`` or ``refused``."""
     path = folder / "bootstrap.json"
     path.write_text(json.dumps(row.make()))
-    command: list[str | Path] = [ENVOY, "--mode", "validate", "-l", "off", "-c", path]
     if kind != "envoy":
-        command = [ZTUNNEL, "proxy", "--validate", "--bootstrap", path]
-    finished = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert kind == "envoy" or finished.returncode in (0, 1), finished.stderr
-    return word(finished.returncode == 0)
+        finished = ztunnel("proxy", "--validate", "--bootstrap", str(path))
+        assert finished.returncode in (0, 1), finished.stderr
+        return word(finished.returncode == 0)
+    command: list[str | Path] = [ENVOY, "--mode", "validate", "-l", "off", "-c", path]
+    return word(subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0)
 
 
 def word(good: bool) -> str:

@@ -15,13 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.commands import ztunnel
 from tests.hbone.certificates import Authority
 from ztunnel.cli import COMMANDS, _parser
-
-
-def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ztunnel", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
 @pytest.mark.parametrize("source", ["ads", "files"])
@@ -67,7 +63,8 @@ def test_an_unknown_command_is_one_line_that_says_what_to_do(given: str, hint: s
 
 
 def test_help_of_a_command_is_its_own() -> None:
-    asked = ztunnel("help", "explain")
+    command = [sys.executable, "-m", "ztunnel", "help", "explain"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert "usage: ztunnel explain" in asked.stdout
     assert asked.stdout == ztunnel("explain", "--help").stdout
 

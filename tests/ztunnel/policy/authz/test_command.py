@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from ztunnel.policy.calico.settings import sync_target
 
 LIMIT_S = 30.0
 
 
 def ztunnel(*args: str, program: str = "ztunnel") -> subprocess.CompletedProcess[str]:
+    if program == "ztunnel":
+        return commands.ztunnel("authz", *args)
     return subprocess.run(command(program, *args), capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
@@ -143,10 +146,9 @@ def test_the_admin_page_and_the_command_that_asks_it(tmp_path: Path) -> None:
     path = str(tmp_path / "authz.sock")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    asking = [sys.executable, "-m", "ztunnel", "policy", "explain", "--server", f"127.0.0.1:{port}"]
 
     def explain(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*asking, *args], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return commands.ztunnel("policy", "explain", "--server", f"127.0.0.1:{port}", *args)
 
     with served("ztunnel", "serve", "-l", path, "-d", f"{tmp_path}/felix", "--admin", str(port)):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/policies", timeout=LIMIT_S) as answer:

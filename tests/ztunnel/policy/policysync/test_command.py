@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from tests import commands
 from tests.ports import free_port
 from tests.ztunnel.kube.fake_api import FakeApi
 from tests.ztunnel.policy.calico.cluster import PODS, SEED, flow
@@ -32,8 +33,7 @@ WEB = "spiffe://cluster.local/ns/shop/sa/frontend"
 
 
 def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ztunnel", "policy", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return commands.ztunnel("policy", *args)
 
 
 @pytest.fixture
