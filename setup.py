@@ -1,7 +1,8 @@
 """Pure Python, unless ``ZTUNNEL_COMPILE=1`` has mypyc compile the tunnel engine from the same source.
 
-``ZTUNNEL_COMPILE=1 pip wheel --no-build-isolation .`` makes a wheel, ``make compiled`` builds in place. What is
-compiled are the modules that run per chunk and per tunnel. Of those, none may wait inside ``try``
+``ZTUNNEL_COMPILE=1 pip wheel --no-build-isolation .`` makes a wheel, ``make compiled`` builds in place. The C
+compiler optimises at level 3, unless ``ZTUNNEL_COMPILE_LEVEL`` has another: 0, without symbols, is built fastest.
+What is compiled are the modules that run per chunk and per tunnel. Of those, none may wait inside ``try``
 (``hbone/aio/waits.py`` says why), and classes that others subclass by name stay as they are.
 """
 
@@ -77,7 +78,11 @@ if __name__ == "__main__":
         from mypyc.build import mypycify
 
         # The name puts what they share into the package: beside it, an editable install does not find it.
+        level = os.environ.get("ZTUNNEL_COMPILE_LEVEL", "3")
         extensions = mypycify(
-            ["--config-file", "pyproject.toml", *COMPILED], opt_level="3", group_name="hbone.compiled"
+            ["--config-file", "pyproject.toml", *COMPILED],
+            opt_level=level,
+            debug_level="0" if level == "0" else "1",
+            group_name="hbone.compiled",
         )
     setup(ext_modules=extensions, cmdclass={"build_py": BuildWithRevision})

@@ -5,9 +5,12 @@
 
 import os
 
-_ALL = os.environ.get("EXAMPLES") == "all"
+
+def every_example() -> bool:
+    """Return whether this is a nightly run."""
+    return os.environ.get("EXAMPLES") == "all"
 
 
 def examples(number: int) -> int:
     """Return how many of a test's ``number`` of examples this run generates."""
-    return number if _ALL else max(20, number // 4)
+    return number if every_example() else max(20, number // 4)
