@@ -41,14 +41,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
     """
     with tempfile.TemporaryDirectory(prefix="ztunnel-wheel-") as folder:
         tree, venv, made = Path(folder) / "tree", Path(folder) / "venv", Path(folder) / "made"
-        # A copy: setuptools leaves folders behind, and compiled modules must not get into the pure wheel.
-        for name in SOURCES:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-            else:
-                tree.mkdir(exist_ok=True)
-                shutil.copy(source, tree / name)
+        copy_sources(tree)
         _run(python, "-m", "venv", str(venv))
         inside = str(venv / "bin" / "python")
         # The packages that the engine uses, too: mypyc reads their types.
@@ -68,6 +61,20 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
             raise NotAsWanted(f"{path.name} is not {wanted}: {said.strip()}")
         output.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(path, output / path.name))
+
+
+def copy_sources(tree: Path) -> None:
+    """Copy into a folder, which is made, what a wheel is made from.
+
+    setuptools leaves folders behind, and compiled modules must not get into the pure wheel.
+    """
+    tree.mkdir()
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(source, tree / name)
 
 
 def _run(*command: str, env: dict[str, str] | None = None) -> None:

@@ -7,12 +7,13 @@ removing one takes it away. In every such state both must import in either order
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from deploy.wheels import build
+from deploy.wheels import build, copy_sources
+from tests.generated import every_example
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 600
@@ -49,11 +50,13 @@ class Environment:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=WAIT_S)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=WAIT_S)
 
     def pip(self, *arguments: str | Path) -> None:
         """Run pip; a test is skipped where no package index can be reached."""
-        command = [self._folder / "bin/python", "-m", "pip", "-q", "--disable-pip-version-check", "--retries", "1"]
+        inside = self._folder / "bin/python"
+        command = [sys.executable, "-m", "pip", "--python", inside, "-q", "--disable-pip-version-check"]
+        command += ["--retries", "1"]
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=self._environment()
         )
@@ -80,6 +83,14 @@ class Environment:
         return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def pip_compiles_nothing() -> Iterator[None]:
+    """Half of an installation's time; what is imported is compiled then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_NO_COMPILE", "0")  # the value of --compile: pip's variables of negative flags are so
+        yield
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """With the locked packages that ours needs."""
@@ -90,9 +101,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="module")
 def wheel(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``pip install .`` would install."""
-    del environment  # made first: it skips where nothing can be fetched
-    return build(sys.executable, tmp_path_factory.mktemp("wheel"), compiled=False)
+    """What ``pip install .`` would install; after ``environment``, which skips where nothing can be fetched."""
+    del environment
+    folder = tmp_path_factory.mktemp("wheel")
+    if every_example():
+        return build(sys.executable, folder, compiled=False)
+    # The same from this interpreter's packages: a second environment takes half a minute.
+    copy_sources(folder / "tree")
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
+    wheel += ["--no-build-isolation", "-w", str(folder / "made"), str(folder / "tree")]
+    subprocess.run(wheel, check=True, timeout=WAIT_S)
+    (path,) = (folder / "made").iterdir()
+    return path
 
 
 def works(environment: Environment, *, beside: bool) -> None:
