@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Go's own installer leaves it beside the PATH.
 GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
+# Two per core, because half of them wait: tests/lanes.py.
+WORKERS := -n 4 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
@@ -30,7 +32,7 @@ demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpo
 	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(filter-out 0 no false,$(KEEP)),--keep)
 
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
-	$(PY) -m pytest -q -n 2 --dist loadfile
+	$(PY) -m pytest -q $(WORKERS)
 
 check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 	$(PY) -m ruff format --check .
@@ -39,10 +41,10 @@ check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 	$(PY) -m pytest -q -n 2 --core
 
 unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
-	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled and not kube'
+	$(PY) -m pytest -q $(WORKERS) -m 'not netns and not interop and not hostile and not compiled and not kube'
 
 nightly: $(STAMP) ## what a commit has no time for: every test with all examples of property tests, and ten minutes of PINGs beside a server in Go
-	EXAMPLES=all $(PY) -m pytest -q -n 2 --dist loadfile
+	EXAMPLES=all $(PY) -m pytest -q $(WORKERS)
 	$(MAKE) keepalive
 
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
@@ -50,7 +52,7 @@ life: $(STAMP) ## the life of a connection: its table into docs/life.md, and eve
 	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life.py
 
 netns: $(STAMP) ## only the tests that make network namespaces
-	$(PY) -m pytest -q -n 2 --dist loadfile -m netns
+	$(PY) -m pytest -q $(WORKERS) -m netns
 
 netpol: $(STAMP) ## Kubernetes' scenarios of NetworkPolicy as real connections, plain and in tunnels, one table
 	$(PY) -m tests.netns.netpol_table

@@ -4,11 +4,13 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 import hbone
+from tests.lanes import Lanes
 from tests.selection import is_core
 
 # How long an example takes says what else the machine does.
@@ -46,6 +48,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("core") and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
         return None if is_core(collection_path) else True
     return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
+    """Replace ``--dist loadgroup``'s scheduler; the other kinds stay as they are."""
+    return Lanes(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,12 @@ pytestmark = [pytest.mark.interop, pytest.mark.netns]
 
 Column = tuple[Table, Any]
 _ROWS = [
-    pytest.param((table, column), case, id=f"{table.title}-{case.number}-{column}".replace(" ", "_"))
+    pytest.param(
+        (table, column),
+        case,
+        id=f"{table.title}-{case.number}-{column}".replace(" ", "_"),
+        marks=pytest.mark.xdist_group(f"{table.title}-{column}".replace(" ", "_")),
+    )
     for table in TABLES
     for column in table.columns
     # The early ones last: by then their wait is over.

@@ -17,7 +17,12 @@ pytestmark = pytest.mark.interop
 
 Column = tuple[Table, Any]
 _ROWS = [
-    pytest.param((table, column), case, id=f"{table.title}-{case.number}-{column}".replace(" ", "_"))
+    pytest.param(
+        (table, column),
+        case,
+        id=f"{table.title}-{case.number}-{column}".replace(" ", "_"),
+        marks=pytest.mark.xdist_group(f"{table.title}-{column}".replace(" ", "_")),
+    )
     for table in LOOPBACK
     for column in table.columns
     for case in table.cases

@@ -1,0 +1,72 @@
+"""Which worker of pytest-xdist runs which tests: every other worker those that wait, the rest those that compute.
+
+``make test`` starts more workers than two cores can keep busy. Tests that start processes wait most of their time,
+tests of one process compute. With both kinds running until the end, cores are not idle, and few processes compete
+for them. A worker whose kind is used up takes from the other.
+
+A file runs in order on one worker, and so does an ``xdist_group`` of tests that share a site; in files of
+:data:`APART` every test is a unit of its own. Units that take longest begin first, because the last to begin
+decides when the run ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xdist.scheduler.loadscope import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+#: Files and folders whose tests start processes and wait for them, in the order in which they begin.
+WAITING = (
+    "tests/test_compiled.py",
+    "tests/netns/test_demo.py",
+    "tests/interop/",
+    "tests/netns/",
+    "tests/hostile/",
+    "tests/apiserver/",
+    "tests/soak/",
+    "tests/deploy/",
+)
+#: Files whose tests share nothing and take seconds each.
+APART = ("tests/netns/test_demo.py",)
+
+
+def unit_of(node_id: str) -> str:
+    """Return the name of the unit that a test belongs to: its group, itself, or its file.
+
+    Args:
+        node_id: with ``@`` and the name of its ``xdist_group``, if it has one.
+    """
+    if node_id.rfind("@") > node_id.rfind("]"):
+        return node_id.rpartition("@")[2]
+    file = node_id.partition("::")[0]
+    return node_id if file in APART else file
+
+
+def order(node_id: str, *, waits: bool) -> tuple[bool, int]:
+    """Return a key that sorts units: a worker's own kind first, then as :data:`WAITING` has them.
+
+    Args:
+        node_id: any test of the unit.
+        waits: whether the worker prefers tests that wait.
+    """
+    place = next((place for place, start in enumerate(WAITING) if node_id.startswith(start)), None)
+    return (place is None) is waits, place or 0
+
+
+class Lanes(LoadScopeScheduling):
+    """Gives each worker units of its kind first. Among equals the base class puts those with most tests first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waits = int(node.gateway.id.removeprefix("gw")) % 2 == 0
+
+        def place(unit: str) -> tuple[bool, int]:
+            return order(next(iter(self.workqueue[unit])), waits=waits)
+
+        self.workqueue.move_to_end(min(self.workqueue, key=place), last=False)
+        super()._assign_work_unit(node)
