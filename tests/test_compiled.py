@@ -37,7 +37,7 @@ def test_no_compiled_coroutine_waits_inside_try(path: str) -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_engines_own_tests_pass_compiled(tmp_path: Path) -> None:
     if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("needs a C compiler and Python's headers")

@@ -19,6 +19,7 @@ from tests.hbone.test_engine import CONNECT, take
 
 KERNEL = 3 << 20  # bytes that sockets take from a stream which nothing reads
 MIB = 1 << 20
+CHUNK = bytes(256 * 1024)
 
 
 class Wire:
@@ -73,14 +74,14 @@ class Wire:
 
     def fill(self, stream_id: int) -> None:
         """Send until nothing more goes."""
-        while self.sender.send_data(stream_id, bytes(256 * 1024)):
+        while self.sender.send_data(stream_id, CHUNK):
             self.exchange()
 
     def push(self, stream_id: int, size: int) -> int:
         """Send ``size`` bytes as far as they go; return the number of round trips."""
         trips = 0
         while size > 0:
-            sent = self.sender.send_data(stream_id, bytes(min(size, 256 * 1024)))
+            sent = self.sender.send_data(stream_id, CHUNK if size >= len(CHUNK) else bytes(size))
             size -= sent
             if not sent or self.sender.output.full:
                 begun_s = self.now_s

