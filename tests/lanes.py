@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 #: Files and folders whose tests start processes and wait for them, in the order in which they begin.
 WAITING = (
     "tests/test_compiled.py",
+    "tests/deploy/test_side_by_side.py",
     "tests/netns/test_demo.py",
     "tests/interop/",
     "tests/netns/",
