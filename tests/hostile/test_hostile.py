@@ -49,7 +49,7 @@ def _attacked(attack: Attack, target: Target) -> None:
     with Bystander(target) as bystander:
         for _ in range(_TRIES):
             seen = run(attack, target, _SECONDS).get(timeout=60)
-            if not attack.calm or seen.ends["ENHANCE_YOUR_CALM"]:
+            if seen.connections >= attack.connections and (not attack.calm or seen.ends["ENHANCE_YOUR_CALM"]):
                 break  # else the machine was too busy for the attacker to go beyond what a peer may do
         growth = target.rss_bytes() - before
         # After the attack, too, and not only beside it.
