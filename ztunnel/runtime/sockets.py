@@ -1,9 +1,19 @@
-"""Waits for sockets that asyncio's streams do not support, and reads the modes of Unix sockets."""
+"""Waits for sockets that asyncio's streams do not support, and makes Unix sockets for one user."""
 
 import argparse
 import asyncio
+import contextlib
+import errno
+import os
 import re
 import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+#: Bytes of the path in an address of unix(7), without the final zero.
+_LONGEST_PATH: Final = 107
 
 
 def socket_mode(text: str) -> int:
@@ -33,3 +43,72 @@ async def ready(sock: socket.socket, *, writing: bool) -> None:
         await woken
     finally:
         unwatch(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProcess:
+    """The process at the other end of a Unix socket, as the kernel reports it (SO_PEERCRED of unix(7)).
+
+    Attributes:
+        pid: in our process namespace. 0 if it is not visible there.
+        uid: in our user namespace.
+    """
+
+    pid: int
+    uid: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """Return the connected process. Its credentials are those at the time of the connect."""
+        # A duplicate, because uvloop's socket object has no getsockopt.
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return cls(pid, uid)
+
+    def __str__(self) -> str:
+        return f"uid={self.uid} pid={self.pid}"
+
+
+class UnixListener:
+    """A listening Unix socket of mode 0600 at a path. It replaces the socket of a predecessor without a gap.
+
+    Args:
+        path: of the socket; its folder exists.
+        kind: SOCK_STREAM or SOCK_SEQPACKET.
+
+    Raises:
+        OSError: the path, which the error names, cannot be bound or replaced.
+    """
+
+    def __init__(self, path: Path, kind: int, backlog: int) -> None:
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+        # The socket is renamed over the old path once it listens with its final mode. So no client connects to a
+        # socket that does not listen yet, or that others can open.
+        making = path.with_name(f".{os.getpid()}")
+        try:
+            if len(os.fsencode(path)) > _LONGEST_PATH:  # the new name is shorter, but clients could not connect
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+            making.unlink(missing_ok=True)
+            self.socket.bind(str(making))
+            making.chmod(0o600)
+            self.socket.listen(backlog)
+            self._inode = making.stat().st_ino
+            making.rename(path)
+        except OSError as error:
+            self.socket.close()
+            with contextlib.suppress(OSError):
+                making.unlink()
+            raise OSError(error.errno or errno.EINVAL, error.strerror or str(error), str(path)) from error
+
+    def remove(self) -> None:
+        """Remove the path unless a successor has replaced it. Call before the socket is closed; idempotent."""
+        # While the socket is open no other file can have its inode number.
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()
+
+    def close(self) -> None:
+        """Remove the path like :meth:`remove`, and close the socket; idempotent."""
+        self.remove()
+        self.socket.close()

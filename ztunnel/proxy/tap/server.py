@@ -15,16 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import stat
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
-
-import h11
+from typing import Final, Self
 
 from tproxy.errors import TproxyError
 from ztunnel import __version__
@@ -52,39 +47,16 @@ from ztunnel.proxy.tap.taps import (
     TapSource,
 )
 from ztunnel.runtime.clock import Clock
-from ztunnel.runtime.http.page import Query
-from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, Sink, Streamed, text
+from ztunnel.runtime.http.server import LocalServer
+from ztunnel.runtime.sockets import PeerProcess
 
 log = logging.getLogger(__name__)
 
 _CONNECTIONS: Final = 16
-_REQUEST_S: Final = 5.0
 _READ_BYTES: Final = 64 * 1024
+_TRAILERS: Final = (ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES)
 _PRIVACY: Final = "Decrypted streams of a pod: whoever has this file can read what its applications said."
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """The process at the other end of the socket, by the kernel's word.
-
-    Attributes:
-        pid: in our process namespace. 0 if it is not visible there.
-        uid: in our namespace of users.
-    """
-
-    pid: int
-    uid: int
-
-    @classmethod
-    def of(cls, descriptor: int) -> Reader:
-        """Return the connected process. Its credentials are those at the time of the connect."""
-        # A duplicate, because uvloop's socket object has no getsockopt.
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
-            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return cls(pid, uid)
-
-    def __str__(self) -> str:
-        return f"uid={self.uid} pid={self.pid}"
 
 
 class _Refusal(Exception):
@@ -99,7 +71,7 @@ class _Refusal(Exception):
         self.status = status
 
 
-class TapServer:
+class TapServer(LocalServer):
     """Listens while entered.
 
     Args:
@@ -114,97 +86,47 @@ class TapServer:
     """
 
     def __init__(self, path: Path, source: TapSource, clock: Clock, *, root: int = 0) -> None:
-        self._path = path
+        super().__init__("tap", path, self._answer, clock, max_connections=_CONNECTIONS)
         self._source = source
-        self._clock = clock
         self._root = root
-        self._tasks = Tasks("tap")
         self._taps: set[str] = set()
-        self._server: asyncio.Server | None = None
-        self._made: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
-        path = self._path
-        # Created under another name with its final mode, and then moved: others can never connect, and a successor
-        # takes over without a gap.
-        making = path.with_name(f".{os.getpid()}")  # short: an address of unix(7) has 107 bytes
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        path = self.path
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not stat.S_ISSOCK(path.lstat().st_mode):
                 raise TproxyError(f"cannot listen for taps at {path}: it exists and is no socket")
-            making.unlink(missing_ok=True)
-            sock.bind(str(making))
-            making.chmod(0o600)
-            self._server = await asyncio.start_unix_server(self._accepted, sock=sock, backlog=_CONNECTIONS)
-            found = making.stat()
-            making.rename(path)
+            await super().__aenter__()
         except OSError as error:
-            sock.close()
             raise TproxyError(f"cannot listen for taps at {path}: {error.strerror or error}") from error
-        except TproxyError:
-            sock.close()
-            raise
-        self._made = found.st_dev, found.st_ino
         log.warning("taps are permitted to root address=%s", path)
         return self
 
-    async def __aexit__(self, *exception: object) -> None:
-        if self._server is not None:
-            self._server.close()
-        await self._tasks.close()
-        await asyncio.sleep(0)  # in which transports that were closed just now close their sockets
-        with contextlib.suppress(OSError):
-            found = self._path.stat()
-            if (found.st_dev, found.st_ino) == self._made:
-                self._path.unlink()
-
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= _CONNECTIONS:
-            writer.close()
-            return
-        self._tasks.start(self._serve(reader, writer), "request")
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection."""
-        answer = _Answer(reader, writer)
+    async def _answer(self, request: PageRequest) -> Page:
+        asking = request.process
+        assert asking is not None
         try:
-            try:
-                asking = Reader.of(writer.get_extra_info("socket").fileno())
-                # Read before it is judged: an answer that overtakes the request could be lost with the connection.
-                async with asyncio.timeout(_REQUEST_S):
-                    head = await answer.request()
-                if asking.uid != self._root:
-                    log.warning("tap refused %s: not root", asking)
-                    raise _Refusal(403, "a tap is for root only")
-                await self._tap(self._asked(head), asking, answer)
-            except _Refusal as refusal:
-                await answer.refuse(refusal.status, str(refusal))
-            except h11.RemoteProtocolError as error:
-                await answer.refuse(error.error_status_hint, str(error))
-            except TimeoutError:
-                await answer.refuse(408, "the request is not complete")
-        except (OSError, h11.LocalProtocolError) as error:
-            log.debug("a reader of a capture is gone: %s", error)
-        finally:
-            if answer.stuck:
-                writer.transport.abort()
-            else:
-                writer.close()
+            if asking.uid != self._root:
+                log.warning("tap refused %s: not root", asking)
+                raise _Refusal(403, "a tap is for root only")
+            return await self._tap(self._asked(request), asking)
+        except _Refusal as refusal:
+            return text(f"{refusal}\n", refusal.status, PLAIN)
 
     @staticmethod
-    def _asked(head: h11.Request) -> TapRequest:
-        path, _, query = head.target.decode("latin-1").partition("?")
-        if path != PATH:
+    def _asked(request: PageRequest) -> TapRequest:
+        if request.path != PATH:
             raise _Refusal(404, f"no such page; this socket has {PATH}")
-        if head.method != b"GET":
+        if request.method != "GET":
             raise _Refusal(405, f"GET {PATH}")
+        if request.body:
+            raise _Refusal(400, "a request without a body is expected")
         try:
-            return TapRequest.parse(dict(Query.parse(query).pairs))
+            return TapRequest.parse(dict(request.query.pairs))
         except BadRequest as error:
             raise _Refusal(400, str(error)) from None
 
-    async def _tap(self, request: TapRequest, asking: Reader, answer: _Answer) -> None:
+    async def _tap(self, request: TapRequest, asking: PeerProcess) -> Page:
         if request.pod in self._taps:
             raise _Refusal(409, f"{request.pod} has a tap already")
         if len(self._taps) >= MOST_TAPS:
@@ -213,6 +135,7 @@ class TapServer:
         self._taps.add(request.pod)
         try:
             number = await self._source.open_connections(request.pod)
+            carriers = self._source.carriers()
         except BaseException as error:
             self._taps.discard(request.pod)
             if isinstance(error, CannotTap):
@@ -226,13 +149,10 @@ class TapServer:
             request.limit_bytes,
             number,
         )
-        running = _Running(request, self._source.carriers(), self._clock, answer)
+        running = _Running(request, carriers, self._clock)
         began_s = self._clock.monotonic()
-        try:
-            await answer.begin(number)
-            await running.run()
-            await answer.end(running.ended, running.totals)
-        finally:
+
+        def ended() -> None:
             self._taps.discard(request.pod)
             log.warning(
                 "tap ends %s reason=%r duration=%.1fs bytes=%d streams=%d packets=%d dropped=%d",
@@ -245,6 +165,9 @@ class TapServer:
                 running.totals.dropped,
             )
 
+        headers = ((OPEN, str(number)), ("trailer", ", ".join(_TRAILERS)))
+        return Page(content_type=CONTENT_TYPE, headers=headers, rest=Streamed(send=running.run, ended=ended))
+
 
 class _Running:
     """One tap, from its first byte to its last.
@@ -255,14 +178,13 @@ class _Running:
         written_bytes: of the capture.
     """
 
-    def __init__(self, request: TapRequest, carriers: list[Carry], clock: Clock, answer: _Answer) -> None:
+    def __init__(self, request: TapRequest, carriers: list[Carry], clock: Clock) -> None:
         self.ended = ""
         self.totals = Totals()
         self.written_bytes = 0
         self._request = request
         self._carriers = carriers
         self._clock = clock
-        self._answer = answer
         self._over = asyncio.Event()
         self._full = False  # nothing more goes to the reader
         self._started_us = self._now_us()
@@ -274,8 +196,9 @@ class _Running:
         self.ended = self.ended or reason
         self._over.set()
 
-    async def run(self) -> None:
-        """Write the capture until the tap is over."""
+    async def run(self, reader: Sink) -> list[tuple[str, str]]:
+        """Write the capture until the tap is over, and return the trailers."""
+        self._reader = reader
         await self._write(self._head())
         async with contextlib.AsyncExitStack() as sockets:
             ours = []
@@ -305,6 +228,9 @@ class _Running:
                 self.totals += task.result()
         async with asyncio.timeout(FLUSH_S):
             await self._write(self._tail())  # also beyond the limit: a reader learns from it what was dropped
+        totals = self.totals
+        values = (self.ended, totals.streams, totals.packets, totals.dropped, totals.dropped_bytes)
+        return [(name, str(value)) for name, value in zip(_TRAILERS, values, strict=True)]
 
     async def _carry(self, carry: Carry, sink: socket.socket) -> Totals:
         try:
@@ -339,7 +265,7 @@ class _Running:
             yield block
 
     async def _watch_reader(self) -> None:
-        await self._answer.left()
+        await self._reader.left()
         self._end("its reader has ended it")
 
     async def _write(self, data: bytes) -> None:
@@ -347,7 +273,7 @@ class _Running:
             return
         self.written_bytes += len(data)
         try:
-            await self._answer.data(data)
+            await self._reader.data(data)
         except OSError:
             self._full = True
             self._end("its reader is gone")
@@ -381,82 +307,3 @@ class _Running:
             )
             for direction, (packets, dropped) in counts.items()
         )
-
-
-class _Answer:
-    """One HTTP connection, which has one request and one answer.
-
-    Attributes:
-        stuck: its reader does not read, so a close would wait for it.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.stuck = False
-        self._reader = reader
-        self._writer = writer
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=16 * 1024)
-
-    async def request(self) -> h11.Request:
-        """Return the request.
-
-        Raises:
-            h11.RemoteProtocolError: it is none, or too large.
-        """
-        request: h11.Request | None = None
-        while True:
-            event: Any = self._http.next_event()
-            if event is h11.NEED_DATA:
-                self._http.receive_data(await self._reader.read(_READ_BYTES))
-            elif isinstance(event, h11.Request):
-                request = event
-            elif isinstance(event, h11.EndOfMessage) and request is not None:
-                return request
-            else:
-                raise h11.RemoteProtocolError("a request without a body is expected")
-
-    async def begin(self, number: int) -> None:
-        """Send the head of a capture."""
-        trailers = ", ".join((ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES))
-        headers = [
-            ("content-type", CONTENT_TYPE),
-            (OPEN, str(number)),
-            ("trailer", trailers),
-            ("connection", "close"),
-        ]
-        self._writer.write(self._http.send(h11.Response(status_code=200, headers=headers)) or b"")
-
-    async def data(self, data: bytes) -> None:
-        """Send a part of a capture; returns when there is room for more.
-
-        Raises:
-            OSError: the reader is gone.
-        """
-        self.stuck = True
-        self._writer.write(self._http.send(h11.Data(data=data)) or b"")
-        await self._writer.drain()
-        self.stuck = False
-
-    async def left(self) -> None:
-        """Return when the reader has closed the connection."""
-        with contextlib.suppress(OSError):
-            while await self._reader.read(_READ_BYTES):
-                pass
-
-    async def end(self, reason: str, totals: Totals) -> None:
-        """Send the trailers."""
-        values = (reason, totals.streams, totals.packets, totals.dropped, totals.dropped_bytes)
-        names = (ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES)
-        trailers = [(name, str(value)) for name, value in zip(names, values, strict=True)]
-        self._writer.write(self._http.send(h11.EndOfMessage(headers=trailers)) or b"")
-        async with asyncio.timeout(FLUSH_S):
-            await self._writer.drain()
-
-    async def refuse(self, status: int, text: str) -> None:
-        """Send an answer without a capture, unless one has started."""
-        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            return
-        data = text.encode() + b"\n"
-        headers = [("content-type", "text/plain"), ("content-length", str(len(data))), ("connection", "close")]
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=data), h11.EndOfMessage()):
-            self._writer.write(self._http.send(event) or b"")
-        await self._writer.drain()

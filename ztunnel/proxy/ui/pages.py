@@ -153,7 +153,7 @@ class LivePages:
             content_type=_STREAM,
             # Browsers reconnect after this time, also to a restarted proxy.
             body=("retry: 2000\n\n",),
-            repeated=Repeated(make=self._next, every_s=lambda: self._wait_s, ended=self._left),
+            rest=Repeated(make=self._next, every_s=lambda: self._wait_s, ended=self._left),
         )
         return _secured(page)
 
@@ -201,7 +201,7 @@ def _secured(page: Page, *more: tuple[str, str]) -> Page:
         content_type=page.content_type,
         body=page.body,
         headers=(*page.headers, *_SECURITY, *more),
-        repeated=page.repeated,
+        rest=page.rest,
     )
 
 

@@ -8,7 +8,10 @@ state that the event loop changes.
 import unicodedata
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import parse_qsl
+
+from ztunnel.runtime.sockets import PeerProcess
 
 TEXT = "text/plain; charset=UTF-8"
 #: Envoy's ``/config_dump`` answers errors without a character set.
@@ -56,6 +59,8 @@ class PageRequest:
         local: it came from this host to a loopback address.
         host: the ``Host`` header, as sent.
         fetch_site: ``Sec-Fetch-Site``, a browser's statement about the requesting page. Empty if it is missing.
+        body: at most ``MAX_BODY`` bytes.
+        process: the client of a Unix socket. None for TCP.
     """
 
     method: str
@@ -67,6 +72,8 @@ class PageRequest:
     local: bool = False
     host: str = ""
     fetch_site: str = ""
+    body: bytes = b""
+    process: PeerProcess | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +91,42 @@ class Repeated:
     ended: Callable[[], None]
 
 
+class Sink(Protocol):
+    """The connection of a streamed body."""
+
+    async def data(self, data: bytes) -> None:
+        """Send a piece that is not empty; returns when there is room for more. Several tasks may call it.
+
+        Raises:
+            OSError: the client is gone.
+        """
+
+    async def left(self) -> None:
+        """Return when the client has closed its side of the connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """A body that its maker sends itself, at its own pace and without a time limit; trailers end it.
+
+    Attributes:
+        send: sends the body, and returns the trailers. Cancelled when the server closes.
+        ended: called once when the answer has ended for any reason, also before ``send``.
+    """
+
+    send: Callable[[Sink], Awaitable[list[tuple[str, str]]]]
+    ended: Callable[[], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """An answer; with ``repeated`` it ends with the connection."""
+    """An answer; with ``rest`` it ends with the connection."""
 
     status: int = 200
     content_type: str = TEXT
     body: Iterable[Piece] = field(default=())
     headers: tuple[tuple[str, str], ...] = ()
-    repeated: Repeated | None = None
+    rest: Repeated | Streamed | None = None
 
 
 def text(body: str, status: int = 200, content_type: str = TEXT) -> Page:

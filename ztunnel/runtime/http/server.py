@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server for pages: h11 parses and formats, asyncio's streams transport.
+"""A small HTTP/1.1 server on TCP and Unix sockets: h11 parses and formats, asyncio's streams transport.
 
 It runs beside the data path and must not disturb it. The number of connections and the size and time of requests
 are bounded, long pages are sent piece by piece, and a client that does not read is disconnected.
@@ -8,11 +8,14 @@ import asyncio
 import contextlib
 import errno
 import logging
+import socket
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from enum import IntEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import h11
 
@@ -28,9 +31,11 @@ from ztunnel.runtime.http.page import (
     Piece,
     Query,
     Repeated,
+    Streamed,
     text,
 )
 from ztunnel.runtime.line_limit import LineLimit
+from ztunnel.runtime.sockets import PeerProcess, UnixListener
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -44,6 +49,8 @@ MAX_BODY = 64 * 1024
 _HEAD_TIMEOUT_S = 2.0
 #: Longer than usual scrape intervals, so that scrapers keep their connection.
 _IDLE_TIMEOUT_S = 75.0
+#: A whole request on a Unix socket must be complete within this time after the connect.
+_LOCAL_REQUEST_S = 5.0
 _WRITE_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 1.0
 _READ_BYTES = 8 * 1024
@@ -53,48 +60,39 @@ _WRITE_BYTES = 32 * 1024
 _SLICE_S = 0.002
 
 
-class PageServer:
-    """Serves pages on one address while entered.
+class _Server(ABC):
+    """Serves pages while entered.
 
     Args:
         name: name in logs: ``admin``, ``readiness``, ``metrics``.
-        address: address to bind; port 0 lets the kernel choose.
         pages: called in the event loop with each request. Returns the page, or an awaitable of it. It must not
             block; pieces of the body are made later.
         clock: the clock for the ``date`` header.
         max_connections: the largest number of connections. Above it a connection of the address with the most
             connections is closed, so that probes and scrapers are answered beside any number of slow clients: an
             idle one, else one that follows an endless page, else one that sends its request slowly, else one that
-            reads its answer slowly. The oldest of these is closed.
+            reads its answer slowly, else one with a streamed body. The oldest of these is closed.
         product: value of the ``server`` header.
-        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
-        alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
 
     Attributes:
-        address: the bound address, with the real port once entered.
-
-    Raises:
-        PortTaken: on entering, another socket is bound to the port.
-        tproxy.errors.TproxyError: on entering, any other refusal of the kernel.
+        answers: how often each status was the answer.
+        request_s: a connection has one request, which must be complete within this time. None: it is kept.
     """
+
+    request_s: float | None = None
 
     def __init__(
         self,
         name: str,
-        address: SocketAddress,
         pages: Pages,
         clock: Clock,
         *,
         max_connections: int = CONNECTIONS,
-        product: str = "envoy",
-        reuse_port: bool = False,
-        alone: bool = False,
+        product: str = "ztunnel",
     ) -> None:
         self.name = name
         self.product = product
-        self._reuse_port = reuse_port
-        self._alone = alone
-        self.address = address
+        self.answers: Counter[int] = Counter()
         self._pages = pages
         self._clock = clock
         self._max_connections = max_connections
@@ -106,22 +104,12 @@ class PageServer:
             clock, lambda count: log.warning("%s: lines about full pages left_out=%d", name, count)
         )
 
-    async def __aenter__(self) -> "PageServer":
-        if self._alone:
-            # A probe without SO_REUSEPORT fails even if the socket that is bound there has the option.
-            sockets.listen(self.address.host, self.address.port, backlog=0).close()
-        sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
-        self.address = SocketAddress(self.address.host, sock.getsockname()[1])
-        try:
-            self._server = await asyncio.start_server(self._accepted, sock=sock, limit=_MAX_HEAD)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EADDRINUSE:
-                raise PortTaken(self.address.host, self.address.port) from None
-            raise
-        if self._reuse_port:
-            sockets.leave_to_newer(sock)
-        log.info("%s on %s", self.name, self.address)
+    @abstractmethod
+    async def _listen(self) -> asyncio.Server:
+        """Return a listening server that calls :meth:`accepted`."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await self._listen()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -140,7 +128,8 @@ class PageServer:
         """The number of open connections."""
         return len(self._connections)
 
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection; asyncio's servers call it."""
         self.connections_total += 1
         if len(self._connections) >= self._max_connections:
             self._make_room()
@@ -175,6 +164,95 @@ class PageServer:
         return formatdate(self._clock.wall(), usegmt=True)
 
 
+class PageServer(_Server):
+    """Serves pages on one address while entered.
+
+    Args:
+        address: address to bind; port 0 lets the kernel choose.
+        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
+        alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
+
+    Attributes:
+        address: the bound address, with the real port once entered.
+
+    Raises:
+        PortTaken: on entering, another socket is bound to the port.
+        tproxy.errors.TproxyError: on entering, any other refusal of the kernel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: SocketAddress,
+        pages: Pages,
+        clock: Clock,
+        *,
+        max_connections: int = CONNECTIONS,
+        product: str = "envoy",
+        reuse_port: bool = False,
+        alone: bool = False,
+    ) -> None:
+        super().__init__(name, pages, clock, max_connections=max_connections, product=product)
+        self._reuse_port = reuse_port
+        self._alone = alone
+        self.address = address
+
+    async def _listen(self) -> asyncio.Server:
+        if self._alone:
+            # A probe without SO_REUSEPORT fails even if the socket that is bound there has the option.
+            sockets.listen(self.address.host, self.address.port, backlog=0).close()
+        sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
+        self.address = SocketAddress(self.address.host, sock.getsockname()[1])
+        try:
+            server = await asyncio.start_server(self.accepted, sock=sock, limit=_MAX_HEAD)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortTaken(self.address.host, self.address.port) from None
+            raise
+        if self._reuse_port:
+            sockets.leave_to_newer(sock)
+        log.info("%s on %s", self.name, self.address)
+        return server
+
+
+class LocalServer(_Server):
+    """Serves one request per connection on a Unix socket of mode 0600 while entered.
+
+    Args:
+        path: of the socket; its folder is made if need be. A successor's socket takes its place.
+
+    Raises:
+        OSError: on entering, the socket cannot be made.
+    """
+
+    request_s = _LOCAL_REQUEST_S
+
+    def __init__(
+        self, name: str, path: Path, pages: Pages, clock: Clock, *, max_connections: int = CONNECTIONS
+    ) -> None:
+        super().__init__(name, pages, clock, max_connections=max_connections)
+        self.path = path
+        self._listener: UnixListener | None = None
+
+    async def _listen(self) -> asyncio.Server:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        backlog = self._max_connections
+        listener = self._listener = UnixListener(self.path, socket.SOCK_STREAM, backlog)
+        try:
+            return await asyncio.start_unix_server(
+                self.accepted, sock=listener.socket, limit=_MAX_HEAD, backlog=backlog
+            )
+        except BaseException:
+            listener.close()
+            raise
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._listener is not None
+        self._listener.remove()
+        await super().__aexit__(*exc)
+
+
 class Stage(IntEnum):
     """What a connection is doing. Closing a connection at a higher stage loses more."""
 
@@ -182,18 +260,20 @@ class Stage(IntEnum):
     FOLLOWING = 1
     RECEIVING = 2
     ANSWERING = 3
+    STREAMING = 4
 
 
 class _Connection:
-    """The connection of one client."""
+    """The connection of one client; of a streamed body its :class:`~ztunnel.runtime.http.page.Sink`."""
 
-    def __init__(self, server: PageServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, server: _Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._server = server
         self._reader = reader
         self._writer = writer
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
         self._unsent: list[bytes] = []
-        self._finishing = False
+        self._finishing = server.request_s is not None
+        self._stuck = False  # the reader of a streamed body does not read, so a close would wait for it
         self.stage = Stage.IDLE
         peer = writer.get_extra_info("peername")
         self.source = str(peer[0]) if peer else ""
@@ -202,7 +282,7 @@ class _Connection:
     def finish(self) -> None:
         """Close after the answer under way, or at once if there is none, or an endless one; idempotent."""
         self._finishing = True
-        if self.stage in (Stage.IDLE, Stage.FOLLOWING) and self.task is not None:
+        if self.stage in (Stage.IDLE, Stage.FOLLOWING, Stage.STREAMING) and self.task is not None:
             self.task.cancel()
 
     def abort(self) -> None:
@@ -216,19 +296,16 @@ class _Connection:
     async def serve(self, pages: Pages) -> None:
         """Answer requests until either side closes the connection."""
         try:
-            while not self._finishing:
-                request = await self._request()
-                if request is None:
-                    return
+            while (request := await self._request()) is not None:
                 self._server.active(self)
                 self.stage = Stage.ANSWERING
                 page = await self._page(pages, request)
                 try:
                     await self._answer(request, page)
                 finally:
-                    if page.repeated is not None:
-                        page.repeated.ended()
-                if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                    if page.rest is not None:
+                        page.rest.ended()
+                if self._finishing or (self._http.our_state, self._http.their_state) != (h11.DONE, h11.DONE):
                     return
                 self._http.start_next_cycle()
         except h11.RemoteProtocolError as error:
@@ -238,6 +315,8 @@ class _Connection:
         except OSError as error:
             log.debug("%s: %s", self._server.name, error)
         finally:
+            if self._stuck:
+                self._writer.transport.abort()
             self._writer.close()
 
     async def _page(self, pages: Pages, request: PageRequest) -> Page:
@@ -261,15 +340,24 @@ class _Connection:
 
         Raises:
             TimeoutError: the client was idle for too long, or sent its request too slowly.
-            h11.RemoteProtocolError: the request is not HTTP, or too large.
+            h11.RemoteProtocolError: the request is not HTTP, too large, or not complete in ``request_s``.
         """
+        if self._server.request_s is None:
+            return await self._next_request(_HEAD_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(self._server.request_s):
+                return await self._next_request(None)
+        except TimeoutError:
+            raise h11.RemoteProtocolError("the request is not complete", error_status_hint=408) from None
+
+    async def _next_request(self, head_timeout_s: float | None) -> PageRequest | None:
         self.stage = Stage.RECEIVING if self._http.trailing_data[0] else Stage.IDLE
         if self.stage is Stage.IDLE:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 data = await self._reader.read(_READ_BYTES)
             self.stage = Stage.RECEIVING
             self._http.receive_data(data)
-        async with asyncio.timeout(_HEAD_TIMEOUT_S):
+        async with asyncio.timeout(head_timeout_s):
             head = await self._event()
             if not isinstance(head, h11.Request):
                 return None
@@ -280,13 +368,18 @@ class _Connection:
             while isinstance(event := await self._event(), h11.Data):
                 body += event.data
                 if len(body) > MAX_BODY:
-                    raise h11.RemoteProtocolError("body too long", error_status_hint=413)
-        return _page_request(head, body, local=self._is_local())
+                    raise h11.RemoteProtocolError(f"a body of more than {MAX_BODY} bytes", error_status_hint=413)
+        return _page_request(head, body, local=self._is_local(), process=self._process())
 
     def _is_local(self) -> bool:
         # Both ends: a proxy beside an application hands on strangers' connections from a loopback source.
         names = [self._writer.get_extra_info(end) for end in ("peername", "sockname")]
-        return all(name and is_loopback(canonical(str(name[0]))) for name in names)
+        return all(isinstance(name, tuple) and is_loopback(canonical(str(name[0]))) for name in names)
+
+    def _process(self) -> PeerProcess | None:
+        if not isinstance(self._server, LocalServer):
+            return None
+        return PeerProcess.of(self._writer.get_extra_info("socket").fileno())
 
     # Writing
 
@@ -301,14 +394,33 @@ class _Connection:
         ]
         if self._finishing:
             headers.append(("connection", "close"))
-        self._send(h11.Response(status_code=page.status, headers=headers, reason=_REASONS.get(page.status, b"")))
+        self._respond(page.status, headers)
+        trailers: list[tuple[str, str]] = []
         if request.method != "HEAD":
             await self._send_body(page.body)
-            if page.repeated is not None:
-                await self._follow(page.repeated)
-                return
-        self._send(h11.EndOfMessage())
+            match page.rest:
+                case Repeated():
+                    await self._follow(page.rest)
+                    return
+                case Streamed():
+                    await self._drain()
+                    self.stage = Stage.STREAMING
+                    trailers = await page.rest.send(self)
+        self._send(h11.EndOfMessage(headers=trailers))
         await self._drain()
+
+    async def data(self, data: bytes) -> None:
+        """Send a piece of a streamed body."""
+        self._stuck = True
+        self._writer.write(self._http.send(h11.Data(data=data)) or b"")
+        await self._writer.drain()
+        self._stuck = False
+
+    async def left(self) -> None:
+        """Return when the client has closed its side of the connection."""
+        with contextlib.suppress(OSError):
+            while await self._reader.read(_READ_BYTES):
+                pass
 
     async def _send_body(self, pieces: Iterable[Piece]) -> None:
         loop = asyncio.get_running_loop()
@@ -357,6 +469,10 @@ class _Connection:
         if data:
             self._send(h11.Data(data=data))
 
+    def _respond(self, status: int, headers: list[tuple[str, str]]) -> None:
+        self._server.answers[status] += 1
+        self._send(h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b"")))
+
     def _send(self, event: Any) -> None:
         data = self._http.send(event)
         if data:
@@ -374,9 +490,8 @@ class _Connection:
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]
-        status = error.error_status_hint
         with contextlib.suppress(h11.LocalProtocolError, OSError, TimeoutError):
-            self._send(h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b"")))
+            self._respond(error.error_status_hint, headers)
             self._send(h11.Data(data=f"{error}\n".encode(errors="backslashreplace")))
             self._send(h11.EndOfMessage())
             await self._drain()
@@ -388,6 +503,8 @@ _REASONS = {
     403: b"Forbidden",
     404: b"Not Found",
     405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    409: b"Conflict",
     413: b"Payload Too Large",
     431: b"Request Header Fields Too Large",
     500: b"Internal Server Error",
@@ -395,7 +512,7 @@ _REASONS = {
 }
 
 
-def _page_request(head: h11.Request, body: bytes, *, local: bool) -> PageRequest:
+def _page_request(head: h11.Request, body: bytes, *, local: bool, process: PeerProcess | None) -> PageRequest:
     target = head.target.decode("latin-1")
     if "://" in target.partition("?")[0]:  # absolute form (RFC 9112, 3.2.2)
         target = "/" + target.partition("://")[2].partition("/")[2]
@@ -416,4 +533,6 @@ def _page_request(head: h11.Request, body: bytes, *, local: bool) -> PageRequest
         local=local,
         host=fields.get("host", ""),
         fetch_site=fields.get("sec-fetch-site", ""),
+        body=body,
+        process=process,
     )

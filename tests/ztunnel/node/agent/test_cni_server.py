@@ -127,3 +127,32 @@ def test_a_successor_takes_the_socket_over(tmp_path: Path) -> None:
             assert await asyncio.to_thread(asked, server.path, UPSTREAM) == (200, "by the successor\n")
 
     assert serving(tmp_path, check) == []
+
+
+def test_all_pods_of_a_node_that_starts_are_answered_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        waiting, pods = 0, 250
+        every = asyncio.Event()
+
+        async def add(event: Added) -> str:
+            nonlocal waiting
+            waiting += 1
+            if waiting == pods:
+                every.set()
+            await every.wait()
+            return "in the mesh"
+
+        async def plugin(path: Path) -> bytes:
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(
+                b"POST /cmdadd HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(UPSTREAM) + UPSTREAM
+            )
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+        async with CniServer(tmp_path / "pluginevent.sock", add) as server, asyncio.timeout(60):
+            answers = await asyncio.gather(*(plugin(server.path) for _ in range(pods)))
+        assert {answer[:15] for answer in answers} == {b"HTTP/1.1 200 OK"}
+
+    asyncio.run(main())

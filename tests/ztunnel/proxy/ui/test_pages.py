@@ -14,7 +14,7 @@ from ztunnel.proxy.ui.pages import MOST_FOLLOWERS, LivePages, is_below
 from ztunnel.proxy.ui.seen import Seen
 from ztunnel.proxy.ui.setting import is_on, page_setting
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.http.page import Page, PageRequest
+from ztunnel.runtime.http.page import Page, PageRequest, Repeated
 from ztunnel.runtime.http.server import PageServer
 
 LIMIT_S = 20.0
@@ -104,7 +104,7 @@ def test_data_is_one_event() -> None:
 def test_a_host_that_another_site_could_have_is_refused(host: str, path: str) -> None:
     page = asked(path, host=host)
     assert page.status == 403
-    assert page.repeated is None
+    assert page.rest is None
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_nothing_takes_another_method(method: str, path: str) -> None:
 def test_head_is_answered_and_follows_nothing(path: str) -> None:
     page = asked(path, method="HEAD")
     assert page.status == 200
-    assert page.repeated is None
+    assert page.rest is None
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
@@ -312,9 +312,9 @@ def test_events_that_take_long_come_more_rarely() -> None:
         live = LivePages(slowly, Slow(), interval_s=2.0)
         page = live.answer(PageRequest(method="GET", path="/ui/events", host="localhost"))
         assert isinstance(page, Page)
-        assert page.repeated is not None
-        before = page.repeated.every_s()
-        assert (await page.repeated.make()).startswith("id: 1\n")
-        return [before, round(page.repeated.every_s(), 6)]
+        assert isinstance(page.rest, Repeated)
+        before = page.rest.every_s()
+        assert (await page.rest.make()).startswith("id: 1\n")
+        return [before, round(page.rest.every_s(), 6)]
 
     assert asyncio.run(main()) == [2.0, 5.0]

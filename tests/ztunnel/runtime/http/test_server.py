@@ -6,6 +6,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ztunnel.runtime.http.page import (
     PageRequest,
     text,
 )
-from ztunnel.runtime.http.server import PageServer, Stage
+from ztunnel.runtime.http.server import LocalServer, PageServer, Stage
 
 LOCAL = SocketAddress("127.0.0.1", 0)
 REQUEST = b"GET /a?x=1&y HTTP/1.1\r\nhost: h\r\n\r\n"
@@ -305,5 +306,26 @@ def test_two_generations_may_share_an_address_and_nobody_else_may() -> None:
             with pytest.raises(PortTaken):  # of the same make, but it did not mean to
                 await PageServer("alone", old.address, echo, clock, reuse_port=True, alone=True).__aenter__()
             assert b"GET /still" in await asyncio.to_thread(raw, old.address.port, b"GET /still HTTP/1.0\r\n\r\n")
+
+    asyncio.run(main())
+
+
+def test_a_unix_connection_has_one_request_which_must_be_complete_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalServer, "request_s", 0.2)
+
+    async def main() -> None:
+        path = tmp_path / "run" / "page.sock"
+        async with LocalServer("test", path, echo, SystemClock()) as server:
+            for sent, answer in ((REQUEST + REQUEST, b"HTTP/1.1 200 OK"), (REQUEST[:-1], b"HTTP/1.1 408 ")):
+                reader, writer = await asyncio.open_unix_connection(path)
+                writer.write(sent)
+                received = await reader.read()  # to the end: the server closes without the client's EOF
+                assert received.startswith(answer)
+                assert received.count(b"HTTP/1.1 ") == 1
+                writer.close()
+            assert server.answers == {200: 1, 408: 1}
+        assert not path.exists()
 
     asyncio.run(main())

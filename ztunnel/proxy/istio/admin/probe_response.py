@@ -3,6 +3,7 @@
 More is accepted than RFC 9112 demands: lines that end in LF alone, spaces in field names, folded fields, heads of
 up to 10 MiB, informational answers before the final one. What Go refuses is refused: field names with other odd
 characters, contradicting lengths, transfer codings beside ``chunked``, a body that is shorter than announced.
+h11, the HTTP/1.1 library of the other servers and clients here, refuses spaces in names, so it cannot read these.
 """
 
 import asyncio

@@ -7,7 +7,6 @@ with it every descriptor that it did not take over. asyncio's streams have no pa
 
 import array
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -18,7 +17,7 @@ from typing import Self
 
 from tproxy.aio.netns import CLONE_NEWNET, Netns
 from ztunnel.proxy.istio.zds.messages import PACKET_BYTES, Unreadable
-from ztunnel.runtime.sockets import ready
+from ztunnel.runtime.sockets import UnixListener, ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
@@ -157,33 +156,14 @@ def connect(path: Path) -> Channel:
     return Channel(sock)
 
 
-class Listener:
+class Listener(UnixListener):
     """The agent's listening socket under a path.
 
-    A client gets the pods' network namespaces, so only the socket's owner may connect (mode 0600).
-
-    Raises:
-        OSError: the path cannot be bound or replaced.
+    A client gets the pods' network namespaces, so only the socket's owner may connect.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._socket = socket.socket(socket.AF_UNIX, _SEQPACKET)
-        # The socket is renamed over the old path once it listens with its final mode. So no client connects to a
-        # socket that does not listen yet, or that others can open.
-        making = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            making.unlink(missing_ok=True)
-            self._socket.bind(str(making))
-            making.chmod(0o600)
-            self._socket.listen(_BACKLOG)
-            self._inode = making.stat().st_ino
-            making.rename(path)
-        except OSError as error:
-            self._socket.close()
-            with contextlib.suppress(OSError):
-                making.unlink()
-            raise OSError(error.errno or errno.EINVAL, error.strerror or str(error), str(path)) from error
+        super().__init__(path, socket.SOCK_SEQPACKET, _BACKLOG)
 
     async def accept(self) -> Channel:
         """Return the next connection; the caller closes it.
@@ -193,17 +173,9 @@ class Listener:
         """
         while True:
             try:
-                sock, _ = self._socket.accept()
+                sock, _ = self.socket.accept()
             except BlockingIOError:
-                await ready(self._socket, writing=False)
+                await ready(self.socket, writing=False)
             else:
                 sock.setblocking(False)
                 return Channel(sock)
-
-    def close(self) -> None:
-        """Stop listening, and remove the path unless a successor has replaced it; idempotent."""
-        # Compared before closing: while the socket is open no other file can have its inode number.
-        with contextlib.suppress(FileNotFoundError):
-            if self.path.stat().st_ino == self._inode:
-                self.path.unlink()
-        self._socket.close()
