@@ -4,14 +4,13 @@ import argparse
 import asyncio
 import ipaddress
 import logging
-import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ztunnel.runtime.console.arguments import some_seconds
-from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.console.serving import failed, log_lines, until_signal
 from ztunnel.runtime.text_file import read_text
 
 _WARNING = "for laptops, tests and virtual machines; a cluster uses istiod"
@@ -109,17 +108,13 @@ def run(args: argparse.Namespace) -> int:
     from ztunnel.kube.errors import KubeError
     from ztunnel.proxy.identity.authority import CaError
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    log_lines()
     addresses = args.listen or [f"unix:{args.mesh.parent.resolve()}/ztunnel-xds.sock"]
     exposed = None if args.tls_host else refuse_exposed(addresses)
     if exposed is not None:
-        print(f"ztunnel control-plane: {exposed}", file=sys.stderr)
-        return 2
+        return failed("control-plane", exposed, 2)
     if fault := _faulty(args):
-        print(f"ztunnel control-plane: {fault}", file=sys.stderr)
-        return 2
+        return failed("control-plane", fault, 2)
     ca_directory = args.ca_dir or args.mesh.parent / ".ztunnel-ca"
     try:
         if args.check:
@@ -142,11 +137,8 @@ def run(args: argparse.Namespace) -> int:
                 reviews=reviews,
                 policy_folder=args.policy_sync,
             )
-            task = asyncio.current_task()
-            assert task is not None
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-            await plane.run()
+            with until_signal():
+                await plane.run()
 
         async def serve_beside_a_cluster() -> None:
             from ztunnel.kube.client import connect
@@ -156,18 +148,12 @@ def run(args: argparse.Namespace) -> int:
                 await serve(Reviews(api=client, audience=args.token_audience, node_accounts=accounts))
 
         asyncio.run(serve_beside_a_cluster() if args.kube else serve(None))
-    except asyncio.CancelledError:
-        return 0
     except MeshFaults as error:
         for fault in error.faults:
             print(f"{args.mesh}: {fault}", file=sys.stderr)
         return 1
-    except (CaError, KubeError, ServeError) as error:
-        print(f"ztunnel control-plane: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"ztunnel control-plane: {plain_reason(error)}", file=sys.stderr)
-        return 1
+    except (CaError, KubeError, ServeError, OSError) as error:
+        return failed("control-plane", error)
     return 0
 
 
@@ -179,8 +165,7 @@ def _print_token(args: argparse.Namespace, ca_directory: Path) -> int:
     mesh = parse_mesh(read_text(args.mesh))
     if args.token not in mesh.nodes:
         known = ", ".join(mesh.nodes)
-        print(f"ztunnel control-plane: no node {args.token} in {args.mesh}; there are {known}", file=sys.stderr)
-        return 1
+        return failed("control-plane", f"no node {args.token} in {args.mesh}; there are {known}")
     ca.CertificateAuthority.open(ca_directory, mesh.trust_domain, ca.now())
     expires_s = ca.now().timestamp() + args.token_lifetime
     print(node_token(ca.token_secret(ca_directory), args.token, expires_s))

@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Final
 
-from xds.model.address import SocketAddress
 from ztunnel.kube.client import connect
 from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
@@ -19,6 +18,7 @@ from ztunnel.node.agent.enroller import Enroller, annotating, selections
 from ztunnel.node.agent.enrolment import Settings
 from ztunnel.node.agent.scan import kubelet_user
 from ztunnel.node.agent.status import status_server
+from ztunnel.runtime.console.serving import bound_address
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         OSError: a socket cannot be bound.
         ValueError: an argument is invalid. Also raised before any other work.
     """
-    address = _address(args.metrics)
+    address = bound_address(args.metrics, "--metrics")
     own_namespace, _, own_name = (args.daemonset or "").partition("/")
     if args.daemonset and not (own_namespace and own_name):
         raise ValueError(f"--daemonset: {args.daemonset!r} is not namespace/name")
@@ -105,15 +105,6 @@ def _installation(args: argparse.Namespace, own_namespace: str) -> Installation 
             "agent_namespace": own_namespace or args.system_namespace,
         },
     )
-
-
-def _address(text: str | None) -> SocketAddress | None:
-    if text is None:
-        return None
-    try:
-        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
-    except ValueError:
-        raise ValueError(f"--metrics: {text!r} is neither a port nor ip:port") from None
 
 
 def _user_of_probes(args: argparse.Namespace) -> int | None:

@@ -2,15 +2,13 @@
 
 import argparse
 import asyncio
-import logging
-import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from ztunnel.runtime.console.arguments import seconds, whole_number
-from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.console.serving import failed, log_lines, stop_event
 from ztunnel.runtime.text_file import read_text
 
 _DEFAULT_SOCKET = Path("/var/run/ztunnel/ztunnel.sock")
@@ -119,9 +117,7 @@ def run(args: argparse.Namespace) -> int:
     from ztunnel.kube.errors import KubeError
     from ztunnel.node.agent.description import PodFaults, parse_pods
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    log_lines()
     try:
         if args.check:
             if args.state is None:
@@ -134,22 +130,16 @@ def run(args: argparse.Namespace) -> int:
         for fault in error.faults:
             print(f"{args.state}: {fault}", file=sys.stderr)
         return 1
-    except (KubeError, ValueError) as error:
-        print(f"ztunnel agent: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"ztunnel agent: {plain_reason(error)}", file=sys.stderr)
-        return 1
+    except (KubeError, ValueError, OSError) as error:
+        return failed("agent", error)
     return 0
 
 
 async def _serve(args: argparse.Namespace) -> None:
     from ztunnel.node.agent.node import NodeAgent
 
-    stop = asyncio.Event()
+    stop = stop_event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     record = args.record or args.socket.with_name(f"{args.socket.name}.pods.json")
     if args.kube:
         from ztunnel.node.agent.cluster import serve

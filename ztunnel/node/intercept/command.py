@@ -7,7 +7,6 @@ standard error that says what to do.
 import argparse
 import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +27,7 @@ from ztunnel.node.intercept.description import (
     namespaces,
     parse,
 )
+from ztunnel.runtime.console.serving import until_signal
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import file_state
@@ -177,22 +177,10 @@ async def _watch(
                     _print_operations(result, out)
                     print(f"{len(result)} repairs", file=out, flush=True)
 
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    try:
+    with until_signal():
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(repair(), name="intercept repair"),
-                group.create_task(look(), name="intercept file"),
-            ]
-            await stop.wait()
-            for task in tasks:
-                task.cancel()
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+            group.create_task(repair(), name="intercept repair")
+            group.create_task(look(), name="intercept file")
 
 
 async def _show(args: argparse.Namespace, out: TextIO) -> int:

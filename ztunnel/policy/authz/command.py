@@ -3,18 +3,18 @@
 import argparse
 import asyncio
 import logging
-import signal
-import sys
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from ztunnel.policy.calico.settings import sync_target
 from ztunnel.runtime.console.arguments import seconds
-from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.console.serving import bound_address, failed, log_lines, metrics_server, stop_event
 from ztunnel.runtime.sockets import socket_mode
 
 if TYPE_CHECKING:
     from xds.model.address import SocketAddress
+    from ztunnel.runtime.http.exposition import Family
 
 log = logging.getLogger(__name__)
 
@@ -104,24 +104,18 @@ def serve_command(args: argparse.Namespace) -> int:
 
     from xds.grpc.serve_error import ServeError
 
-    logging.basicConfig(
-        level=logging.DEBUG if args.debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    log_lines(logging.DEBUG if args.debug else logging.INFO)
     try:
         listen = [sync_target(text) for text in args.listen or [DEFAULT_LISTEN]]
         dial = sync_target(args.dial)
-        terminate, metrics = _http_address(args.terminate), _http_address(args.metrics)
-        admin = _http_address(args.admin, "127.0.0.1")
+        terminate, metrics = bound_address(args.terminate), bound_address(args.metrics)
+        admin = bound_address(args.admin, host="127.0.0.1")
     except ValueError as error:
-        print(f"ztunnel authz serve: {error}", file=sys.stderr)
-        return BAD_ARGUMENT
+        return failed("authz serve", error, BAD_ARGUMENT)
     try:
         uvloop.run(_serve(args, listen, dial, terminate, metrics, admin))
     except (ServeError, OSError) as error:
-        print(f"ztunnel authz serve: {plain_reason(error)}", file=sys.stderr)
-        return 1
+        return failed("authz serve", error)
     return 0
 
 
@@ -148,10 +142,7 @@ async def _serve(
     from ztunnel.runtime.tasks import Tasks
 
     clock = SystemClock()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     settings = AuthzSettings(per_host=args.per_host, explain=args.explain, max_stale_s=args.max_stale)
     follower = Follower(dial, clock, trust_domains=frozenset(args.trust_domain))
     tasks = Tasks("authz")
@@ -160,16 +151,13 @@ async def _serve(
     def terminated(request: PageRequest) -> Page:
         if request.path != "/terminate":
             return not_found(["/terminate"])
-        loop.call_soon(stop.set)
+        asyncio.get_running_loop().call_soon(stop.set)
         return text("terminating Dikastes\n", content_type=PLAIN)
 
-    def measured(request: PageRequest) -> Page:
-        if request.path != "/metrics":
-            return not_found(["/metrics"])
+    def measured() -> "Iterable[Family]":
         from ztunnel.policy.authz.metrics import families
-        from ztunnel.runtime.http.exposition import page
 
-        return page(families(server, follower), request)
+        return families(server, follower)
 
     def inspected(request: PageRequest) -> Page:
         from ztunnel.policy.authz.pages import page
@@ -184,11 +172,9 @@ async def _serve(
         tasks.keep(follower.run, "policysync")
         if reporter is not None:
             tasks.keep(reporter.run, "reports")
-        for name, address, pages in (
-            ("terminate", terminate, terminated),
-            ("metrics", metrics, measured),
-            ("admin", admin, inspected),
-        ):
+        if metrics is not None:
+            await stack.enter_async_context(metrics_server(metrics, measured))
+        for name, address, pages in (("terminate", terminate, terminated), ("admin", admin, inspected)):
             if address is not None:
                 await stack.enter_async_context(PageServer(name, address, pages, clock))
         log.info("serving ext_authz on %s, PolicySync from %s", ", ".join(server.addresses), dial)
@@ -207,8 +193,7 @@ async def check_command(args: argparse.Namespace) -> int:
         destination, port = _destination(args.destination)
         source, _ = _destination(args.source)
     except ValueError as error:
-        print(f"ztunnel authz check: {error}", file=sys.stderr)
-        return BAD_ARGUMENT
+        return failed("authz check", error, BAD_ARGUMENT)
     principal = f"spiffe://{args.trust_domain}/ns/{args.namespace}/sa/{args.account}"
     flow = c.Flow(
         source_ip=source,
@@ -221,8 +206,7 @@ async def check_command(args: argparse.Namespace) -> int:
     try:
         answer = await _call(dial, "/envoy.service.auth.v3.Authorization/Check", encode_request(flow))
     except RpcFailed as error:
-        print(f"ztunnel authz check: {args.dial}: {error}", file=sys.stderr)
-        return NO_ANSWER
+        return failed("authz check", f"{args.dial}: {error}", NO_ANSWER)
     code, message = decode_response(answer)
     known = {each.value: each.name for each in Code}
     print(f"{known.get(code, code)}{f': {message}' if message else ''}")
@@ -242,11 +226,9 @@ async def health_command(args: argparse.Namespace) -> int:
         answer = await _call(sync_target(args.dial), f"/dikastes.Healthz/{method}", b"")
         healthy = HealthCheckResponse.FromString(answer).healthy
     except ValueError as error:
-        print(f"ztunnel authz health: {error}", file=sys.stderr)
-        return BAD_ARGUMENT
+        return failed("authz health", error, BAD_ARGUMENT)
     except (RpcFailed, DecodeError) as error:
-        print(f"ztunnel authz health: {args.dial}: {error}", file=sys.stderr)
-        return NO_ANSWER
+        return failed("authz health", f"{args.dial}: {error}", NO_ANSWER)
     print("healthy" if healthy else "unhealthy")
     return HEALTHY if healthy else UNHEALTHY
 
@@ -256,18 +238,6 @@ async def _call(dial: str, method: str, message: bytes) -> bytes:
 
     async with Channel(dial) as channel:
         return await channel.unary(method, message, timeout_s=_CALL_S)
-
-
-def _http_address(text: str | None, host: str = "0.0.0.0") -> "SocketAddress | None":
-    """Read ``[IP:]PORT``. Without an IP, every address like Calico's server, or another default."""
-    from xds.model.address import SocketAddress
-
-    if text is None:
-        return None
-    try:
-        return SocketAddress.parse(text if ":" in text else f"{host}:{text}")
-    except ValueError:
-        raise ValueError(f"{text!r} is neither a port nor ip:port") from None
 
 
 def _destination(text: str | None) -> tuple[str | None, int]:

@@ -5,27 +5,26 @@ found no table; 2 failed, with one line on standard error that says what to do.
 """
 
 import argparse
-import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from ztunnel.runtime.console.serving import bound_address, log_lines, metrics_server, until_signal
 
 if TYPE_CHECKING:
     from tproxy.aio.netns import Netns
     from tproxy.operations import NftStep
-    from xds.model.address import IpNetwork, SocketAddress
+    from xds.model.address import IpNetwork
     from ztunnel.kube.client import Client
     from ztunnel.kube.objects import EventSink, WatchedSource
-    from ztunnel.policy.netpol.controller import Controller
     from ztunnel.policy.netpol.table import TableBuilder
     from ztunnel.policy.policysync.server import PolicySyncServer
-    from ztunnel.runtime.http.page import Page, PageRequest
+    from ztunnel.runtime.http.exposition import Family
 
 DONE, DENIED, FAILED = 0, 1, 2
 _BRIDGE = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
@@ -160,8 +159,8 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
     from ztunnel.policy.netpol.lock import NodeLock
     from ztunnel.policy.netpol.table import TABLE, TableBuilder
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    metrics = _address(args.metrics)
+    log_lines()
+    metrics = bound_address(args.metrics)
     tunnels = args.tunnels == "allow"
     async with contextlib.AsyncExitStack() as stack:
         source, events, client = await _source(args, stack)
@@ -172,7 +171,7 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
         netns = _opened(args.netns, stack)
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
-        with _until_signal():
+        with until_signal():
             # Before the socket and the port of metrics, which another controller of the node would have.
             await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
             proxies = await _proxies(args.policy_sync, stack)
@@ -188,7 +187,12 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
                 nodes=_follows_nodes(args),
             )
             if metrics is not None:
-                await stack.enter_async_context(_metrics(controller, table, metrics, source))
+                from ztunnel.policy.netpol.metrics import families
+
+                async def measured() -> "Iterable[Family]":
+                    return families(controller, await table.read(), source.faults)
+
+                await stack.enter_async_context(metrics_server(metrics, measured))
             await controller.run(once=args.once)
     return DONE
 
@@ -269,48 +273,6 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
     return server
 
 
-@contextlib.contextmanager
-def _until_signal() -> Iterator[None]:
-    """Cancel the block at SIGINT or SIGTERM and continue after it. Errors and other cancellations pass."""
-    loop = asyncio.get_running_loop()
-    running = asyncio.current_task()
-    assert running is not None
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        running.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        running.uncancel()
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-def _metrics(controller: "Controller", table: Any, address: "SocketAddress", source: "WatchedSource") -> Any:
-    from ztunnel.policy.netpol.metrics import families
-    from ztunnel.runtime.clock import SystemClock
-    from ztunnel.runtime.http.exposition import page
-    from ztunnel.runtime.http.page import not_found
-    from ztunnel.runtime.http.server import PageServer
-
-    async def measured(request: "PageRequest") -> "Page":
-        return page(families(controller, await table.read(), source.faults), request)
-
-    def pages(request: "PageRequest") -> Any:
-        return measured(request) if request.path == "/metrics" else not_found(["/metrics"])
-
-    return PageServer("metrics", address, pages, SystemClock())
-
-
 async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *, nodes: bool) -> int:
     from tproxy.render.text import table_text
     from ztunnel.kube.files import FileObjects
@@ -370,7 +332,7 @@ async def _trace(args: argparse.Namespace, out: TextIO) -> int:
 
     async with contextlib.AsyncExitStack() as stack:
         lines = trace(args.source, args.destination, _opened(args.netns, stack))
-        with _until_signal():
+        with until_signal():
             async with contextlib.aclosing(lines):
                 async for line in lines:
                     print(line, file=out, flush=True)
@@ -423,17 +385,6 @@ def _opened(where: str | None, stack: contextlib.AsyncExitStack) -> "Netns | Non
     from tproxy.aio.netns import Netns
 
     return stack.enter_context(Netns.open(where)) if where is not None else None
-
-
-def _address(text: str | None) -> "SocketAddress | None":
-    from xds.model.address import SocketAddress
-
-    if text is None:
-        return None
-    try:
-        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
-    except ValueError:
-        raise ValueError(f"{text!r} is neither a port nor ip:port") from None
 
 
 def _network(text: str) -> "IpNetwork":

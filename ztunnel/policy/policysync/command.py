@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import http.client
 import logging
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.runtime.console.serving import bound_address, failed, log_lines, metrics_server, stop_event
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import socket_mode
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ztunnel.policy.calico.resources import Resources
     from ztunnel.policy.policysync.cluster import ClusterPolicies
     from ztunnel.policy.policysync.server import Binder, PolicySyncServer
-    from ztunnel.runtime.http.server import PageServer
 
 log = logging.getLogger(__name__)
 
@@ -252,9 +251,7 @@ def serve_command(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     from xds.grpc.serve_error import ServeError
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    log_lines()
     wrong = ""
     if args.socket is None and args.prefix is None:
         wrong = "needs --socket or --prefix"
@@ -263,8 +260,7 @@ def serve_command(args: argparse.Namespace) -> int:
     elif not args.kube and (args.kubeconfig is not None or args.node_peers):
         wrong = "--kubeconfig and --node-peers are for --kube"
     if wrong:
-        print(f"ztunnel policy serve: {wrong}", file=sys.stderr)
-        return 2
+        return failed("policy serve", wrong, 2)
     policies = None
     if not args.kube:
         from ztunnel.policy.calico.files import FilePolicies
@@ -273,8 +269,7 @@ def serve_command(args: argparse.Namespace) -> int:
         policies.read()
         if not policies.complete:
             # An unreadable document can be a policy that closes a pod.
-            print("ztunnel policy serve: there are documents that have never been readable", file=sys.stderr)
-            return 1
+            return failed("policy serve", "there are documents that have never been readable")
     # Programs with files alone need no API client.
     known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
     if args.kube:
@@ -284,8 +279,7 @@ def serve_command(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_serve(args, policies))
     except known as error:
-        print(f"ztunnel policy serve: {error}", file=sys.stderr)
-        return 1
+        return failed("policy serve", str(error))
     return 0
 
 
@@ -294,9 +288,7 @@ async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") ->
     from ztunnel.policy.calico.compile import Compiled
     from ztunnel.policy.policysync.server import NODE_STREAMS, Binder, PolicySyncServer
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop, metrics = stop_event(), bound_address(args.metrics, "--metrics")
 
     def of_node(compiled: Compiled) -> list[Any]:
         return [key for key in compiled.endpoints if args.node in (None, compiled.nodes.get(key))]
@@ -307,8 +299,11 @@ async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") ->
             policies = _Files(args.files, from_files, server)
         else:
             policies = await _of_cluster(args, server, stack)
-        if args.metrics is not None:
-            await stack.enter_async_context(_metrics(args.metrics, server, policies))
+        if metrics is not None:
+            from ztunnel.policy.policysync.metrics import families
+
+            measured = metrics_server(metrics, lambda: families(server, policies.problems, policies.not_followed))
+            await stack.enter_async_context(measured)
         if args.socket is not None:
             await server.open(args.socket, of_node, streams=NODE_STREAMS, mode=args.socket_mode)
         binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
@@ -408,32 +403,6 @@ async def _of_cluster(
     writer = EventWriter(client, "ztunnel-policy", instance, informer.known)
     events = LoggedEvents(await stack.enter_async_context(writer))
     return ClusterPolicies(informer, server, args.node, events, nodes=args.node_peers)
-
-
-def _metrics(text: str, server: "PolicySyncServer", policies: "_Files | ClusterPolicies") -> "PageServer":
-    """Return the server of Prometheus pages.
-
-    Raises:
-        ValueError: the address is none.
-    """
-    from xds.model.address import SocketAddress
-    from ztunnel.policy.policysync.metrics import families
-    from ztunnel.runtime.clock import SystemClock
-    from ztunnel.runtime.http.page import Page, PageRequest, not_found
-    from ztunnel.runtime.http.server import PageServer
-
-    def measured(request: PageRequest) -> Page:
-        if request.path != "/metrics":
-            return not_found(["/metrics"])
-        from ztunnel.runtime.http.exposition import page
-
-        return page(families(server, policies.problems, policies.not_followed), request)
-
-    try:
-        address = SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
-    except ValueError:
-        raise ValueError(f"--metrics: {text!r} is neither a port nor ip:port") from None
-    return PageServer("metrics", address, measured, SystemClock())
 
 
 def _read(paths: list[Path]) -> "Resources | None":

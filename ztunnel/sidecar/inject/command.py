@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import signal
 import socket
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ztunnel.runtime.console.arguments import port, port_or_any, seconds
+from ztunnel.runtime.console.serving import failed, log_lines, stop_event
 
 log = logging.getLogger(__name__)
 
@@ -121,29 +121,21 @@ def add_arguments(subparsers: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     from ztunnel.kube.errors import KubeError
-    from ztunnel.runtime.settings import plain_reason
     from ztunnel.sidecar.inject.authority import BadAuthority
     from ztunnel.sidecar.inject.config import ConfigFaults
     from ztunnel.sidecar.inject.server import BadCertificate
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    log_lines()
     if (fault := _faulty(args)) is not None:
-        print(f"ztunnel inject serve: {fault}", file=sys.stderr)
-        return 2
+        return failed("inject serve", fault, 2)
     try:
         asyncio.run(_serve(args))
     except ConfigFaults as error:
         for fault in error.faults:
             print(f"ztunnel inject serve: {args.config}: {fault}", file=sys.stderr)
         return 1
-    except (BadAuthority, BadCertificate, KubeError) as error:
-        print(f"ztunnel inject serve: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"ztunnel inject serve: {plain_reason(error)}", file=sys.stderr)
-        return 1
+    except (BadAuthority, BadCertificate, KubeError, OSError) as error:
+        return failed("inject serve", error)
     return 0
 
 
@@ -182,9 +174,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from ztunnel.sidecar.inject.keeper import keep_bundle
     from ztunnel.sidecar.inject.server import InjectServer
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_event()
     tasks = Tasks("inject")
     async with contextlib.AsyncExitStack() as stack:
         certificate, key, ca = args.certificate, args.key, args.ca
@@ -271,14 +261,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the injected documents and return the exit status. If a document cannot be injected,
     none is printed.
     """
-    from ztunnel.runtime.settings import plain_reason
     from ztunnel.runtime.text_file import read_text
     from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config
     from ztunnel.sidecar.inject.manual import BadDocument, inject_text
 
     if args.file is None:
-        print("ztunnel inject: needs -f FILE", file=sys.stderr)
-        return 2
+        return failed("inject", "needs -f FILE", 2)
     notes: list[str] = []
     try:
         config = InjectConfig() if args.config is None else parse_config(read_text(args.config))
@@ -293,9 +281,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"ztunnel inject: {args.config}: {fault}", file=sys.stderr)
         return 1
     except (BadDocument, OSError, UnicodeDecodeError) as error:  # of standard input
-        reason = plain_reason(error) if isinstance(error, OSError) else f"{args.file}: {error}"
-        print(f"ztunnel inject: {reason}", file=sys.stderr)
-        return 1
+        return failed("inject", error if isinstance(error, OSError) else f"{args.file}: {error}")
     sys.stdout.write(made)
     for note in notes:
         print(note, file=sys.stderr)

@@ -1,0 +1,99 @@
+"""The common part of commands that serve until a signal: their log, the stop, and the server of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ztunnel.runtime.settings import plain_reason
+
+if TYPE_CHECKING:
+    from xds.model.address import SocketAddress
+    from ztunnel.runtime.http.exposition import Family
+    from ztunnel.runtime.http.page import Page, PageRequest
+    from ztunnel.runtime.http.server import PageServer
+
+
+def log_lines(level: int = logging.INFO) -> None:
+    """Log to standard error from this level on."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+
+
+def failed(command: str, error: Exception | str, status: int = 1) -> int:
+    """Print why a command fails, and return its exit status."""
+    print(f"ztunnel {command}: {plain_reason(error) if isinstance(error, Exception) else error}", file=sys.stderr)
+    return status
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set from now on."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+@contextlib.contextmanager
+def until_signal() -> Iterator[None]:
+    """Cancel the block at SIGINT or SIGTERM and continue after it. Errors and other cancellations pass."""
+    loop = asyncio.get_running_loop()
+    running = asyncio.current_task()
+    assert running is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        running.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        running.uncancel()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def bound_address(text: str | None, flag: str = "", host: str = "0.0.0.0") -> SocketAddress | None:
+    """Read the ``[IP:]PORT`` of a flag, whose name begins the error; without an IP it is ``host``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    from xds.model.address import SocketAddress
+
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text if ":" in text else f"{host}:{text}")
+    except ValueError:
+        raise ValueError(f"{flag}{': ' if flag else ''}{text!r} is neither a port nor ip:port") from None
+
+
+def metrics_server(
+    address: SocketAddress, families: Callable[[], Iterable[Family] | Awaitable[Iterable[Family]]]
+) -> PageServer:
+    """Return a server of ``/metrics``; ``families`` is called with each scrape."""
+    from ztunnel.runtime.clock import SystemClock
+    from ztunnel.runtime.http.page import not_found
+    from ztunnel.runtime.http.server import PageServer
+
+    async def pages(request: PageRequest) -> Page:
+        if request.path != "/metrics":
+            return not_found(["/metrics"])
+        from ztunnel.runtime.http.exposition import page
+
+        found = families()
+        return page(await found if isinstance(found, Awaitable) else found, request)
+
+    return PageServer("metrics", address, pages, SystemClock())
