@@ -208,84 +208,50 @@ class IstioProxy:
         )
 
     def _gauges(self) -> None:
-        gauges, pods = self.metrics.gauges, self.pods
+        node, pods, control = self.node, self.pods, self.control
+        rows: list[tuple[str, str, str, Callable[[], float]]] = []
         if self.config.proxy_mode is ProxyMode.SHARED:
-            gauges |= {
-                "workload_manager_active_proxy_count": Gauge(
-                    "gauge",
-                    "The total number current workloads with active proxies (unstable)",
-                    lambda: pods.active_proxies,
-                ),
-                "workload_manager_pending_proxy_count": Gauge(
-                    "gauge",
-                    "The total number current workloads with pending proxies (unstable)",
-                    lambda: pods.pending_proxies,
-                ),
-                "workload_manager_proxies_started": Gauge(
-                    "counter",
-                    "The total number of proxies that were started (unstable)",
-                    lambda: pods.proxies_started,
-                ),
-                "workload_manager_proxies_stopped": Gauge(
-                    "counter",
-                    "The total number of proxies that were stopped (unstable)",
-                    lambda: pods.proxies_stopped,
-                ),
-            }
-        gauges |= (
-            self.workers.gauges()
-            if self.workers is not None
-            else {
-                "ztunnel_workers": Gauge("gauge", "Processes that carry connections of pods (unstable)", lambda: 1)
-            }
-        )
-        half_open, descriptors = self.node.half_open, self.node.descriptors
-        gauges["ztunnel_half_open_connections"] = Gauge(
-            "gauge", "Connections to pods before the end of their handshake (unstable)", lambda: len(half_open)
-        )
-        gauges["ztunnel_half_open_turned_away"] = Gauge(
-            "counter",
-            "Connections closed before the end of their handshake by a limit (unstable)",
-            lambda: half_open.rejected,
-        )
-        gauges["ztunnel_baggage_refused"] = Gauge(
-            "counter",
-            "Connections whose peer has described itself in too many ways (unstable)",
-            lambda: self.node.baggage_labels.refused,
-        )
-        gauges["ztunnel_accepts_paused"] = Gauge(
-            "counter",
-            "Times a pod was not allowed to accept for lack of descriptors (unstable)",
-            lambda: descriptors.paused,
-        )
-        gauges["ztunnel_log_lines_dropped"] = Gauge(
-            "counter",
-            "Log lines lost because they could not be written (unstable)",
-            lambda: self.writer.counts.dropped.value,
-        )
-        gauges["ztunnel_task_restarts"] = Gauge(
-            "counter",
-            "Background tasks of the main process that failed and were started again (unstable)",
-            lambda: tasks.restarts.value,
-        )
-        # What would grow if something were kept of every connection, pod or change; ``make soak`` watches them.
-        gauges["ztunnel_sockets"] = Gauge(
-            "gauge", "Sockets of the data path, listeners included (unstable)", lambda: self.poller.registered
-        )
-        gauges["ztunnel_fibers"] = Gauge(
-            "gauge", "Coroutines of open connections (unstable)", tasks.fibers_running
-        )
-        gauges["ztunnel_tasks"] = Gauge(
-            "gauge", "Coroutines of everything else (unstable)", lambda: len(asyncio.all_tasks())
-        )
-        gauges["ztunnel_allocated_blocks"] = Gauge(
-            "gauge", "Blocks of memory that Python objects have (unstable)", sys.getallocatedblocks
-        )
-        gauges["ztunnel_xds_staleness_seconds"] = Gauge(
-            "gauge",
-            "Seconds since the control plane was last connected; 0 while it is (unstable)",
-            lambda: round(self.control.staleness_s, 3),
-        )
+            current, total = "The total number current workloads with", "The total number of proxies that were"
+            rows += [
+                ("workload_manager_active_proxy_count", "gauge", f"{current} active proxies",
+                 lambda: pods.active_proxies),
+                ("workload_manager_pending_proxy_count", "gauge", f"{current} pending proxies",
+                 lambda: pods.pending_proxies),
+                ("workload_manager_proxies_started", "counter", f"{total} started", lambda: pods.proxies_started),
+                ("workload_manager_proxies_stopped", "counter", f"{total} stopped", lambda: pods.proxies_stopped),
+            ]  # fmt: skip
+        if self.workers is None:
+            rows.append(("ztunnel_workers", "gauge", "Processes that carry connections of pods", lambda: 1))
+        rows += [
+            ("ztunnel_half_open_connections", "gauge", "Connections to pods before the end of their handshake",
+             lambda: len(node.half_open)),
+            ("ztunnel_half_open_turned_away", "counter",
+             "Connections closed before the end of their handshake by a limit",
+             lambda: node.half_open.rejected),
+            ("ztunnel_baggage_refused", "counter",
+             "Connections whose peer has described itself in too many ways", lambda: node.baggage_labels.refused),
+            ("ztunnel_accepts_paused", "counter",
+             "Times a pod was not allowed to accept for lack of descriptors", lambda: node.descriptors.paused),
+            ("ztunnel_log_lines_dropped", "counter", "Log lines lost because they could not be written",
+             lambda: self.writer.counts.dropped.value),
+            ("ztunnel_task_restarts", "counter",
+             "Background tasks of the main process that failed and were started again",
+             lambda: tasks.restarts.value),
+            # These grow if something is kept of every connection, pod or change; ``make soak`` watches them.
+            ("ztunnel_sockets", "gauge", "Sockets of the data path, listeners included",
+             lambda: self.poller.registered),
+            ("ztunnel_fibers", "gauge", "Coroutines of open connections", tasks.fibers_running),
+            ("ztunnel_tasks", "gauge", "Coroutines of everything else", lambda: len(asyncio.all_tasks())),
+            ("ztunnel_allocated_blocks", "gauge", "Blocks of memory that Python objects have",
+             sys.getallocatedblocks),
+            ("ztunnel_xds_staleness_seconds", "gauge",
+             "Seconds since the control plane was last connected; 0 while it is",
+             lambda: round(control.staleness_s, 3)),
+        ]  # fmt: skip
+        gauges = self.metrics.gauges
+        if self.workers is not None:
+            gauges |= self.workers.gauges()
+        gauges |= {name: Gauge(kind, f"{text} (unstable)", read) for name, kind, text, read in rows}
 
     # Pods
 

@@ -5,7 +5,7 @@ Import this module with the first scrape, see :mod:`ztunnel.runtime.http.exposit
 """
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -89,172 +89,99 @@ def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
             yield (*series.labels[:_FLAGS], flags, *series.labels[_FLAGS + 1 :]), count
 
 
+_Samples = Callable[[Metrics], Iterable[LabelledValue]]
+#: Name, kind, help without its end "(unstable)", labels, samples.
+_Row = tuple[str, str, str, tuple[str, ...], _Samples]
+_REPORTER = ("reporter",)
+_DNS = ("request_query_type", "request_protocol", "source_canonical_service", "source_canonical_revision")
+_ON_DEMAND = (*(f"source_{name}" for name in SIDE_LABELS), "hostname")
+_DURATION = "istio_dns_upstream_request_duration_seconds"
+
+
+def _by_one(read: Callable[[Metrics], Mapping[str, float]], *, zeros: bool = True) -> _Samples:
+    return lambda metrics: [((label,), value) for label, value in read(metrics).items() if value or zeros]
+
+
+def _one(read: Callable[[Metrics], float]) -> _Samples:
+    return lambda metrics: [((), read(metrics))]
+
+
+def _tallies(uses: Mapping[Use, tuple[str, ...]]) -> _Samples:
+    return lambda metrics: [
+        ((name, *labels), count)
+        for name, tally, _ in list(metrics.ledger.own)
+        for use, labels in uses.items()
+        if (count := tally[use])
+    ]
+
+
+_BEFORE_DURATIONS: tuple[_Row, ...] = (
+    ("istio_tcp_sockets_open", "gauge", "The current number of open TCP sockets", _REPORTER,
+     _by_one(lambda m: m.sockets_open)),
+    ("istio_on_demand_dns", "counter", "The total number of on-demand DNS requests made", _ON_DEMAND,
+     lambda m: list(m.on_demand_dns.items())),
+    ("istio_crl_policy_rejections", "counter", "The total number of connections rejected by revocation lists",
+     _REPORTER, _by_one(lambda m: m.crl_rejections, zeros=False)),
+    ("istio_crl_untracked_connections", "counter", "The total number of connections that revocation cannot end",
+     _REPORTER, _by_one(lambda m: m.crl_untracked, zeros=False)),
+    ("istio_xds_connection_terminations", "counter",
+     "The total number of completed connections to the control plane", ("reason",),
+     _by_one(lambda m: m.xds_terminations())),
+    ("istio_xds_message", "counter", "The total number of messages received", ("url",),
+     _by_one(lambda m: m.xds_messages)),
+    ("istio_xds_message_bytes", "counter", "The total number of bytes received", ("url",),
+     _by_one(lambda m: m.xds_bytes)),
+    ("istio_dns_requests", "counter", "The total number of DNS requests", _DNS,
+     lambda m: list(m.dns_requests.items())),
+    ("istio_dns_upstream_requests", "counter", "The total number of DNS requests forwarded to upstream", _DNS,
+     lambda m: list(m.dns_forwarded.items())),
+    ("istio_dns_upstream_failures", "counter", "The total number of DNS requests that upstream failed", _DNS,
+     lambda m: list(m.dns_failures.items())),
+    ("ztunnel_dns_dropped", "counter",
+     "DNS datagrams of pods that were not answered, and pauses for a pod's rate", ("reason",),
+     _by_one(lambda m: m.dns_dropped)),
+)  # fmt: skip
+_AFTER_DURATIONS: tuple[_Row, ...] = (
+    ("ztunnel_authorization_decisions", "counter",
+     "Connections that authorization policies decided about; policy -: no ALLOW policy matched",
+     ("policy", "result"), _tallies({use: (result,) for use, result in DECISIONS.items()})),
+    ("ztunnel_authorization_dry_run", "counter", "Connections that dry-run policies would have decided about",
+     ("policy", "action", "result"), _tallies(_DRY_RUNS)),
+    ("ztunnel_policy_decisions", "counter", "Connections that Calico's policies decided about",
+     ("tier", "policy", "result"), lambda m: results(m.ledger.calico)),
+    ("ztunnel_early_denials", "counter", "Connections that ended before they counted as opened", ("direction",),
+     lambda m: [((use.policy,), use.tally.refused_early) for use in m.ledger.early]),
+    ("ztunnel_connect_retries", "counter", "Further endpoints tried after one failed", (),
+     _one(lambda m: m.connect_retries)),
+    ("ztunnel_calmed_connections", "counter", "Tunnel connections ended by a limit of the protocol", (),
+     _one(lambda m: m.calmed)),
+    ("ztunnel_metric_series", "gauge", "Traffic label sets in use", (), _one(lambda m: len(m.series))),
+    ("ztunnel_metric_series_over_budget", "counter", "Label sets counted as unknown", (),
+     _one(lambda m: m.over_budget)),
+    ("ztunnel_otlp_dropped", "counter",
+     "What no OpenTelemetry collector got: access lines, spans, and requests of metrics", ("signal",),
+     _by_one(lambda m: m.exports_dropped)),
+    ("ztunnel_loop_stalls", "counter", "Times that an event loop stood still for more than a second", (),
+     _one(lambda m: m.loop.stalls.value)),
+    ("ztunnel_loop_late_seconds", "counter", "Seconds that a timer of two beats a second was late, in all", (),
+     _one(lambda m: round(m.loop.late_s, 6))),
+)  # fmt: skip
+
+
 def _other_families(metrics: Metrics) -> Iterator[Family]:
-    reporter = ("reporter",)
-    yield family(
-        "istio_tcp_sockets_open",
-        "gauge",
-        "The current number of open TCP sockets (unstable)",
-        _by_one(metrics.sockets_open),
-        reporter,
-    )
-    yield family(
-        "istio_on_demand_dns",
-        "counter",
-        "The total number of on-demand DNS requests made (unstable)",
-        list(metrics.on_demand_dns.items()),
-        (*(f"source_{name}" for name in SIDE_LABELS), "hostname"),
-    )
-    crl = "The total number of connections {} (unstable)"
-    yield family(
-        "istio_crl_policy_rejections",
-        "counter",
-        crl.format("rejected by revocation lists"),
-        _nonzero(metrics.crl_rejections),
-        reporter,
-    )
-    yield family(
-        "istio_crl_untracked_connections",
-        "counter",
-        crl.format("that revocation cannot end"),
-        _nonzero(metrics.crl_untracked),
-        reporter,
-    )
-    yield family(
-        "istio_xds_connection_terminations",
-        "counter",
-        "The total number of completed connections to the control plane (unstable)",
-        _by_one(metrics.xds_terminations()),
-        ("reason",),
-    )
-    yield family(
-        "istio_xds_message",
-        "counter",
-        "The total number of messages received (unstable)",
-        _by_one(metrics.xds_messages),
-        ("url",),
-    )
-    yield family(
-        "istio_xds_message_bytes",
-        "counter",
-        "The total number of bytes received (unstable)",
-        _by_one(metrics.xds_bytes),
-        ("url",),
-        "bytes",
-    )
-    yield from _dns_families(metrics)
-    own = list(metrics.ledger.own)
-    yield family(
-        "ztunnel_authorization_decisions",
-        "counter",
-        "Connections that authorization policies decided about; policy -: no ALLOW policy matched (unstable)",
-        [((name, result), n) for name, tally, _ in own for use, result in DECISIONS.items() if (n := tally[use])],
-        ("policy", "result"),
-    )
-    yield family(
-        "ztunnel_authorization_dry_run",
-        "counter",
-        "Connections that dry-run policies would have decided about (unstable)",
-        [((name, *labels), n) for name, tally, _ in own for use, labels in _DRY_RUNS.items() if (n := tally[use])],
-        ("policy", "action", "result"),
-    )
-    yield family(
-        "ztunnel_policy_decisions",
-        "counter",
-        "Connections that Calico's policies decided about (unstable)",
-        results(metrics.ledger.calico),
-        ("tier", "policy", "result"),
-    )
-    yield family(
-        "ztunnel_early_denials",
-        "counter",
-        "Connections that ended before they counted as opened (unstable)",
-        [((use.policy,), use.tally.refused_early) for use in metrics.ledger.early],
-        ("direction",),
-    )
-    yield family(
-        "ztunnel_connect_retries",
-        "counter",
-        "Further endpoints tried after one failed (unstable)",
-        [((), metrics.connect_retries)],
-        (),
-    )
-    yield family(
-        "ztunnel_calmed_connections",
-        "counter",
-        "Tunnel connections ended by a limit of the protocol (unstable)",
-        [((), metrics.calmed)],
-        (),
-    )
-    yield family(
-        "ztunnel_metric_series", "gauge", "Traffic label sets in use (unstable)", [((), len(metrics.series))], ()
-    )
-    yield family(
-        "ztunnel_metric_series_over_budget",
-        "counter",
-        "Label sets counted as unknown (unstable)",
-        [((), metrics.over_budget)],
-        (),
-    )
-    yield family(
-        "ztunnel_otlp_dropped",
-        "counter",
-        "What no OpenTelemetry collector got: access lines, spans, and requests of metrics (unstable)",
-        [((signal,), count) for signal, count in metrics.exports_dropped.items()],
-        ("signal",),
-    )
-    yield family(
-        "ztunnel_loop_stalls",
-        "counter",
-        "Times that an event loop stood still for more than a second (unstable)",
-        [((), metrics.loop.stalls.value)],
-        (),
-    )
-    yield family(
-        "ztunnel_loop_late_seconds",
-        "counter",
-        "Seconds that a timer of two beats a second was late, in all (unstable)",
-        [((), round(metrics.loop.late_s, 6))],
-        (),
-        "seconds",
-    )
+    text = "The time Istio takes to get DNS response from upstream (unstable)."
+    durations = Metric(_DURATION, text, "histogram", "seconds")
+    yield from _of_rows(_BEFORE_DURATIONS, metrics)
+    yield Family(durations, _durations(_DURATION, _DNS, metrics.dns_durations))
+    yield from _of_rows(_AFTER_DURATIONS, metrics)
     for name, gauge in metrics.gauges.items():
         yield family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
 
 
-def _dns_families(metrics: Metrics) -> Iterator[Family]:
-    labels = (
-        "request_query_type",
-        "request_protocol",
-        "source_canonical_service",
-        "source_canonical_revision",
-    )
-    upstream = "The total number of DNS requests forwarded to upstream (unstable)"
-    yield family(
-        "istio_dns_requests",
-        "counter",
-        "The total number of DNS requests (unstable)",
-        list(metrics.dns_requests.items()),
-        labels,
-    )
-    yield family("istio_dns_upstream_requests", "counter", upstream, list(metrics.dns_forwarded.items()), labels)
-    yield family(
-        "istio_dns_upstream_failures",
-        "counter",
-        "The total number of DNS requests that upstream failed (unstable)",
-        list(metrics.dns_failures.items()),
-        labels,
-    )
-    yield family(
-        "ztunnel_dns_dropped",
-        "counter",
-        "DNS datagrams of pods that were not answered, and pauses for a pod's rate (unstable)",
-        [((reason,), count) for reason, count in metrics.dns_dropped.items()],
-        ("reason",),
-    )
-    name = "istio_dns_upstream_request_duration_seconds"
-    text = "The time Istio takes to get DNS response from upstream (unstable)."
-    yield Family(Metric(name, text, "histogram", "seconds"), _durations(name, labels, metrics.dns_durations))
+def _of_rows(rows: Iterable[_Row], metrics: Metrics) -> Iterator[Family]:
+    for name, kind, text, labels, samples in rows:
+        unit = next((unit for unit in ("bytes", "seconds") if name.endswith(f"_{unit}")), "")
+        yield family(name, kind, f"{text} (unstable)", samples(metrics), labels, unit)
 
 
 def _durations(
@@ -266,11 +193,3 @@ def _durations(
             yield Sample(f"{name}_bucket", shared | {"le": bound}, count)
         yield Sample(f"{name}_sum", shared, durations.total_s)
         yield Sample(f"{name}_count", shared, durations.count)
-
-
-def _by_one(values: dict[str, int]) -> list[LabelledValue]:
-    return [((label,), value) for label, value in values.items()]
-
-
-def _nonzero(values: dict[str, int]) -> list[LabelledValue]:
-    return [((label,), value) for label, value in values.items() if value]
