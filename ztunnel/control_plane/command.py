@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ztunnel.runtime.console.arguments import some_seconds
+from ztunnel.runtime.console.arguments import add_flags, some_seconds
 from ztunnel.runtime.console.serving import failed, log_lines, until_signal
 from ztunnel.runtime.text_file import read_text
 
@@ -23,51 +23,32 @@ def add_arguments(subparsers: Any) -> None:
         help=f"serve a mesh file by xDS ({_WARNING})",
         description=f"Serve a mesh file: {_WARNING}.",
     )
-    parser.add_argument("mesh", type=Path, metavar="MESH.YAML")
-    parser.add_argument(
-        "--listen",
-        action="append",
-        metavar="ADDRESS",
-        help="unix:/path or host:port, repeatable (default unix:ztunnel-xds.sock beside the mesh file)",
-    )
-    parser.add_argument(
-        "--ca-dir", type=Path, metavar="DIR", help="where the root certificate is or is made (default .ztunnel-ca)"
-    )
-    parser.add_argument("--certificate-lifetime", type=some_seconds, default=86400.0, metavar="SECONDS")
-    parser.add_argument("--access-log", default="/dev/stdout", metavar="PATH", help="for the proxies")
-    parser.add_argument("--json-log", action="store_true", help="access log lines as JSON, with identities")
-    parser.add_argument(
-        "--tls-host",
-        action="append",
-        metavar="HOST",
-        help="name or address this is reached by, repeatable: serve TCP with TLS, to callers with a token",
-    )
-    parser.add_argument("--token", metavar="NODE", help="print a bearer token for the proxy of a node, and exit")
-    parser.add_argument(
-        "--token-lifetime", type=some_seconds, default=365 * 86400.0, metavar="SECONDS", help="(default a year)"
-    )
-    parser.add_argument(
-        "--kube", action="store_true", help="take tokens of service accounts, too: the API server reviews them"
-    )
-    parser.add_argument(
-        "--kubeconfig", type=Path, metavar="FILE", help="with --kube; default: the service account"
-    )
-    parser.add_argument(
-        "--token-audience", default="istio-ca", metavar="NAME", help="of these tokens (default istio-ca)"
-    )
-    parser.add_argument(
-        "--node-account",
-        action="append",
-        metavar="NAMESPACE/NAME",
-        help="of node proxies, which get certificates of their node's pods (default istio-system/ztunnel)",
-    )
-    parser.add_argument(
-        "--policy-sync",
-        type=Path,
-        metavar="DIR",
-        help="serve the file's calico section by PolicySync, on DIR/NODE.sock for each node's proxy (POLICY_SYNC)",
-    )
-    parser.add_argument("--check", action="store_true", help="only read the mesh file and list its faults")
+    add_flags(
+        parser,
+        ("mesh", "MESH.YAML", None, {"type": Path}),
+        ("--listen", "ADDRESS",
+         "unix:/path or host:port, repeatable (default unix:ztunnel-xds.sock beside the mesh file)",
+         {"action": "append"}),
+        ("--ca-dir", "DIR", "where the root certificate is or is made (default .ztunnel-ca)", {"type": Path}),
+        ("--certificate-lifetime", "SECONDS", None, {"type": some_seconds, "default": 86400.0}),
+        ("--access-log", "PATH", "for the proxies", {"default": "/dev/stdout"}),
+        ("--json-log", "", "access log lines as JSON, with identities"),
+        ("--tls-host", "HOST",
+         "name or address this is reached by, repeatable: serve TCP with TLS, to callers with a token",
+         {"action": "append"}),
+        ("--token", "NODE", "print a bearer token for the proxy of a node, and exit"),
+        ("--token-lifetime", "SECONDS", "(default a year)", {"type": some_seconds, "default": 365 * 86400.0}),
+        ("--kube", "", "take tokens of service accounts, too: the API server reviews them"),
+        ("--kubeconfig", "FILE", "with --kube; default: the service account", {"type": Path}),
+        ("--token-audience", "NAME", "of these tokens (default istio-ca)", {"default": "istio-ca"}),
+        ("--node-account", "NAMESPACE/NAME",
+         "of node proxies, which get certificates of their node's pods (default istio-system/ztunnel)",
+         {"action": "append"}),
+        ("--policy-sync", "DIR",
+         "serve the file's calico section by PolicySync, on DIR/NODE.sock for each node's proxy (POLICY_SYNC)",
+         {"type": Path}),
+        ("--check", "", "only read the mesh file and list its faults"),
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -28,6 +28,7 @@ from ztunnel.ask.inspect.source import (
 )
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.proxy.envoy.path.verdict import verdict_of
+from ztunnel.runtime.console.arguments import add_flags
 from ztunnel.runtime.console.terminal import print_outline
 
 if TYPE_CHECKING:
@@ -49,40 +50,23 @@ def add_arguments(subparsers: Any) -> None:
         "Of a live or logged one it is said what the present configuration decides, and which way it took. "
         "Exit status 1 where one would be refused, 2 where there is no answer.",
     )
-    explain.add_argument(
-        "source",
-        nargs="?",
-        metavar="SOURCE",
-        help="an address; in an Istio mesh also NAMESPACE/POD or a SPIFFE id",
-    )
-    explain.add_argument(
-        "destination",
-        nargs="?",
-        metavar="DESTINATION",
-        help="ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE[:PORT] and NAMESPACE/POD:PORT",
-    )
-    explain.add_argument("--from", dest="given_source", metavar="SOURCE", help="the same as the first word")
-    explain.add_argument("--to", dest="given_destination", metavar="DESTINATION", help="the same as the second")
-    explain.add_argument(
-        "--connection",
-        metavar="SRC:PORT[-DST:PORT]",
-        help="a live one, by what `ztunnel connections` shows; in Envoy's dialect also its id",
-    )
-    explain.add_argument(
-        "--log-line", metavar="LINE", help="one of the access log; - reads lines from standard input"
-    )
-    explain.add_argument(
-        "--identity", metavar="ID", help="SPIFFE id that the client shows, if not the source's own"
-    )
-    explain.add_argument("--listener", metavar="NAME", help="that accepts it (Envoy's dialect)")
-    explain.add_argument(
-        "--far",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="admin server of another node's proxy, which adds its verdict about tunnels that end there "
-        "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",
-    )
+    add_flags(
+        explain,
+        ("source", "SOURCE", "an address; in an Istio mesh also NAMESPACE/POD or a SPIFFE id", {"nargs": "?"}),
+        ("destination", "DESTINATION",
+         "ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE[:PORT] and NAMESPACE/POD:PORT", {"nargs": "?"}),
+        ("--from", "SOURCE", "the same as the first word", {"dest": "given_source"}),
+        ("--to", "DESTINATION", "the same as the second", {"dest": "given_destination"}),
+        ("--connection", "SRC:PORT[-DST:PORT]",
+         "a live one, by what `ztunnel connections` shows; in Envoy's dialect also its id"),
+        ("--log-line", "LINE", "one of the access log; - reads lines from standard input"),
+        ("--identity", "ID", "SPIFFE id that the client shows, if not the source's own"),
+        ("--listener", "NAME", "that accepts it (Envoy's dialect)"),
+        ("--far", "HOST:PORT",
+         "admin server of another node's proxy, which adds its verdict about tunnels that end there "
+         "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",
+         {"action": "append", "default": []}),
+    )  # fmt: skip
     add_source(explain)
     explain.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
     explain.set_defaults(run=reaching(run))

@@ -29,6 +29,7 @@ from ztunnel.proxy.tap.request import (
     BadRequest,
     TapRequest,
 )
+from ztunnel.runtime.console.arguments import add_flags
 from ztunnel.runtime.settings import plain_reason
 
 DEFAULT_SOCKET: Final = "/run/ztunnel/tap.sock"
@@ -49,24 +50,18 @@ def add_arguments(subparsers: Any) -> None:
         f"({VARIABLE}). Only connections that begin while it runs are seen. Interrupt it to end it early.",
         epilog="ztunnel tap default/web --port 8080 -w - | tshark -r -",
     )
-    tap.add_argument("pod", metavar="POD", help="NAMESPACE/NAME; in Envoy's dialect the pod's address")
-    tap.add_argument("--port", metavar="N", help="only connections to this port")
-    tap.add_argument(
-        "--peer",
-        metavar="ADDR|NAME",
-        help="only connections with this address, workload, service or SPIFFE id (Envoy's dialect: address or id)",
-    )
-    tap.add_argument(
-        "--for", dest="duration", default="60s", metavar="TIME", help=f"how long (default 60s, most {MOST_S:g}s)"
-    )
-    tap.add_argument("--limit", default="64MiB", metavar="SIZE", help="longest capture (default 64MiB, most 1GiB)")
-    tap.add_argument("-w", "--write", required=True, metavar="FILE", help="to write; - is standard output")
-    tap.add_argument(
-        "--socket",
-        default=os.environ.get(VARIABLE) or DEFAULT_SOCKET,
-        metavar="PATH",
-        help=f"of the proxy (default ${VARIABLE}, else {DEFAULT_SOCKET})",
-    )
+    add_flags(
+        tap,
+        ("pod", "POD", "NAMESPACE/NAME; in Envoy's dialect the pod's address"),
+        ("--port", "N", "only connections to this port"),
+        ("--peer", "ADDR|NAME",
+         "only connections with this address, workload, service or SPIFFE id (Envoy's dialect: address or id)"),
+        ("--for", "TIME", f"how long (default 60s, most {MOST_S:g}s)", {"dest": "duration", "default": "60s"}),
+        ("--limit", "SIZE", "longest capture (default 64MiB, most 1GiB)", {"default": "64MiB"}),
+        ("-w --write", "FILE", "to write; - is standard output", {"required": True}),
+        ("--socket", "PATH", f"of the proxy (default ${VARIABLE}, else {DEFAULT_SOCKET})",
+         {"default": os.environ.get(VARIABLE) or DEFAULT_SOCKET}),
+    )  # fmt: skip
     tap.set_defaults(run=_run)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ztunnel.runtime.console.arguments import seconds, whole_number
+from ztunnel.runtime.console.arguments import add_flags, seconds, whole_number
 from ztunnel.runtime.console.serving import failed, log_lines, stop_event
 from ztunnel.runtime.text_file import read_text
 
@@ -19,90 +19,51 @@ def add_arguments(subparsers: Any) -> None:
     text = "put pods of this node into the mesh: those that a Kubernetes API server labels, or those of a file"
     parser: argparse.ArgumentParser = subparsers.add_parser("agent", help=text, description=text)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--state", type=Path, metavar="FILE", help="YAML: which pods shall be in the mesh; edits are taken up"
-    )
-    source.add_argument("--kube", action="store_true", help="follow the API server: labels of pods and namespaces")
-    parser.add_argument(
-        "--socket",
-        type=Path,
-        default=_DEFAULT_SOCKET,
-        metavar="PATH",
-        help=f"for proxies (default {_DEFAULT_SOCKET})",
-    )
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="where enrolled pods are written down (default: beside the socket)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=seconds,
-        metavar="SECONDS",
-        help="how long open connections of a pod that leaves may go on (default 10; with --kube 3600)",
-    )
-    parser.add_argument(
-        "--remove",
-        action="store_true",
-        help="take all pods out of the mesh at the end; else they stay, for an upgrade",
-    )
-    parser.add_argument(
-        "--probe-user",
-        type=_probe_user,
-        metavar="UID",
-        help="the user kubelet runs as; what that user's processes on the node send to pods is not captured "
-        "(with --kube default auto: that of the node's kubelet; none: capture all)",
-    )
-    parser.add_argument("--check", action="store_true", help="only read the file and list its faults")
+    add_flags(
+        source,
+        ("--state", "FILE", "YAML: which pods shall be in the mesh; edits are taken up", {"type": Path}),
+        ("--kube", "", "follow the API server: labels of pods and namespaces"),
+    )  # fmt: skip
+    add_flags(
+        parser,
+        ("--socket", "PATH", f"for proxies (default {_DEFAULT_SOCKET})",
+         {"type": Path, "default": _DEFAULT_SOCKET}),
+        ("--record", "FILE", "where enrolled pods are written down (default: beside the socket)", {"type": Path}),
+        ("--grace", "SECONDS",
+         "how long open connections of a pod that leaves may go on (default 10; with --kube 3600)",
+         {"type": seconds}),
+        ("--remove", "", "take all pods out of the mesh at the end; else they stay, for an upgrade"),
+        ("--probe-user", "UID",
+         "the user kubelet runs as; what that user's processes on the node send to pods is not captured "
+         "(with --kube default auto: that of the node's kubelet; none: capture all)", {"type": _probe_user}),
+        ("--check", "", "only read the file and list its faults"),
+    )  # fmt: skip
     cluster = parser.add_argument_group("with --kube")
-    cluster.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
-    cluster.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
-    cluster.add_argument(
-        "--proc", type=Path, default=Path("/proc"), metavar="DIR", help="the node's processes (default /proc)"
-    )
-    cluster.add_argument(
-        "--exclude",
-        default="kube-system",
-        metavar="NS,...",
-        help="namespaces that are never in the mesh (default kube-system)",
-    )
-    cluster.add_argument(
-        "--system-namespace", default="istio-system", metavar="NS", help="of the proxies (default istio-system)"
-    )
-    cluster.add_argument(
-        "--cni-socket",
-        type=Path,
-        metavar="PATH",
-        help="answer a CNI plugin there (POST /cmdadd, as istio-cni's: /var/run/istio-cni/pluginevent.sock)",
-    )
-    cluster.add_argument(
-        "--install-cni",
-        metavar="BIN:CONF",
-        help="keep our CNI plugin installed in these folders of the host, such as /opt/cni/bin:/etc/cni/net.d; "
-        "it needs python3 on the host, and --cni-socket",
-    )
-    cluster.add_argument(
-        "--cni-owned",
-        action="store_true",
-        help="the plugin is in a network configuration of its own, which survives a reboot of the node",
-    )
-    cluster.add_argument(
-        "--daemonset",
-        metavar="NS/NAME",
-        help="the agent's own: when it is gone or leaves this node, SIGTERM takes all pods out of the mesh",
-    )
-    cluster.add_argument("--metrics", metavar="[IP:]PORT", help="serve /healthz, /readyz and /metrics there")
-    cluster.add_argument(
-        "--established",
-        choices=("keep", "capture"),
-        default="keep",
-        help="connections that are open when a pod is enrolled: keep them outside of the mesh until they end "
-        "(default), or redirect their next packet too, which ends them",
-    )
-    cluster.add_argument(
-        "--no-dns-capture", action="store_true", help="leave DNS alone, but for pods that ask for its capture"
-    )
+    add_flags(
+        cluster,
+        ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
+        ("--node", "NAME", "default: the host name", {"default": socket.gethostname()}),
+        ("--proc", "DIR", "the node's processes (default /proc)", {"type": Path, "default": Path("/proc")}),
+        ("--exclude", "NS,...", "namespaces that are never in the mesh (default kube-system)",
+         {"default": "kube-system"}),
+        ("--system-namespace", "NS", "of the proxies (default istio-system)", {"default": "istio-system"}),
+        ("--cni-socket", "PATH",
+         "answer a CNI plugin there (POST /cmdadd, as istio-cni's: /var/run/istio-cni/pluginevent.sock)",
+         {"type": Path}),
+        ("--install-cni", "BIN:CONF",
+         "keep our CNI plugin installed in these folders of the host, such as /opt/cni/bin:/etc/cni/net.d; "
+         "it needs python3 on the host, and --cni-socket"),
+        ("--cni-owned", "",
+         "the plugin is in a network configuration of its own, which survives a reboot of the node"),
+        ("--daemonset", "NS/NAME",
+         "the agent's own: when it is gone or leaves this node, SIGTERM takes all pods out of the mesh"),
+        ("--metrics", "[IP:]PORT", "serve /healthz, /readyz and /metrics there"),
+        ("--established", None,
+         "connections that are open when a pod is enrolled: keep them outside of the mesh until they end "
+         "(default), or redirect their next packet too, which ends them",
+         {"choices": ("keep", "capture"), "default": "keep"}),
+        ("--no-dns-capture", "", "leave DNS alone, but for pods that ask for its capture"),
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from ztunnel.policy.calico.settings import sync_target
-from ztunnel.runtime.console.arguments import seconds
+from ztunnel.runtime.console.arguments import add_flags, seconds
 from ztunnel.runtime.console.serving import bound_address, failed, log_lines, metrics_server, stop_event
 from ztunnel.runtime.sockets import socket_mode
 
@@ -38,13 +38,16 @@ def add_arguments(subparsers: Any) -> None:
     add_serve_arguments(serve)
     serve.set_defaults(run=serve_command)
     check = commands.add_parser("check", help="ask a server about one request")
-    check.add_argument("namespace", metavar="NAMESPACE", help="of the client's service account")
-    check.add_argument("account", metavar="ACCOUNT", help="the client's service account")
-    check.add_argument("--method", help="of the HTTP request; none asks about a connection")
-    check.add_argument("--path", help="of the HTTP request")
-    check.add_argument("--source", metavar="IP", help="the client's address")
-    check.add_argument("--destination", metavar="IP[:PORT]", help="of the pod")
-    check.add_argument("--trust-domain", default="cluster.local", metavar="NAME")
+    add_flags(
+        check,
+        ("namespace", "NAMESPACE", "of the client's service account"),
+        ("account", "ACCOUNT", "the client's service account"),
+        ("--method", None, "of the HTTP request; none asks about a connection"),
+        ("--path", None, "of the HTTP request"),
+        ("--source", "IP", "the client's address"),
+        ("--destination", "IP[:PORT]", "of the pod"),
+        ("--trust-domain", "NAME", None, {"default": "cluster.local"}),
+    )  # fmt: skip
     _add_dial(check)
     check.set_defaults(run=check_command, denied=1)
     health = commands.add_parser("health", help="ask a server for its health; exit status 0, 2 or 3")
@@ -61,41 +64,22 @@ def _add_dial(parser: argparse.ArgumentParser) -> None:
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what ``serve`` takes."""
-    parser.add_argument(
-        "--listen",
-        "-l",
-        action="append",
-        metavar="ADDRESS",
-        help=f"path, unix:/path or host:port, repeatable (default {DEFAULT_LISTEN})",
-    )
-    parser.add_argument(
-        "--dial", "-d", default=DEFAULT_DIAL, metavar="ADDRESS", help=f"PolicySync server (default {DEFAULT_DIAL})"
-    )
-    parser.add_argument(
-        "--socket-mode", type=socket_mode, default=0o777, metavar="OCTAL", help="of the Unix socket (default 777)"
-    )
-    parser.add_argument("--per-host", action="store_true", help="serve all pods of a node, by destination address")
-    parser.add_argument("--explain", action="store_true", help="tell clients which rule denied them")
-    parser.add_argument(
-        "--trust-domain", action="append", default=[], metavar="NAME", help="believe only these, repeatable"
-    )
-    parser.add_argument(
-        "--max-stale",
-        type=seconds,
-        metavar="SECONDS",
-        help="refuse after so long without PolicySync (default: never)",
-    )
-    parser.add_argument(
-        "--terminate", metavar="[IP:]PORT", help="serve HTTP there, of which /terminate ends the server"
-    )
-    parser.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
-    parser.add_argument(
-        "--report", action="store_true", help="report judged flows to the PolicySync server every 5 s"
-    )
-    parser.add_argument(
-        "--admin", metavar="[IP:]PORT", help="serve /policies there, of loopback unless an address is given"
-    )
-    parser.add_argument("--debug", action="store_true", help="log more")
+    add_flags(
+        parser,
+        ("--listen -l", "ADDRESS", f"path, unix:/path or host:port, repeatable (default {DEFAULT_LISTEN})",
+         {"action": "append"}),
+        ("--dial -d", "ADDRESS", f"PolicySync server (default {DEFAULT_DIAL})", {"default": DEFAULT_DIAL}),
+        ("--socket-mode", "OCTAL", "of the Unix socket (default 777)", {"type": socket_mode, "default": 0o777}),
+        ("--per-host", "", "serve all pods of a node, by destination address"),
+        ("--explain", "", "tell clients which rule denied them"),
+        ("--trust-domain", "NAME", "believe only these, repeatable", {"action": "append", "default": []}),
+        ("--max-stale", "SECONDS", "refuse after so long without PolicySync (default: never)", {"type": seconds}),
+        ("--terminate", "[IP:]PORT", "serve HTTP there, of which /terminate ends the server"),
+        ("--metrics", "[IP:]PORT", "serve Prometheus pages there, on /metrics"),
+        ("--report", "", "report judged flows to the PolicySync server every 5 s"),
+        ("--admin", "[IP:]PORT", "serve /policies there, of loopback unless an address is given"),
+        ("--debug", "", "log more"),
+    )  # fmt: skip
 
 
 def serve_command(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ztunnel.runtime.console.arguments import add_flags
 from ztunnel.runtime.console.serving import bound_address, log_lines, metrics_server, until_signal
 
 if TYPE_CHECKING:
@@ -41,66 +42,49 @@ def add_arguments(subparsers: Any) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|trace|status|cleanup")
     follow = _action(actions, "run", "follow objects and keep the table; stopping leaves it in force")
-    follow.add_argument(
-        "--objects",
-        type=Path,
-        metavar="DIR",
-        help="YAML files instead of the API server",
-    )
-    follow.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
-    follow.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
-    follow.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
-    follow.add_argument("--print", action="store_true", help="print the table as nft has it, and change nothing")
-    follow.add_argument("--once", action="store_true", help="end when the table is in force")
-    follow.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
-    follow.add_argument(
-        "--tunnels",
-        choices=("judge", "allow"),
-        default="judge",
-        help="tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
-        "because the node's proxy judges the connections inside by the same policies",
-    )
-    follow.add_argument(
-        "--policy-sync",
-        metavar="PATH",
-        help="tell this node's proxies, too, by a socket there (their POLICY_SYNC), so that they judge what is in "
-        "tunnels by the same policies",
-    )
-    follow.add_argument(
-        "--pod-cidr",
-        action="append",
-        default=[],
-        metavar="CIDR",
-        help="this node's range of pod addresses: one in it is closed until its pod is known; may be repeated; "
-        '"node": those that the Node object has',
-    )
-    follow.add_argument(
-        "--calico",
-        action="store_true",
-        help="follow Calico's policies of the cluster, too (projectcalico.org/v3), with the service accounts and "
-        "services that they name; with --objects they are read in any case",
-    )
-    follow.add_argument(
-        "--node-peers",
-        action="store_true",
-        help="follow the cluster's Node objects, for rules of cluster-wide policies about nodes; without, such a "
-        "rule allows nothing, or denies everything; with --objects they are read in any case",
-    )
+    add_flags(
+        follow,
+        ("--objects", "DIR", "YAML files instead of the API server", {"type": Path}),
+        ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
+        ("--node", "NAME", "default: the host name", {"default": socket.gethostname()}),
+        ("--netns", "NS", "the node's namespace: name, path or pid"),
+        ("--print", "", "print the table as nft has it, and change nothing"),
+        ("--once", "", "end when the table is in force"),
+        ("--metrics", "[IP:]PORT", "serve Prometheus pages there, on /metrics"),
+        ("--tunnels", None,
+         "tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
+         "because the node's proxy judges the connections inside by the same policies",
+         {"choices": ("judge", "allow"), "default": "judge"}),
+        ("--policy-sync", "PATH",
+         "tell this node's proxies, too, by a socket there (their POLICY_SYNC), so that they judge what is in "
+         "tunnels by the same policies"),
+        ("--pod-cidr", "CIDR",
+         "this node's range of pod addresses: one in it is closed until its pod is known; may be repeated; "
+         '"node": those that the Node object has', {"action": "append", "default": []}),
+        ("--calico", "",
+         "follow Calico's policies of the cluster, too (projectcalico.org/v3), with the service accounts and "
+         "services that they name; with --objects they are read in any case"),
+        ("--node-peers", "",
+         "follow the cluster's Node objects, for rules of cluster-wide policies about nodes; without, such a "
+         "rule allows nothing, or denies everything; with --objects they are read in any case"),
+    )  # fmt: skip
     ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
     _add_objects(ask)
-    ask.add_argument("source", metavar="SRC", help="namespace/pod or IP")
-    ask.add_argument("destination", metavar="DST", help="namespace/pod or IP")
-    ask.add_argument("port", metavar="PORT", help="of icmp and icmpv6 TYPE or TYPE/CODE")
-    ask.add_argument(
-        "protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp, icmp, icmpv6 or a number"
-    )
-    ask.add_argument(
-        "--source-port", default="", metavar="PORT", help="of SRC (default 49152, one of those clients are given)"
-    )
+    add_flags(
+        ask,
+        ("source", "SRC", "namespace/pod or IP"),
+        ("destination", "DST", "namespace/pod or IP"),
+        ("port", "PORT", "of icmp and icmpv6 TYPE or TYPE/CODE"),
+        ("protocol", "PROTO", "tcp, udp, sctp, icmp, icmpv6 or a number", {"nargs": "?", "default": "tcp"}),
+        ("--source-port", "PORT", "of SRC (default 49152, one of those clients are given)", {"default": ""}),
+    )  # fmt: skip
     follow_packets = _action(actions, "trace", "follow live packets between two addresses, rule by rule")
-    follow_packets.add_argument("source", metavar="IP")
-    follow_packets.add_argument("destination", metavar="IP")
-    follow_packets.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
+    add_flags(
+        follow_packets,
+        ("source", "IP", None),
+        ("destination", "IP", None),
+        ("--netns", "NS", "the node's namespace: name, path or pid"),
+    )  # fmt: skip
     for name, text in (
         ("status", "print what is in the kernel, and what its rules have counted"),
         ("cleanup", "remove the table; nothing else of the node changes"),

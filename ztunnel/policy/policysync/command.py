@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.runtime.console.arguments import add_flags
 from ztunnel.runtime.console.serving import bound_address, failed, log_lines, metrics_server, stop_event
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import socket_mode
@@ -39,64 +40,44 @@ def add_arguments(subparsers: Any) -> None:
     _add_files(check)
     check.set_defaults(run=check_command)
     explain = commands.add_parser("explain", help="say which rule decides about a connection or request, and why")
-    explain.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
-    explain.add_argument(
-        "--server",
-        metavar="WHERE",
-        help="ask what is running instead: the admin address of a proxy or policy server, or the socket of a "
-        "PolicySync server, unix:/path, which tells this command what it tells its clients (of a pod's socket the "
-        "one client gives way, and comes back)",
-    )
-    explain.add_argument(
-        "--from", dest="source", required=True, metavar="WHO", help="namespace/pod, IP or SPIFFE id"
-    )
-    explain.add_argument("--to", required=True, metavar="WHO", help="namespace/pod or IP")
-    explain.add_argument(
-        "--port",
-        default="",
-        metavar="PORT",
-        help="of the destination (default 80); of icmp and icmpv6 TYPE or TYPE/CODE (default any)",
-    )
-    explain.add_argument(
-        "--source-port",
-        default="",
-        metavar="PORT",
-        help="of the client (default 49152, one of those they are given)",
-    )
-    explain.add_argument("--protocol", default="tcp", metavar="NAME", help="(default tcp)")
-    explain.add_argument("--method", help="of an HTTP request; without method and path it is a connection")
-    explain.add_argument("--path", help="of an HTTP request")
-    explain.add_argument("--staged", action="store_true", help="as if staged policies were enforced")
-    explain.add_argument("--trust-domain", default="cluster.local", metavar="NAME", help="of pods' identities")
+    add_flags(
+        explain,
+        ("files", "FILE", "YAML, or a folder of .yaml files", {"nargs": "*", "type": Path}),
+        ("--server", "WHERE",
+         "ask what is running instead: the admin address of a proxy or policy server, or the socket of a "
+         "PolicySync server, unix:/path, which tells this command what it tells its clients (of a pod's socket "
+         "the one client gives way, and comes back)"),
+        ("--from", "WHO", "namespace/pod, IP or SPIFFE id", {"dest": "source", "required": True}),
+        ("--to", "WHO", "namespace/pod or IP", {"required": True}),
+        ("--port", "PORT", "of the destination (default 80); of icmp and icmpv6 TYPE or TYPE/CODE (default any)",
+         {"default": ""}),
+        ("--source-port", "PORT", "of the client (default 49152, one of those they are given)", {"default": ""}),
+        ("--protocol", "NAME", "(default tcp)", {"default": "tcp"}),
+        ("--method", None, "of an HTTP request; without method and path it is a connection"),
+        ("--path", None, "of an HTTP request"),
+        ("--staged", "", "as if staged policies were enforced"),
+        ("--trust-domain", "NAME", "of pods' identities", {"default": "cluster.local"}),
+    )  # fmt: skip
     explain.set_defaults(run=explain_command)
     serve = commands.add_parser(
         "serve", help="serve files or a cluster's policies to policy servers by PolicySync; changes apply at once"
     )
-    serve.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
-    serve.add_argument("--kube", action="store_true", help="follow the API server in place of files")
-    serve.add_argument(
-        "--kubeconfig",
-        type=Path,
-        metavar="FILE",
-        help="with --kube; without, the pod's service account, $KUBECONFIG or ~/.kube/config",
-    )
-    serve.add_argument(
-        "--node-peers", action="store_true", help="with --kube: follow Nodes, for rules that are about nodes"
-    )
-    serve.add_argument("--socket", metavar="PATH", help="for a node's proxy: all its pods")
-    serve.add_argument(
-        "--socket-mode",
-        type=socket_mode,
-        default=0o777,
-        metavar="OCTAL",
-        help="of --socket (default 777); 600 is for proxies of this user and of root",
-    )
-    serve.add_argument("--prefix", type=Path, metavar="DIR", help="a socket for each pod, DIR/mount/UID/socket")
-    serve.add_argument("--node", metavar="NAME", help="only pods of this node")
-    serve.add_argument(
-        "--form", choices=("messages", "names"), default="messages", help="names: for clients before Calico 3.32"
-    )
-    serve.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
+    add_flags(
+        serve,
+        ("files", "FILE", "YAML, or a folder of .yaml files", {"nargs": "*", "type": Path}),
+        ("--kube", "", "follow the API server in place of files"),
+        ("--kubeconfig", "FILE", "with --kube; without, the pod's service account, $KUBECONFIG or ~/.kube/config",
+         {"type": Path}),
+        ("--node-peers", "", "with --kube: follow Nodes, for rules that are about nodes"),
+        ("--socket", "PATH", "for a node's proxy: all its pods"),
+        ("--socket-mode", "OCTAL", "of --socket (default 777); 600 is for proxies of this user and of root",
+         {"type": socket_mode, "default": 0o777}),
+        ("--prefix", "DIR", "a socket for each pod, DIR/mount/UID/socket", {"type": Path}),
+        ("--node", "NAME", "only pods of this node"),
+        ("--form", None, "names: for clients before Calico 3.32",
+         {"choices": ("messages", "names"), "default": "messages"}),
+        ("--metrics", "[IP:]PORT", "serve Prometheus pages there, on /metrics"),
+    )  # fmt: skip
     serve.set_defaults(run=serve_command)
 
 

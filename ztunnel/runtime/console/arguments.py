@@ -2,10 +2,24 @@
 
 import argparse
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 #: A hundred years: every clock, certificate and timer can still add it to the current time.
 _LONGEST_S: Final = 100 * 365 * 86400.0
+
+#: Names with spaces between, metavar, help, other options of ``add_argument``. An empty metavar makes a switch,
+#: None leaves it to ``argparse``.
+Flag = tuple[str, str | None, str | None] | tuple[str, str | None, str | None, Mapping[str, Any]]
+
+
+def add_flags(parser: argparse._ActionsContainer, *flags: Flag) -> None:
+    """Add arguments to a parser, or to a group of one."""
+    for names, metavar, text, *rest in flags:
+        options: dict[str, Any] = {"action": "store_true"} if metavar == "" else {"metavar": metavar}
+        for more in rest:
+            options |= more
+        parser.add_argument(*names.split(), help=text, **options)
 
 
 def seconds(text: str) -> float:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ztunnel.runtime.console.arguments import port, port_or_any, seconds
+from ztunnel.runtime.console.arguments import add_flags, port, port_or_any, seconds
 from ztunnel.runtime.console.serving import failed, log_lines, stop_event
 
 log = logging.getLogger(__name__)
@@ -22,99 +22,64 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``inject``, ``gate`` and ``drain`` to ``argparse``'s sub-commands."""
     text = "add to the pods of a file what puts them into the mesh, and print the file"
     parser: argparse.ArgumentParser = subparsers.add_parser("inject", help=text, description=text)
-    parser.add_argument(
-        "-f",
-        "--file",
-        metavar="FILE",
-        help="YAML or JSON of pods, workloads, lists and anything else; - is standard input",
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the injector's configuration; default: ambient"
-    )
-    parser.add_argument(
-        "-n", "--namespace", default="default", metavar="NAME", help="of objects that name none (default default)"
-    )
-    parser.add_argument(
-        "--template", metavar="NAME", help="of pods that name none, instead of the configuration's"
-    )
-    parser.add_argument(
-        "--image", metavar="NAME", help="of the containers that are added, instead of the configuration's"
-    )
+    add_flags(
+        parser,
+        ("-f --file", "FILE", "YAML or JSON of pods, workloads, lists and anything else; - is standard input"),
+        ("--config", "FILE", "the injector's configuration; default: ambient", {"type": Path}),
+        ("-n --namespace", "NAME", "of objects that name none (default default)", {"default": "default"}),
+        ("--template", "NAME", "of pods that name none, instead of the configuration's"),
+        ("--image", "NAME", "of the containers that are added, instead of the configuration's"),
+    )  # fmt: skip
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", metavar="serve")
     text = "answer the API server, which asks about each pod that is created"
     serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
-    serve.add_argument("--address", default="", metavar="IP", help="default: every address of both families")
-    serve.add_argument(
-        "--port", type=port_or_any, default=8443, metavar="PORT", help="HTTPS (default 8443; 0: any)"
-    )
-    serve.add_argument("--certificate", type=Path, metavar="FILE", help="PEM; changes are taken up")
-    serve.add_argument("--key", type=Path, metavar="FILE", help="PEM")
-    serve.add_argument(
-        "--own-ca", metavar="SECRET", help="instead of files: a CA in this Secret, made if there is none"
-    )
-    serve.add_argument("--service", metavar="NAME.NAMESPACE", help="whose certificate --own-ca makes, and where")
-    serve.add_argument("--config", type=Path, metavar="FILE", help="YAML; changes are taken up; default: ambient")
-    serve.add_argument(
-        "--webhook-config",
-        action="append",
-        metavar="NAME",
-        help="a MutatingWebhookConfiguration whose caBundle is kept equal to --ca, repeatable",
-    )
-    serve.add_argument("--ca", type=Path, metavar="FILE", help="PEM, one or more, with --webhook-config")
-    serve.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
+    add_flags(
+        serve,
+        ("--address", "IP", "default: every address of both families", {"default": ""}),
+        ("--port", "PORT", "HTTPS (default 8443; 0: any)", {"type": port_or_any, "default": 8443}),
+        ("--certificate", "FILE", "PEM; changes are taken up", {"type": Path}),
+        ("--key", "FILE", "PEM", {"type": Path}),
+        ("--own-ca", "SECRET", "instead of files: a CA in this Secret, made if there is none"),
+        ("--service", "NAME.NAMESPACE", "whose certificate --own-ca makes, and where"),
+        ("--config", "FILE", "YAML; changes are taken up; default: ambient", {"type": Path}),
+        ("--webhook-config", "NAME",
+         "a MutatingWebhookConfiguration whose caBundle is kept equal to --ca, repeatable", {"action": "append"}),
+        ("--ca", "FILE", "PEM, one or more, with --webhook-config", {"type": Path}),
+        ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
+    )  # fmt: skip
     serve.set_defaults(run=run_serve)
     text = "print the configurations by which the API server calls the injector"
     webhooks: argparse.ArgumentParser = actions.add_parser("webhooks", help=text, description=text)
-    webhooks.add_argument(
-        "--service", default="ztunnel-injector.istio-system", metavar="NAME.NAMESPACE", help="of the injector"
-    )
-    webhooks.add_argument(
-        "--ambient", action="store_true", help="for pods of an ambient mesh, instead of sidecars"
-    )
-    webhooks.add_argument(
-        "--revision", default="default", metavar="NAME", help="that pods ask for (default default)"
-    )
-    webhooks.add_argument(
-        "--tag", action="append", default=[], metavar="NAME", help="another name for the revision, repeatable"
-    )
-    webhooks.add_argument(
-        "--template", default="sidecar", metavar="NAME", help="of pods that name none (default sidecar)"
-    )
-    webhooks.add_argument(
-        "--every-namespace", action="store_true", help="also those that say nothing, but system namespaces"
-    )
+    add_flags(
+        webhooks,
+        ("--service", "NAME.NAMESPACE", "of the injector", {"default": "ztunnel-injector.istio-system"}),
+        ("--ambient", "", "for pods of an ambient mesh, instead of sidecars"),
+        ("--revision", "NAME", "that pods ask for (default default)", {"default": "default"}),
+        ("--tag", "NAME", "another name for the revision, repeatable", {"action": "append", "default": []}),
+        ("--template", "NAME", "of pods that name none (default sidecar)", {"default": "sidecar"}),
+        ("--every-namespace", "", "also those that say nothing, but system namespaces"),
+    )  # fmt: skip
     webhooks.set_defaults(run=run_webhooks)
     text = "wait until the mesh's listeners are in this pod; the first init container of an injected pod"
     gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
-    gate.add_argument(
-        "--timeout",
-        type=seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="then fail, and be started anew (default 60)",
-    )
-    gate.add_argument("--fail-open", action="store_true", help="after that time let the application start anyway")
+    add_flags(
+        gate,
+        ("--timeout", "SECONDS", "then fail, and be started anew (default 60)",
+         {"type": seconds, "default": 60.0}),
+        ("--fail-open", "", "after that time let the application start anyway"),
+    )  # fmt: skip
     gate.set_defaults(run=run_gate)
     text = "have the proxy of this pod send its peers away; the preStop hook of a sidecar"
     drain: argparse.ArgumentParser = subparsers.add_parser("drain", help=text, description=text)
-    drain.add_argument(
-        "--port", type=port, default=15020, metavar="PORT", help="metrics of the proxy (default 15020)"
-    )
-    drain.add_argument(
-        "--wait",
-        type=seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="stay until no connection is left, at most so long (default 0)",
-    )
-    drain.add_argument(
-        "--least",
-        type=seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="with --wait, stay at least so long (default 5)",
-    )
+    add_flags(
+        drain,
+        ("--port", "PORT", "metrics of the proxy (default 15020)", {"type": port, "default": 15020}),
+        ("--wait", "SECONDS", "stay until no connection is left, at most so long (default 0)",
+         {"type": seconds, "default": 0.0}),
+        ("--least", "SECONDS", "with --wait, stay at least so long (default 5)",
+         {"type": seconds, "default": 5.0}),
+    )  # fmt: skip
     drain.set_defaults(run=run_drain)
 
 
