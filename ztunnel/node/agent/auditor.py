@@ -45,6 +45,7 @@ from ztunnel.node.agent.namespaces import (
 )
 from ztunnel.node.agent.phase import Phase
 from ztunnel.proxy.istio.zds.pods import PodUid
+from ztunnel.runtime.http.client import ask
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
@@ -249,18 +250,10 @@ async def _get(netns: Netns, port: int, path: str) -> bytes:
     sock = await connect(("127.0.0.1", port), netns=netns)
     reader, writer = await asyncio.open_connection(sock=sock)
     try:
-        # HTTP/1.0, so that the body ends with the connection.
-        writer.write(f"GET {path} HTTP/1.0\r\nhost: localhost\r\n\r\n".encode())
-        pieces, size = [], 0
-        while data := await reader.read(1 << 18):
-            pieces.append(data)
-            size += len(data)
-            if size > _MOST_BYTES:
-                raise ValueError(f"{path} is longer than {_MOST_BYTES >> 20} MiB")
+        headers = [("host", "localhost"), ("connection", "close")]
+        status, body = await ask(writer.write, reader.read, "GET", path, headers, most_bytes=_MOST_BYTES)
     finally:
         writer.close()
-    head, _, body = b"".join(pieces).partition(b"\r\n\r\n")
-    status = head.split(b"\r\n", 1)[0].split(b" ")
-    if len(status) < 2 or status[1] != b"200":
-        raise ValueError(f"{path}: {status[1:2] or 'no answer'}")
+    if status != 200:
+        raise ValueError(f"{path}: {status}")
     return body

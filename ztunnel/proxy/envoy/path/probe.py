@@ -9,8 +9,6 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Final, assert_never
 
-import h11
-
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.socket import PlainSocket
@@ -32,6 +30,8 @@ from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.health_state import CheckResult
 from ztunnel.proxy.envoy.upstream.host import Host
+from ztunnel.runtime.http import client
+from ztunnel.runtime.http.client import BadAnswer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _MOST_READ: Final = 1 << 20
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
 #: Errors that mean that there was no answer.
-_SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, h11.RemoteProtocolError)
+_SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, BadAnswer)
 
 
 class Prober:
@@ -182,21 +182,10 @@ async def _tcp(connection: PlainSocket, check: TcpCheck) -> CheckResult:
 
 
 async def _http(connection: PlainSocket, check: HttpCheck, host: str) -> CheckResult:
-    http = h11.Connection(h11.CLIENT)
     headers = [("Host", host), ("User-Agent", "Envoy/HC"), ("Connection", "close"), *check.headers]
     if check.method in _WITH_BODY:
         headers.append(("Content-Length", "0"))
-    request = h11.Request(method=check.method, target=check.path, headers=headers)
-    connection.send_first((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
-    while True:
-        event = http.next_event()
-        if event is h11.NEED_DATA:
-            http.receive_data(await connection.read(_READ))
-        elif isinstance(event, h11.Response):
-            break
-        elif isinstance(event, h11.ConnectionClosed):
-            return CheckResult.NO_ANSWER
-    status = event.status_code
+    status, _ = await client.ask(connection.send_first, connection.read, check.method, check.path, headers)
     if any(start <= status < end for start, end in check.expected):
         return CheckResult.PASSED
     if any(start <= status < end for start, end in check.retriable):
