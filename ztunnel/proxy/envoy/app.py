@@ -98,31 +98,41 @@ class Proxy:
         self._build()
 
     def _build(self) -> None:
-        settings, switches = self.settings, self.settings.switches
-        node = self.bootstrap.message.node
-        cluster_id = (
-            node.metadata.fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in node.metadata.fields else ""
-        )
-        self._surroundings = surroundings = Surroundings(
+        """Make every object, from the sockets up: each has all that it calls when it is made."""
+        fields = self.bootstrap.message.node.metadata.fields
+        cluster_id = fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in fields else ""
+        self._surroundings = Surroundings(
             read_file=lambda path: Path(path).read_bytes(),
             environment=os.environ,
             cluster_id=cluster_id or "Kubernetes",
         )
-        rng = random.Random()
-        self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
+        self._rng = random.Random()
+        self._build_limits()
+        self._build_sources()
+        self._build_clusters()
+        table = ListenerTable()
+        self._build_data_path(table)
+        self._build_listeners(table)
+        self._server_stats()
+
+    def _build_limits(self) -> None:
+        self.poller = Poller(SpinSettings(limit_s=self.settings.spin_us / 1e6))
         self.poller.peers.windows.limit, _ = waiting_bytes(memory_limit_bytes())
         most = limit_of_process()
         self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
         self.descriptors = Descriptors(most, self.half_open.shed)
         self.connections = Connections(PodQuota(self.descriptors))
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
+
+    def _build_sources(self) -> None:
+        node = self.bootstrap.message.node
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
         # One stream per subscription. No connection is opened before the first subscription.
         targets = self.bootstrap.targets
-        self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
+        self._grpc = GrpcClusters(targets, self._surroundings, self.stats, lambda: self.secrets)
         self._log_streams = LogStreams(self._grpc.connect, node, self.stats)
-        self.logs = AccessLogs(self.stats, settings.log_flush_s, self._log_streams)
+        self.logs = AccessLogs(self.stats, self.settings.log_flush_s, self._log_streams)
         self.decisions = Decisions(self.stats, self.clock)
         self._streams = {
             GrpcSource(name, delta): PerTypeClient(
@@ -133,24 +143,27 @@ class Proxy:
         }
         self.ads = self._ads_client()
         self.sources = Sources(self.ads, self._open_file, self._open_stream)
-        self.secrets = SecretStore(self.sources, surroundings, self.stats, self.clock)
+        self.secrets = SecretStore(self.sources, self._surroundings, self.stats, self.clock)
+
+    def _build_clusters(self) -> None:
         surround = Surround(
             sources=self.sources,
             secrets=self.secrets,
             stats=self.stats,
             clock=self.clock,
-            rng=rng,
+            rng=self._rng,
             resolver=Resolver(settings=self.bootstrap.dns_resolver),
             prober=Prober(self.poller),
-            strict_tls=switches.strict_tls,
+            strict_tls=self.settings.switches.strict_tls,
         )
-        self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)
+        self.clusters = ClusterManager(surround, self._surroundings, self._retire_cluster)
+
+    def _build_data_path(self, table: ListenerTable) -> None:
+        settings, switches, rng, dialler = self.settings, self.settings.switches, self._rng, Dialler(self.poller)
         if settings.tap_socket:
             from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
 
             self.taps = Taps(self.clock)
-        # From the sockets up: each object has all that it calls when it is made.
-        table, dialler = ListenerTable(), Dialler(self.poller)
         admit_application: AdmitsApplication | None = None
         admit_host: AdmitsHost | None = None
         if settings.policies is not None:
@@ -207,9 +220,11 @@ class Proxy:
             poller=self.poller,
             clock=self.clock,
         )
+
+    def _build_listeners(self, table: ListenerTable) -> None:
         self.listeners = ListenerManager(
             table,
-            surroundings=surroundings,
+            surroundings=self._surroundings,
             sources=self.sources,
             secrets=self.secrets,
             stats=self.stats,
@@ -221,9 +236,8 @@ class Proxy:
             accepted=self.datapath.accepted,
             # Which pod a connection is of shows once it is accepted; see PodQuota.
             gate=self.descriptors.share("the proxy", lambda: 0),
-            drain_s=settings.drain_s,
+            drain_s=self.settings.drain_s,
         )
-        self._server_stats()
 
     def _server_stats(self) -> None:
         scope = self.stats.scope("server")

@@ -61,6 +61,10 @@ def add_arguments(subparsers: Any) -> None:
         ("--every-namespace", "", "also those that say nothing, but system namespaces"),
     )  # fmt: skip
     webhooks.set_defaults(run=run_webhooks)
+    _add_pod_commands(subparsers)
+
+
+def _add_pod_commands(subparsers: Any) -> None:
     text = "wait until the mesh's listeners are in this pod; the first init container of an injected pod"
     gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
     add_flags(
