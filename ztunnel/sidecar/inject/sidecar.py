@@ -154,15 +154,26 @@ def add(
         "volumes": _added(spec, "volumes", [*_volumes(config), *asked.volumes]),
         "imagePullSecrets": _added(spec, "imagePullSecrets", [{"name": name} for name in config.pull_secrets]),
     }
+    _record(metadata, status, overrides, str(containers[0].get("name", "")), workload)
+    return warnings
+
+
+def _record(
+    metadata: dict[str, Any],
+    status: dict[str, Any],
+    overrides: Mapping[str, list[dict[str, Any]]],
+    first: str,
+    workload: str,
+) -> None:
+    """Set the labels and annotations of an injected pod, whose own first container is ``first``."""
     labels = {
         # Tunnels end in the pod; no proxy of the node captures it.
         _TUNNEL: "http",
         _MODE: "none",
         **_canonical(mapping(metadata, "labels"), workload or _workload(metadata)),
     }
-    first = str(containers[0].get("name", ""))
     annotations = {
-        "istio.io/rev": config.revision,
+        "istio.io/rev": status["revision"],
         "kubectl.kubernetes.io/default-container": first,
         "kubectl.kubernetes.io/default-logs-container": first,
     }
@@ -173,7 +184,6 @@ def add(
         kept = {kind: listed for kind, listed in overrides.items() if listed}
         metadata["annotations"][OVERRIDES] = json.dumps(kept, separators=(",", ":"), sort_keys=True)
     metadata["annotations"][STATUS] = json.dumps(status, separators=(",", ":"))
-    return warnings
 
 
 # Added parts
