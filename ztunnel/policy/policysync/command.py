@@ -118,8 +118,7 @@ def explain_command(args: argparse.Namespace) -> int:
     from ztunnel.policy.policysync.explain import evaluator_of, party
 
     if not args.files:
-        print("ztunnel policy explain: needs files or --server", file=sys.stderr)
-        return 2
+        return failed("policy explain", "needs files or --server", 2)
     resources = _read(args.files)
     if resources is None:
         return 2
@@ -136,8 +135,7 @@ def explain_command(args: argparse.Namespace) -> int:
             source_port=args.source_port,
         )
     except (UnknownParty, BadQuestion) as error:
-        print(f"ztunnel policy explain: {error}", file=sys.stderr)
-        return 2
+        return failed("policy explain", error, 2)
     request = f" {flow.method} {flow.path}" if flow.method is not None else ""
     print(f"from {source.name} to {destination.name}, {port_text(flow)}/{args.protocol}{request}")
     made = evaluator_of(compile_resources(resources))
@@ -154,8 +152,7 @@ def _ask_server(args: argparse.Namespace) -> int:
     import urllib.request
 
     if args.files:
-        print("ztunnel policy explain: files and --server exclude each other", file=sys.stderr)
-        return 2
+        return failed("policy explain", "files and --server exclude each other", 2)
     is_socket = args.server.startswith(("unix:", "/", "./"))
     asked = {
         "from": args.source,
@@ -177,14 +174,11 @@ def _ask_server(args: argparse.Namespace) -> int:
             told = json.load(response)
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace").strip()
-        print(f"ztunnel policy explain: {args.server}: {error.code} {reason}", file=sys.stderr)
-        return 2
+        return failed("policy explain", f"{args.server}: {error.code} {reason}", 2)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = (
-            plain_reason(error) if isinstance(error, OSError) else f"no server's address, or no answer ({error})"
-        )
-        print(f"ztunnel policy explain: {args.server}: {reason}", file=sys.stderr)
-        return 2
+        is_os = isinstance(error, OSError)
+        reason = plain_reason(error) if is_os else f"no server's address, or no answer ({error})"
+        return failed("policy explain", f"{args.server}: {reason}", 2)
     print("\n".join(told["lines"]))
     return 0 if told["allowed"] else 1
 
@@ -218,12 +212,10 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
         follower = asyncio.run(told())
         if not follower.evaluator.store.in_sync:
             reason = follower.error or f"it has not told all of its policies in {_ASK_S:g} s"
-            print(f"ztunnel policy explain: {where}: {reason}", file=sys.stderr)
-            return 2
+            return failed("policy explain", f"{where}: {reason}", 2)
         allowed, lines = answer(follower.evaluator, asked)
     except (BadQuestion, ValueError) as error:
-        print(f"ztunnel policy explain: {error}", file=sys.stderr)
-        return 2
+        return failed("policy explain", error, 2)
     print("\n".join(lines))
     return 0 if allowed else 1
 
