@@ -12,9 +12,10 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import dns.message
@@ -128,11 +129,17 @@ class Scenario:
         listener: fields beside its name, address and log.
         clients: in order.
         address: the host to listen on.
+        form: the log's format, as the file logger's fields.
+        bound: whether anything listens there.
     """
 
     listener: Callable[[Path], Json]
     clients: tuple[Client, ...] = (plain(),)
     address: Json = field(default_factory=lambda: {"address": "127.0.0.1"})
+    form: Json = field(
+        default_factory=lambda: {"log_format": {"text_format_source": {"inline_string": LOG + "\n"}}}
+    )
+    bound: bool = True
 
 
 def _reads_header(**more: Any) -> Json:
@@ -423,28 +430,28 @@ SCENARIOS |= {
 NETWORK = f"{T}envoy.extensions.matching.common_inputs.network.v3."
 
 
-def _input(name: str, **more: Any) -> Json:
+def network_input(name: str, **more: Any) -> Json:
     return {"name": name, "typed_config": {"@type": NETWORK + name, **more}}
 
 
-def _go(name: str) -> Json:
+def go(name: str) -> Json:
     kind = {"@type": f"{T}google.protobuf.StringValue", "value": name}
     return {"action": {"name": name, "typed_config": kind}}
 
 
 def _if(value: Json, source: Json | None = None) -> Json:
-    return {"single_predicate": {"input": source or _input("SourceIPInput"), "value_match": value}}
+    return {"single_predicate": {"input": source or network_input("SourceIPInput"), "value_match": value}}
 
 
-def _matches(matcher: Json, *filters: Json) -> Callable[[Path], Json]:
+def matches(matcher: Json, *filters: Json) -> Callable[[Path], Json]:
     """A listener whose chains ``one``, ``two`` and ``three`` are chosen by a matcher."""
     chains = [{**chain(tcp(name)), "name": name} for name in ("one", "two", "three")]
     return to(*chains, filter_chain_matcher=matcher, listener_filters=list(filters))
 
 
-def _listed(*rows: tuple[Json, str]) -> Callable[[Path], Json]:
-    matchers = [{"predicate": predicate, "on_match": _go(name)} for predicate, name in rows]
-    return _matches({"matcher_list": {"matchers": matchers}, "on_no_match": _go("three")})
+def listed(*rows: tuple[Json, str]) -> Callable[[Path], Json]:
+    matchers = [{"predicate": predicate, "on_match": go(name)} for predicate, name in rows]
+    return matches({"matcher_list": {"matchers": matchers}, "on_no_match": go("three")})
 
 
 IS, IS_NOT = _if({"exact": "127.0.0.1"}), _if({"exact": "127.0.0.2"})
@@ -461,16 +468,16 @@ LISTED = {
     "or": {"or_matcher": {"predicate": [IS_NOT, IS]}},
     "or, none": {"or_matcher": {"predicate": [IS_NOT, IS_NOT]}},
     "not": {"not_matcher": IS_NOT},
-    "filter state": _if({"exact": "x"}, _input("FilterStateInput", key="k")),
+    "filter state": _if({"exact": "x"}, network_input("FilterStateInput", key="k")),
 }
 TREES: dict[str, Json] = {
-    "exact": {"exact_match_map": {"map": {"127.0.0.1": _go("one"), "127.0.0.0": _go("two")}}},
-    "prefix": {"prefix_match_map": {"map": {"127.": _go("one"), "127.0.": _go("two")}}},
+    "exact": {"exact_match_map": {"map": {"127.0.0.1": go("one"), "127.0.0.0": go("two")}}},
+    "prefix": {"prefix_match_map": {"map": {"127.": go("one"), "127.0.": go("two")}}},
     "inner": {
         "exact_match_map": {
             "map": {
                 "127.0.0.1": {
-                    "matcher": {"matcher_list": {"matchers": [{"predicate": IS, "on_match": _go("two")}]}}
+                    "matcher": {"matcher_list": {"matchers": [{"predicate": IS, "on_match": go("two")}]}}
                 }
             }
         }
@@ -482,12 +489,12 @@ TREES: dict[str, Json] = {
                 "typed_config": {
                     "@type": f"{T}xds.type.matcher.v3.IPMatcher",
                     "range_matchers": [
-                        {"ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 8}], "on_match": _go("one")},
+                        {"ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 8}], "on_match": go("one")},
                         {
                             "ranges": [{"address_prefix": "127.0.0.1", "prefix_len": 32}],
                             "on_match": {
                                 "matcher": {
-                                    "matcher_list": {"matchers": [{"predicate": IS_NOT, "on_match": _go("two")}]}
+                                    "matcher_list": {"matchers": [{"predicate": IS_NOT, "on_match": go("two")}]}
                                 }
                             },
                             "exclusive": exclusive,
@@ -500,11 +507,11 @@ TREES: dict[str, Json] = {
     },
 }
 SCENARIOS |= {
-    f"matcher_list, {name}": Scenario(_listed((each, "one"), (IS, "two"))) for name, each in LISTED.items()
+    f"matcher_list, {name}": Scenario(listed((each, "one"), (IS, "two"))) for name, each in LISTED.items()
 }
 SCENARIOS |= {
     f"matcher_tree, {name}": Scenario(
-        _matches({"matcher_tree": {"input": _input("SourceIPInput"), **tree}, "on_no_match": _go("three")})
+        matches({"matcher_tree": {"input": network_input("SourceIPInput"), **tree}, "on_no_match": go("three")})
     )
     for name, tree in TREES.items()
 }
@@ -600,16 +607,26 @@ SCENARIOS |= {
 DIFFERENT_LOGS = {"no PROXY header of version 1": "the reason is named"}
 
 
-def differences(envoy: dict[str, str], ours: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what each of the two saw in the scenarios that end differently, but for :data:`DIFFERENT_LOGS`.
+def differences(
+    envoy: dict[str, str],
+    ours: dict[str, str],
+    logs: Mapping[str, str] = DIFFERENT_LOGS,
+    clients: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, tuple[str, str]]:
+    """Return what each of the two saw in the scenarios that end differently.
 
     A difference that is expected and has gone is one, too.
+
+    Args:
+        logs: the scenarios in which the logs alone differ on purpose.
+        clients: those in which clients see something else on purpose.
     """
     found = {}
     for name, theirs in envoy.items():
         same = theirs == ours[name]
-        if name in DIFFERENT_LOGS:
-            same = not same and json.loads(theirs)["clients"] == json.loads(ours[name])["clients"]
+        if name in logs or name in clients:
+            alike = json.loads(theirs)["clients"] == json.loads(ours[name])["clients"]
+            same = not same and alike is (name in logs)
         if not same:
             found[name] = (theirs, ours[name])
     return found
@@ -701,14 +718,14 @@ def clusters(ports: dict[str, int]) -> list[Json]:
     return [*found, subsets, cluster(free_port(), name="refusing")[1]]
 
 
-def _resolving(name: str, port: int, host: str, **more: Any) -> Json:
+def resolving(name: str, port: int, host: str, **more: Any) -> Json:
     address = {"socket_address": {"address": host, "port_value": port}}
     load = {"cluster_name": name, "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
     more = {"dns_lookup_family": "V4_ONLY", "dns_refresh_rate": "60s", "dns_jitter": "1s"} | more
     return {"name": name, "type": "STRICT_DNS", "load_assignment": load, **more}
 
 
-def _cares(server: Json, **more: Any) -> Json:
+def cares(server: Json, **more: Any) -> Json:
     kind = f"{T}envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig"
     return {"name": "cares", "typed_config": {"@type": kind, "resolvers": [server], **more}}
 
@@ -723,49 +740,43 @@ def resolving_clusters(apps: dict[str, int]) -> list[Json]:
     options = {"dns_resolver_options": by_tcp}
     configured: Json = {"resolvers": [server]}
     return [
-        _resolving("dns typed", one, "udp.test", typed_dns_resolver_config=_cares(server, **query)),
-        _resolving(
+        resolving("dns typed", one, "udp.test", typed_dns_resolver_config=cares(server, **query)),
+        resolving(
             "dns typed by TCP",
             one,
             "tcp.test",
-            typed_dns_resolver_config=_cares(server, **options),
+            typed_dns_resolver_config=cares(server, **options),
             dns_resolvers=[server],
         ),
-        _resolving("dns config", one, "udp.test", dns_resolution_config=configured),
-        _resolving("dns config by TCP", one, "tcp.test", dns_resolution_config={**configured, **options}),
-        _resolving("dns resolvers", one, "udp.test", dns_resolvers=[server]),
-        _resolving("dns resolvers by TCP", one, "tcp.test", dns_resolvers=[server], **by_tcp),
-        _resolving("dns getaddrinfo", one, "localhost", typed_dns_resolver_config=getaddrinfo),
+        resolving("dns config", one, "udp.test", dns_resolution_config=configured),
+        resolving("dns config by TCP", one, "tcp.test", dns_resolution_config={**configured, **options}),
+        resolving("dns resolvers", one, "udp.test", dns_resolvers=[server]),
+        resolving("dns resolvers by TCP", one, "tcp.test", dns_resolvers=[server], **by_tcp),
+        resolving("dns getaddrinfo", one, "localhost", typed_dns_resolver_config=getaddrinfo),
         # Without servers of the cluster's own this changes nothing.
-        _resolving("dns of the bootstrap", one, "udp.test", **by_tcp),
+        resolving("dns of the bootstrap", one, "udp.test", **by_tcp),
     ]
 
 
-def bootstrap(ports: dict[str, int], apps: dict[str, int], folder: Path) -> Json:
-    """One bootstrap of all scenarios."""
-    log = {"text_format_source": {"inline_string": LOG + "\n"}}
+def listeners(scenarios: Mapping[str, Scenario], ports: dict[str, int], folder: Path) -> list[Json]:
+    """The listeners of scenarios, each with a log of its own."""
     kind = f"{T}envoy.extensions.access_loggers.file.v3.FileAccessLog"
-    listeners = []
-    for number, (name, scenario) in enumerate(SCENARIOS.items()):
-        sink = {"@type": kind, "path": str(folder / f"{number}.log"), "log_format": log}
+    found = []
+    for number, (name, scenario) in enumerate(scenarios.items()):
+        sink = {"@type": kind, "path": str(folder / f"{number}.log"), **scenario.form}
         address = {"socket_address": {"port_value": ports[name], **scenario.address}}
-        listeners.append(
-            {
-                "name": f"l{number}",
-                "address": address,
-                "access_log": [{"name": "f", "typed_config": sink}],
-                **scenario.listener(folder),
-            }
-        )
+        log = [{"name": "f", "typed_config": sink}]
+        found.append({"name": f"l{number}", "address": address, "access_log": log, **scenario.listener(folder)})
+    return found
+
+
+def bootstrap(apps: dict[str, int], _: Path) -> Json:
+    """The bootstrap of all scenarios but for their listeners."""
+    server = {"socket_address": {"address": "127.0.0.1", "port_value": apps["dns"]}}
     return {
         "node": {"id": "n", "cluster": "c"},
-        "static_resources": {
-            "listeners": listeners,
-            "clusters": [*clusters(apps), *resolving_clusters(apps), *_grown(apps)],
-        },
-        "typed_dns_resolver_config": _cares(
-            {"socket_address": {"address": "127.0.0.1", "port_value": apps["dns"]}}
-        ),
+        "static_resources": {"clusters": [*clusters(apps), *resolving_clusters(apps), *_grown(apps)]},
+        "typed_dns_resolver_config": cares(server),
     }
 
 
@@ -823,24 +834,56 @@ def _wake(port: int) -> None:
         sock.sendto(b"", ("127.0.0.1", port))
 
 
+def applications(stack: contextlib.ExitStack, _: Path) -> dict[str, int]:
+    """Start what the scenarios reach until ``stack`` ends; the ports."""
+    apps = {name: application(_named(name), stack) for name in ("one", "two", "three")}
+    return apps | {"echo": application(_echo, stack), "dns": name_server(stack)}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Scenarios in one bootstrap.
+
+    Attributes:
+        bootstrap: what there is beside the scenarios' listeners.
+        applications: what is started first; their ports.
+    """
+
+    scenarios: Mapping[str, Scenario]
+    bootstrap: Callable[[dict[str, int], Path], Json]
+    applications: Callable[[contextlib.ExitStack, Path], dict[str, int]]
+
+
+SUITE = Suite(SCENARIOS, bootstrap, applications)
+
+
 @contextlib.contextmanager
-def observed(kind: str) -> Iterator[dict[str, str]]:
+def observed(kind: str, suite: Suite = SUITE) -> Iterator[dict[str, str]]:
     """Run all scenarios by one kind of proxy; yields what happened in each."""
     with contextlib.ExitStack() as stack, Running(kind) as running:
         Certificates(running.folder)
-        apps = {name: application(_named(name), stack) for name in ("one", "two", "three")}
-        apps["echo"] = application(_echo, stack)
-        apps["dns"] = name_server(stack)
-        ports = {name: free_port() for name in SCENARIOS}
-        document = bootstrap(ports, apps, running.folder)
-        v4 = [port for name, port in ports.items() if SCENARIOS[name].address["address"] == "127.0.0.1"]
+        apps = suite.applications(stack, running.folder)
+        ports = {name: free_port() for name in suite.scenarios}
+        document = suite.bootstrap(apps, running.folder)
+        others = document["static_resources"].get("listeners", [])
+        document["static_resources"]["listeners"] = listeners(suite.scenarios, ports, running.folder) + others
+        v4 = [
+            ports[name]
+            for name, scenario in suite.scenarios.items()
+            if scenario.address["address"] == "127.0.0.1" and scenario.bound
+        ]
         running.start(document, v4)
         found = {}
-        for number, (name, scenario) in enumerate(SCENARIOS.items()):
+        for number, (name, scenario) in enumerate(suite.scenarios.items()):
             seen = [client(ports[name], running.folder) for client in scenario.clients]
             reached = sum(each != "refused" for each in seen)
             path = running.folder / f"{number}.log"
-            until(lambda path=path, reached=reached: path.exists() and path.read_text().count("\n") >= reached)  # type: ignore[misc]
+            until(lambda path=path, reached=reached: _lines(path) >= reached)  # type: ignore[misc]
             # Connections that end at nearly the same time are logged in either order.
-            found[name] = json.dumps({"clients": seen, "log": sorted(path.read_text().splitlines())})
+            log = sorted(path.read_text().splitlines()) if path.exists() else []
+            found[name] = json.dumps({"clients": seen, "log": log})
         yield found
+
+
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0

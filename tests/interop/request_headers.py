@@ -187,15 +187,37 @@ def _match(request: Request) -> Json:
 
 def _ask(sock: socket.socket, request: Request) -> None:
     """Make the request, and wait for its answer's end."""
-    client = h2.connection.H2Connection()
-    client.initiate_connection()
     head = [(":method", "CONNECT"), (":authority", "a.example:80")]
     if not request.connect:
         head = [(":method", "GET"), (":scheme", "http"), (":authority", "a.example"), (":path", "/")]
-    client.send_headers(1, [*head, *request.headers], end_stream=not request.connect)
+    answer(sock, [*head, *request.headers], ended=not request.connect)
+
+
+def answer(
+    sock: socket.socket, headers: list[tuple[str, str]], *, ended: bool = True, data: bytes = b""
+) -> str:
+    """Make a request, with ``data`` if there is any, and return its status, the server's name and the body once it has ended, or ``reset``."""
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    client.send_headers(1, headers, end_stream=ended and not data)
+    if data:
+        client.send_data(1, data, end_stream=True)
     sock.sendall(client.data_to_send())
-    while not any(isinstance(event, h2.events.StreamEnded) for event in client.receive_data(sock.recv(65536))):
+    words, body = [], b""
+    while data := sock.recv(65536):
+        for event in client.receive_data(data):
+            match event:
+                case h2.events.ResponseReceived():
+                    found = dict(event.headers)
+                    words += [found[b":status"].decode(), found.get(b"server", b"-").decode()]
+                case h2.events.DataReceived():
+                    body += event.data
+                case h2.events.StreamReset():
+                    return " ".join([*words, "reset"])
+                case h2.events.StreamEnded():
+                    return " ".join([*words, body.decode()])
         sock.sendall(client.data_to_send())
+    return " ".join([*words, "closed"])
 
 
 CASES = tuple(

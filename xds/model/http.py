@@ -35,7 +35,6 @@ class Route:
     headers: tuple[HeaderMatch, ...] = ()
     clusters: tuple[WeightedCluster, ...] = ()
     tunnel: bool = False
-    allow_post: bool = False
     timeout_s: float | None = None
     idle_timeout_s: float | None = None
     cluster_not_found_status: int = 503

@@ -468,6 +468,13 @@ def _retried(cases: str) -> dict[str, Any]:
     return {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [route]}]}
 
 
+def _posted() -> dict[str, Any]:
+    table = _retried("")
+    (upgrade,) = table["virtual_hosts"][0]["routes"][0]["route"]["upgrade_configs"]
+    upgrade["connect_config"] = {"allow_post": True}
+    return table
+
+
 BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"virtual_hosts": [{"domains": ["*"]}]}, "virtual_hosts[0].name: Proto constraint"),
     ({"virtual_hosts": [{"name": "v"}]}, "virtual_hosts[0].domains: Proto constraint"),
@@ -483,6 +490,7 @@ BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
         {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [{"match": {}, "route": {"cluster": "c"}}]}]},
         "routes[0].match.path_specifier: Proto constraint",
     ),
+    (_posted(), "upgrade_configs[0].connect_config.allow_post: a request becomes a tunnel only by CONNECT here"),
     (_retried("connect-failure"), "routes[0].route.retry_policy.retry_on: this proxy tries no request again"),
 ]
 

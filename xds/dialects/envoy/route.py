@@ -119,16 +119,17 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
     if action.retry_policy.retry_on:
         # Envoy tries a CONNECT elsewhere when the host could not be reached.
         raise Unsupported("this proxy tries no request again", "retry_policy.retry_on")
-    tunnel = allow_post = False
+    tunnel = False
     for index, upgrade in enumerate(action.upgrade_configs):
         with at("upgrade_configs", index):
             if upgrade.upgrade_type.upper() != "CONNECT":
                 raise Unsupported(f"only CONNECT is supported, not '{upgrade.upgrade_type}'", "upgrade_type")
             with at("connect_config"):
                 only(upgrade.connect_config, "allow_post")
+                if upgrade.connect_config.allow_post:
+                    raise Unsupported("a request becomes a tunnel only by CONNECT here", "allow_post")
             if not upgrade.HasField("enabled") or upgrade.enabled.value:
                 tunnel = upgrade.HasField("connect_config")
-                allow_post = upgrade.connect_config.allow_post
     if message.match.HasField("connect_matcher") and not tunnel:
         # Envoy passes the CONNECT on as a request, with its authority and headers.
         raise Unsupported("a CONNECT is ended here, not passed on: set connect_config", "upgrade_configs")
@@ -140,7 +141,6 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
         headers=headers,
         clusters=_clusters(action),
         tunnel=tunnel,
-        allow_post=allow_post,
         timeout_s=seconds(action, "timeout", 0.0) if action.HasField("timeout") else None,
         idle_timeout_s=seconds(action, "idle_timeout", 0.0) if action.HasField("idle_timeout") else None,
         cluster_not_found_status=_NOT_FOUND_STATUS[action.cluster_not_found_response_code],

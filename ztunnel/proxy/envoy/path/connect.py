@@ -452,22 +452,19 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
     authority = proxy.hostname(info)
     if not authority:
         raise UpstreamFailed("tunnel hostname is empty")
-    headers: list[tuple[str, str]] = []
+    # Like Envoy: whether a header exists is judged by the request as it was, which has none of them; what
+    # overwrites is set first, and what is added follows.
+    overwritten: dict[str, str] = {}
+    added: list[tuple[str, str]] = []
     for header in proxy.headers:
         value = header.render(info)
         if not value and not header.keep_empty:
             continue
-        if header.action != AppendAction.APPEND_IF_EXISTS_OR_ADD:
-            others = [(name, old) for name, old in headers if name != header.name]
-            exists = len(others) < len(headers)
-            if header.action == AppendAction.ADD_IF_ABSENT:
-                if exists:
-                    continue
-            elif header.action == AppendAction.OVERWRITE_IF_EXISTS and not exists:
-                continue
-            headers = others
-        headers.append((header.name, value))
-    return authority, headers
+        if header.action == AppendAction.OVERWRITE_IF_EXISTS_OR_ADD:
+            overwritten[header.name] = value
+        elif header.action != AppendAction.OVERWRITE_IF_EXISTS:
+            added.append((header.name, value))
+    return authority, [*overwritten.items(), *added]
 
 
 def _is_repeatable(error: Exception) -> bool:

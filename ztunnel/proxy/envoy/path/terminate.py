@@ -137,7 +137,8 @@ class Terminator:
         info.route_metadata = route.metadata
         if route.direct_status:
             raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
-        if not (route.tunnel and manager.model.allows_connect):
+        # A route by path may have ``connect_config``, too; what is no CONNECT cannot become a tunnel.
+        if not (route.tunnel and info.method == "CONNECT" and manager.model.allows_connect):
             raise RequestRefused(Answer(403, "upgrade_failed"))
         return route
 
@@ -268,13 +269,18 @@ def _matches(route: Route, info: StreamInfo) -> bool:
     connect = info.method == "CONNECT"
     if route.path is None:
         # Extended CONNECT is an upgrade to its own protocol and not a plain CONNECT (Envoy: 404).
-        if not (connect and not info.path) and not (route.allow_post and info.method == "POST"):
+        if not connect or info.path:
             return False
     elif not info.path or not route.path.matches(info.path.partition("?")[0]):
         return False
     for wanted in route.headers:
         values = header_values(info, wanted.name)
-        hit = bool(values) and (wanted.match is None or wanted.match.matches(",".join(values)))
+        if wanted.match is None:
+            hit = bool(values)
+        elif not values:
+            return False  # like Envoy: without a header there is no value to match, whether inverted or not
+        else:
+            hit = wanted.match.matches(",".join(values))
         if hit == wanted.invert:
             return False
     return True

@@ -1,0 +1,49 @@
+"""Which route a request takes, and which headers a tunnel's request gets; no sockets."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.http import HeaderMatch, Route, RouteTable, VirtualHost
+from xds.model.listener import AppendAction
+from xds.model.strings import StringMatch
+from ztunnel.proxy.envoy.listeners.chains import LiveHeader
+from ztunnel.proxy.envoy.path.connect import tunnel_request
+from ztunnel.proxy.envoy.path.terminate import route_for
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+
+
+def info(*headers: tuple[str, str]) -> StreamInfo:
+    here = SocketAddress("127.0.0.1", 1)
+    facts = ConnectionFacts(source=here, direct_source=here, destination=here)
+    made = StreamInfo(connection_id=1, facts=facts, started=0.0, started_at=0.0)
+    made.method, made.authority, made.request_headers = "CONNECT", "a.example:80", headers
+    return made
+
+
+@pytest.mark.parametrize("match", [StringMatch("exact", "b"), StringMatch("regex", "b"), None])
+@pytest.mark.parametrize("invert", [False, True])
+def test_an_inverted_value_matches_no_request_without_the_header(match: StringMatch | None, invert: bool) -> None:
+    route = Route(name="r", path=None, headers=(HeaderMatch("x-a", match, invert),), direct_status=200)
+    table = RouteTable("t", (VirtualHost("v", ("*",), (route,)),))
+    taken = [route_for(table, info(*headers)) is not None for headers in ((), (("x-a", "b"),), (("x-a", "c"),))]
+    absent = match is None and invert
+    assert taken == [absent, not invert, (match is None) is not invert]
+
+
+def test_what_overwrites_is_set_before_what_is_added() -> None:
+    """Both are judged by the request without any of them, in Envoy's order."""
+    wanted = [
+        ("x-a", "1", AppendAction.APPEND_IF_EXISTS_OR_ADD),
+        ("x-a", "2", AppendAction.ADD_IF_ABSENT),
+        ("x-a", "3", AppendAction.OVERWRITE_IF_EXISTS),
+        ("x-a", "4", AppendAction.OVERWRITE_IF_EXISTS_OR_ADD),
+        ("x-a", "5", AppendAction.OVERWRITE_IF_EXISTS_OR_ADD),
+        ("x-b", "", AppendAction.ADD_IF_ABSENT),
+    ]
+    headers = [LiveHeader(name, lambda _, value=value: value, action, False) for name, value, action in wanted]  # type: ignore[misc]
+    proxy = SimpleNamespace(hostname=lambda _: "a:1", headers=headers)
+    found = tunnel_request(proxy, info())  # type: ignore[arg-type]
+    assert found == ("a:1", [("x-a", "5"), ("x-a", "1"), ("x-a", "2")])
