@@ -12,7 +12,8 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -847,19 +848,29 @@ class Suite:
     Attributes:
         bootstrap: what there is beside the scenarios' listeners.
         applications: what is started first; their ports.
+        different_logs: scenarios in which clients see the same and the logs differ on purpose, and why.
+        different: scenarios in which clients see something else on purpose, and why.
     """
 
     scenarios: Mapping[str, Scenario]
     bootstrap: Callable[[dict[str, int], Path], Json]
     applications: Callable[[contextlib.ExitStack, Path], dict[str, int]]
+    different_logs: Mapping[str, str] = field(default_factory=dict)
+    different: Mapping[str, str] = field(default_factory=dict)
 
 
-SUITE = Suite(SCENARIOS, bootstrap, applications)
+SUITE = Suite(SCENARIOS, bootstrap, applications, DIFFERENT_LOGS)
 
 
-@contextlib.contextmanager
-def observed(kind: str, suite: Suite = SUITE) -> Iterator[dict[str, str]]:
-    """Run all scenarios by one kind of proxy; yields what happened in each."""
+def compared(suite: Suite) -> dict[str, tuple[str, str]]:
+    """Run a suite by both proxies at once; what each saw in the scenarios that end differently."""
+    with ThreadPoolExecutor(2) as pool:
+        envoy, ours = pool.map(lambda kind: observed(kind, suite), ("envoy", "ours"))
+    return differences(envoy, ours, suite.different_logs, suite.different)
+
+
+def observed(kind: str, suite: Suite = SUITE) -> dict[str, str]:
+    """Run all scenarios by one kind of proxy; what happened in each."""
     with contextlib.ExitStack() as stack, Running(kind) as running:
         Certificates(running.folder)
         apps = suite.applications(stack, running.folder)
@@ -882,7 +893,7 @@ def observed(kind: str, suite: Suite = SUITE) -> Iterator[dict[str, str]]:
             # Connections that end at nearly the same time are logged in either order.
             log = sorted(path.read_text().splitlines()) if path.exists() else []
             found[name] = json.dumps({"clients": seen, "log": log})
-        yield found
+        return found
 
 
 def _lines(path: Path) -> int:

@@ -59,8 +59,8 @@ def over_tls(common: Json) -> Json:
     return static([listener(bad)[1]], [cluster()[1]])
 
 
-def rbac(permission: Json | None = None, principal: Json | None = None) -> Json:
-    policy = {"permissions": [permission or {"any": True}], "principals": [principal or {"any": True}]}
+def rbac(permission: Json | None = None, principal: Json | None = None, **more: Any) -> Json:
+    policy = {"permissions": [permission or {"any": True}], "principals": [principal or {"any": True}], **more}
     kind = T + "envoy.extensions.filters.network.rbac.v3.RBAC"
     config = {"@type": kind, "stat_prefix": "r", "rules": {"policies": {"p": policy}}}
     return on_listener({"name": "rbac", "typed_config": config})
@@ -70,19 +70,30 @@ def with_cluster(**more: Any) -> Json:
     return static(clusters=[cluster(**more)[1]])
 
 
-def routed(action: Json | None = None, host: Json | None = None, **match: Any) -> Json:
-    manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+def matched(predicate: Json, **more: Any) -> Json:
+    """A listener whose only chain is chosen by a matcher; ``more`` of what follows."""
+    name = {"name": "one", "typed_config": {"@type": T + "google.protobuf.StringValue", "value": "one"}}
+    rows = [{"predicate": predicate, "on_match": {"action": name, **more}}]
+    matcher = {"matcher_list": {"matchers": rows}}
+    return static([listener(chain(tcp()), filter_chain_matcher=matcher)[1]], [cluster()[1]])
+
+
+def routed(
+    action: Json | None = None, host: Json | None = None, manager: Json | None = None, **match: Any
+) -> Json:
+    kind = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
     upgrade = [{"upgrade_type": "CONNECT", "connect_config": {}}]
     taken = {"cluster": "app", "upgrade_configs": upgrade, **(action or {})}
     route = {"match": {"connect_matcher": {}, **match}, "route": taken}
     config = {
-        "@type": T + manager,
+        "@type": T + kind,
         "stat_prefix": "h",
         "route_config": {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route], **(host or {})}]},
         "http_filters": [
             {"name": "router", "typed_config": {"@type": T + "envoy.extensions.filters.http.router.v3.Router"}}
         ],
         "upgrade_configs": [{"upgrade_type": "CONNECT"}],
+        **(manager or {}),
     }
     return static([listener({"filters": [{"name": "h", "typed_config": config}]})[1]], [cluster()[1]])
 
@@ -119,6 +130,12 @@ def logged_by(kind: str = "Tcp", **change: Any) -> Json:
     return static([listener(chain(tcp(access_log=[log])))[1]], [cluster(9)[1]])
 
 
+_INPUTS = f"{T}envoy.extensions.matching.common_inputs.network.v3"
+ADDRESS: Json = {"name": "i", "typed_config": {"@type": f"{_INPUTS}.SourceIPInput"}}
+METADATA: Json = {
+    "name": "m",
+    "typed_config": {"@type": f"{_INPUTS}.DynamicMetadataInput", "filter": "f", "path": [{"key": "k"}]},
+}
 ROWS: dict[str, Row] = {
     "log service": Row(logged_by, True, True),
     "log service of requests": Row(
@@ -309,6 +326,38 @@ ROWS: dict[str, Row] = {
     ),
     "route tried again in no case": Row(lambda: routed({"retry_policy": {"num_retries": 2}}), True, True),
     "route": Row(routed, True, True),
+    "route by POST": Row(
+        lambda: routed({"upgrade_configs": [{"upgrade_type": "CONNECT", "connect_config": {"allow_post": True}}]}),
+        True,
+        False,
+        NOT_HERE,
+    ),
+    "rbac, null as condition": Row(
+        lambda: rbac(condition={"const_expr": {"null_value": "NULL_VALUE"}}), True, True
+    ),
+    "upgrade that is not enabled": Row(
+        lambda: routed(manager={"upgrade_configs": [{"upgrade_type": "CONNECT", "enabled": False}]}), True, True
+    ),
+    "matching goes on": Row(
+        lambda: matched(
+            {"single_predicate": {"input": ADDRESS, "value_match": {"exact": "a"}}}, keep_matching=True
+        ),
+        True,
+        True,
+    ),
+    "chain by metadata": Row(
+        lambda: matched({"single_predicate": {"input": METADATA, "value_match": {"exact": "a"}}}),
+        False,
+        True,
+        "Envoy has the input for other matchers only",
+    ),
+    "endpoints of the same resource": Row(
+        lambda: static(
+            clusters=[{"name": "c", "type": "EDS", "eds_cluster_config": {"eds_config": {"self": {}}}}]
+        ),
+        False,
+        False,
+    ),
 }
 
 

@@ -193,15 +193,11 @@ def _ask(sock: socket.socket, request: Request) -> None:
     answer(sock, [*head, *request.headers], ended=not request.connect)
 
 
-def answer(
-    sock: socket.socket, headers: list[tuple[str, str]], *, ended: bool = True, data: bytes = b""
-) -> str:
-    """Make a request, with ``data`` if there is any, and return its status, the server's name and the body once it has ended, or ``reset``."""
+def answer(sock: socket.socket, headers: list[tuple[str, str]], *, ended: bool = True) -> str:
+    """Make a request, and return its status, the server's name and the body once it has ended, or ``reset``."""
     client = h2.connection.H2Connection()
     client.initiate_connection()
-    client.send_headers(1, headers, end_stream=ended and not data)
-    if data:
-        client.send_data(1, data, end_stream=True)
+    client.send_headers(1, headers, end_stream=ended)
     sock.sendall(client.data_to_send())
     words, body = [], b""
     while data := sock.recv(65536):

@@ -34,13 +34,13 @@ Headers = tuple[tuple[str, str], ...]
 # Clients
 
 
-def request(path: str = "/", *, method: str = "GET", headers: Headers = (), data: bytes = b"") -> Client:
+def request(path: str = "/", *, method: str = "GET", headers: Headers = ()) -> Client:
     """A client that makes one request of HTTP/2; the status, the server and the body."""
 
     def ask(port: int, _: Path) -> str:
         head = [(":method", method), (":scheme", "http"), (":authority", "a.example"), (":path", path)]
         with socket.create_connection(("127.0.0.1", port), WAIT_S) as sock:
-            return answer(sock, [*head, *headers], data=data)
+            return answer(sock, [*head, *headers])
 
     return ask
 
@@ -114,9 +114,9 @@ def says(status: int, match: Json | None = None, **body: Any) -> Json:
     return {"match": match or {"prefix": "/"}, "direct_response": direct}
 
 
-def connects(target: str, *, allow_post: bool = False, **more: Any) -> Json:
+def connects(target: str, **more: Any) -> Json:
     """A route that ends tunnels, towards a cluster or, if that is empty, as ``more`` says."""
-    upgrade = [{"upgrade_type": "CONNECT", "connect_config": {"allow_post": allow_post}}]
+    upgrade = [{"upgrade_type": "CONNECT", "connect_config": {}}]
     where = {"cluster": target} if target else {}
     return {"match": {"connect_matcher": {}}, "route": {"upgrade_configs": upgrade, **where, **more}}
 
@@ -193,13 +193,6 @@ SCENARIOS |= {
             connects("nowhere", cluster_not_found_response_code="NOT_FOUND"), table={"validate_clusters": False}
         ),
         (tunnel(),),
-    ),
-    "allow_post": Scenario(
-        manages({**connects("one", allow_post=True), "match": {"prefix": "/"}}),
-        (request(method="POST", data=b"?"), tunnel()),
-    ),
-    "allow_post of a route that matches CONNECT": Scenario(
-        manages(connects("one", allow_post=True)), (request(method="POST", data=b"?"), tunnel())
     ),
     "use_http_header": Scenario(
         manages(connects("by header")), (tunnel(original="x-envoy-original-dst-host"), tunnel())
@@ -696,7 +689,6 @@ def bootstrap(apps: dict[str, int], folder: Path) -> Json:
     }
 
 
-SUITE = Suite(SCENARIOS, bootstrap, applications)
 _GUARD = "a tunnel may only name the pod that it was opened to (check_authority)"
 #: Scenarios that end otherwise than in Envoy on purpose, and why.
 DIFFERENT = {
@@ -712,3 +704,4 @@ DIFFERENT_LOGS = {
     "validation by SDS": _EARLY,
     "combined_validation_context": _EARLY,
 }
+SUITE = Suite(SCENARIOS, bootstrap, applications, DIFFERENT_LOGS, DIFFERENT)

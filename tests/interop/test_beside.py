@@ -2,17 +2,17 @@
 
 import pytest
 
-from tests.interop import beside
+from tests.interop import beside, sources
 from tests.interop.proxies import ENVOY
 
 pytestmark = pytest.mark.interop
 
 
-def test_each_scenario_ends_like_envoys() -> None:
+@pytest.mark.parametrize("suite", [beside.SUITE, sources.SUITE], ids=["beside", "sources"])
+def test_each_scenario_ends_like_envoys(suite: beside.Suite) -> None:
     if not ENVOY.exists():
         pytest.skip("NOT TESTED: no Envoy here")
-    with beside.observed("envoy") as envoy, beside.observed("ours") as ours:
-        different = beside.differences(envoy, ours)
+    different = beside.compared(suite)
     assert not different, "\n".join(
         f"{name}\n   envoy {one}\n   ours  {other}" for name, (one, other) in different.items()
     )
