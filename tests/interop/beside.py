@@ -775,7 +775,7 @@ def bootstrap(apps: dict[str, int], _: Path) -> Json:
     """The bootstrap of all scenarios but for their listeners."""
     server = {"socket_address": {"address": "127.0.0.1", "port_value": apps["dns"]}}
     return {
-        "node": {"id": "n", "cluster": "c"},
+        "node": {"id": "n", "cluster": "c", "user_agent_version": "1"},
         "static_resources": {"clusters": [*clusters(apps), *resolving_clusters(apps), *_grown(apps)]},
         "typed_dns_resolver_config": cares(server),
     }

@@ -53,6 +53,9 @@ _NO_PATH = "a connection has no path: refused here, where Envoy accepts a rule t
 _NO_INPUT = "this Envoy has no such input for filter chains: refused there, and without a value here"
 #: Accepted fields without a scenario, and why.
 WITHOUT = {
+    "envoy.config.core.v3.HealthCheck.HttpHealthCheck.codec_client_type": (
+        "only HTTP1 is accepted, and a message that says the default looks like one that says nothing"
+    ),
     "envoy.config.rbac.v3.Permission.url_path": _NO_PATH,
     "envoy.config.rbac.v3.Principal.url_path": _NO_PATH,
     "envoy.extensions.matching.common_inputs.network.v3.DynamicMetadataInput.PathSegment.key": _NO_INPUT,

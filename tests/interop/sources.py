@@ -323,6 +323,14 @@ def _starts_with_the_default(folder: Path) -> Json:
     return {"filter_chains": [chain({"name": "guard", "config_discovery": discovery}, tcp("one"))]}
 
 
+def _routes_from_a_file(folder: Path) -> Json:
+    kind = f"{T}envoy.config.route.v3.RouteConfiguration"
+    hosts = [{"name": "v", "domains": ["*"], "routes": [says(201)]}]
+    source = _file(folder, "routes", {"@type": kind, "name": "routes", "virtual_hosts": hosts})
+    manager = connection_manager({"rds": {"route_config_name": "routes", "config_source": source}})
+    return {"filter_chains": [chain(manager)]}
+
+
 _ONE = base64.b64encode((1).to_bytes(4, "little")).decode()
 _ORIGINAL = f"{T}envoy.extensions.filters.listener.original_src.v3.OriginalSrc"
 _HEADERS: list[Json] = [
@@ -338,12 +346,15 @@ _HEADERS: list[Json] = [
     {"header": {"key": "x-g", "value": "7"}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"},
     {"header": {"key": "x-g", "value": "8"}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"},
     {"header": {"key": "x-g", "value": "9"}},
+    {"header": {"key": "x-h", "value": "10"}},
+    {"header": {"key": "x-h", "value": "11"}, "append": False},
 ]
 SCENARIOS |= {
     "nothing is bound": Scenario(to(chain(tcp("one")), bind_to_port=False), bound=False),
     "nothing is bound, as of old": Scenario(
         to(chain(tcp("one")), deprecated_v1={"bind_to_port": False}), bound=False
     ),
+    "rds": Scenario(_routes_from_a_file, (request(),)),
     "transparent": Scenario(to(chain(tcp("one")), transparent=True)),
     "use_original_dst": Scenario(to(chain(tcp("one")), use_original_dst=True)),
     "mark": Scenario(
