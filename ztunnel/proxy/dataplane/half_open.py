@@ -304,7 +304,7 @@ class HalfOpen:
         self.changed(0)
 
     def close(self) -> None:
-        """Stop the timers; idempotent. Entrances are closed by their owners."""
+        """Stop the timers; idempotent. Limiters are closed by their owners."""
         for timer in (self._timer, self._retry):
             if timer is not None:
                 timer.cancel()

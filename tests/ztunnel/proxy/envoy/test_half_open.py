@@ -27,7 +27,7 @@ from tests.ztunnel.proxy.envoy.rig import (
     tls,
     tunnel,
 )
-from ztunnel.proxy.dataplane.half_open import STANDS_STILL, HalfOpenLimits
+from ztunnel.proxy.dataplane.half_open import STALLED, HalfOpenLimits
 from ztunnel.proxy.envoy.admin import readiness
 from ztunnel.proxy.envoy.listeners.connections import PodQuota
 from ztunnel.runtime.descriptors import Descriptors
@@ -128,7 +128,7 @@ def test_a_handshake_that_stands_still_gives_way(tmp_path: Path) -> None:
             second = socket.create_connection(("127.0.0.1", rig.port("secured")))
             second.sendall(hello)
             (line,) = await rig.log()
-            assert line["details"] == STANDS_STILL.replace(" ", "_")
+            assert line["details"] == STALLED.replace(" ", "_")
             await rig.until(lambda: rig.proxy.half_open.handshakes == 1)
             stuck.close()
             second.close()
