@@ -5,8 +5,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Go's own installer leaves it beside the PATH.
 GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
-# Two per core, because half of them wait: tests/lanes.py.
-WORKERS := -n 4 --dist loadgroup
+# More than two cores can keep busy, because some of them wait: tests/lanes.py.
+WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
