@@ -15,11 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 LIMIT_S = 30.0
 _ROOT = Path(__file__).parents[1]
+_one_at_a_time = threading.Lock()  # the socket carries one request and its answers
 _kept: list["subprocess.Popen[bytes]"] = []  # a Popen that is collected warns of the process that still runs
 _APPLICATIONS = ("ztunnel.proxy.envoy.app", "ztunnel.proxy.istio.app")
 
@@ -30,8 +32,8 @@ def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
     Raises:
         subprocess.TimeoutExpired: it did not end in :data:`LIMIT_S`; it is killed.
     """
-    server = _server()
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with _one_at_a_time, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        server = _server()
         request = json.dumps({"args": args, "env": dict(os.environ), "folder": os.getcwd()}).encode()
         socket.send_fds(server, [len(request).to_bytes(4, "big")], [output.fileno(), errors.fileno()])
         server.sendall(request)
