@@ -61,7 +61,7 @@ class Budget:
 
 
 class WindowPool:
-    """Bytes by which the receive windows of a group of connections can grow: those of a pod, or of a process."""
+    """A budget in bytes for larger receive windows, shared by the connections of one pod or of one process."""
 
     __slots__ = ("limit", "used")
 

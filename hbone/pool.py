@@ -187,7 +187,7 @@ class PoolState:
         return waiter, self._assign_waiters(key, entry, now_s)
 
     def cancel_wait(self, waiter: WaiterId, now_s: float) -> list[Action]:
-        """Remove a waiter from the queue. Idempotent; does nothing after it was assigned or failed."""
+        """Remove a waiter from the queue. Does nothing if it has left the queue already."""
         key = self._waiting.pop(waiter, None)
         if key is None:
             return []

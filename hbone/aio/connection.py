@@ -459,7 +459,7 @@ class Connection(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # In the order in which they ran out of room, each as much as it can. A tunnel that finds no room
+                # Tunnels send in the order in which they ran out of room. A tunnel that finds no room again
                 # goes to the end of the queue, so that tunnels take turns with a small window.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():

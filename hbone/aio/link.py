@@ -100,8 +100,8 @@ class Link:
         overhead -= size
         self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
-            # The alert was in the bytes just read. So the socket can be without a further event, while a peer that
-            # wants close_notify from both sides waits for ours before it sends a FIN. Read again to find it.
+            # The alert was in the bytes just read. A peer that wants close_notify from both sides waits for ours
+            # before it sends a FIN, so the socket may report no further event. Read again to find the alert.
             self.readable = True
         return plain[:size]
 

@@ -56,8 +56,8 @@ class Spin:
     """Decides after each turn whether to poll again at once; see the module for the rule.
 
     Between polls the processor is offered to other processes (sched_yield), because the poller mostly waits for
-    their answers. After the processor returned late, spinning pauses for some time: the cores are contended, and
-    the scheduler prefers a process that sleeps to one that yields.
+    their answers. If it comes back late, the cores are contended, and spinning pauses: the scheduler
+    favours a process that sleeps over one that yields.
     """
 
     __slots__ = (

@@ -168,7 +168,7 @@ class TlsSocket(End):
                 self.poller.requeue(self)  # not at once: the scratch buffers may be in use
 
     def delivered(self, size: int) -> None:
-        """See :class:`End`; reading resumes when everything given to the peer has left."""
+        """Implement :meth:`End.delivered`. Reading resumes when all bytes given to the peer have been sent."""
         self._in_flight -= size
         if self._in_flight <= 0:
             self.resume()

@@ -95,7 +95,7 @@ class ClientState(Protocol[Request, Response]):
     """Identifier the server gave of itself, empty until it did."""
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """Replace the wanted names of one type. ``None`` wants all, an empty set nothing.
+        """Replace the wanted names of one type. ``None`` subscribes to all names, an empty set to none.
 
         ``again`` names resources to be sent once more although the server sent them already.
         """
@@ -110,7 +110,7 @@ class ClientState(Protocol[Request, Response]):
         """
 
     def stream_opened(self) -> None:
-        """Start over on a fresh stream, with all types in the order in which they were first wanted."""
+        """Subscribe to all types again on a new stream, in the order of their first subscription."""
 
     def stream_closed(self) -> None:
         """Nothing is sent until the next stream; versions, names and lifetimes are kept."""

@@ -108,7 +108,7 @@ class DeltaClient:
                 state.asking.append(name)
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """See :meth:`ClientState.want`; ``again`` subscribes to names a second time."""
+        """Implement :meth:`ClientState.want`. ``again`` subscribes to names a second time."""
         state = self._type(type_url)
         state.wanted = None if names is None else set(names)
         state.replaced = True

@@ -66,7 +66,7 @@ class SotwClient:
         self._node_due = True
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """See :meth:`ClientState.want`; ``again`` repeats the request unchanged, as Envoy does."""
+        """Implement :meth:`ClientState.want`. ``again`` repeats the request unchanged, like Envoy."""
         state = self._types.setdefault(type_url, _Type(type_url))
         if names is not None and state.wanted is not None:
             self._lifetimes.ended(type_url, state.wanted - names)

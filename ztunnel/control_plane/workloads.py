@@ -132,7 +132,7 @@ class WorkloadConfig:
 
     @cached_property
     def _references(self) -> Mapping[str, list[str]]:
-        """Return, per pod, the policies that it must name: those that do not apply to its whole namespace."""
+        """Return the policies that each pod must name, because they do not apply to its whole namespace."""
         references: dict[str, list[str]] = {key: [] for key in self.mesh.pods}
         for policy in self.mesh.policies:
             if policy.action not in _ACTIONS or self._for_namespace(policy):

@@ -149,8 +149,8 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values, one of which a connection must have for a condition to hold. ``None`` if there are no such
-    values.
+    """Return values of which a connection must have at least one if a condition holds. ``None`` if there are no
+    such values.
     """
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None

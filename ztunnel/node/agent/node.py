@@ -79,7 +79,7 @@ class _Pod:
         self.phase = Phase.PENDING
         self.error = ""
         self.announced = True  # false: not in snapshots, because proxies are being notified of its end
-        # For a leaving pod: its deadline, whether it is wanted again, and a notification of changes of either.
+        # For a leaving pod: its deadline, whether it has been enrolled again, and an event for changes of both.
         self.leave_at = 0.0
         self.recalled = False
         self.news = asyncio.Event()

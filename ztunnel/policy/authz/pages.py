@@ -1,4 +1,4 @@
-"""The admin pages of the policy server: what is in force with its counts, and why a request would be denied."""
+"""The admin pages of the policy server: active policies with their counts, and why a request would be denied."""
 
 import json
 

@@ -42,7 +42,7 @@ class Clause:
 
 
 def all_hold(checks: Iterable[Check], facts: Facts) -> bool:
-    """Return whether all checks hold. One failing check decides, whatever the others raise.
+    """Return whether all checks hold. One failing check decides, even if others raise errors.
 
     Raises:
         Undecidable: none fails and one cannot be evaluated.

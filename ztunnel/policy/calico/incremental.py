@@ -471,7 +471,7 @@ class Compiler(RuleCompiler):
             self._watch(policy_id, _Watch(self._anchor(selector.root), _by(selector), _no_members))
 
     def _own(self, owner: Hashable, needed: set[str]) -> None:
-        """Keep the sets that an owner now needs, and drop those that no owner needs any more."""
+        """Record the sets that an owner needs, and drop the sets that no owner needs any more."""
         before = self._sets_of.get(owner, set())
         for set_id in needed - before:
             self._owners.setdefault(set_id, set()).add(owner)

@@ -473,7 +473,7 @@ class _RuleCompiler:
         self.reasons: list[str] = []
 
     def phrases(self, rule: c.Rule) -> Iterator[Phrase]:
-        """Yield programs, at least one of which matches if the rule matches, as far as the kernel can see."""
+        """Yield programs. If the rule matches, at least one of them does, as far as the kernel can see."""
         if rule.http.methods or rule.http.paths:
             self.reasons.append("the kernel sees no HTTP")
         for side, peer in (("source", rule.source), ("destination", rule.destination)):

@@ -42,8 +42,8 @@ class Credentials:
     anchors: tuple[x509.Certificate, ...] | None
     is_revoked: Callable[[Chain], bool] = none_revoked
     names: tuple[str, ...] = field(init=False)
-    # Keyed by the peer's credentials, and only as long as these are in use: certificates are renewed, each for as
-    # many peers as there are pods, and a cache of all pairs would keep those of hours ago.
+    # Keyed weakly by the peer's credentials: certificates are renewed, and a cache of all pairs of them would keep
+    # pairs of certificates that expired hours ago.
     _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | str]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )

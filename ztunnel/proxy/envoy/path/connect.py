@@ -452,8 +452,8 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
     authority = proxy.hostname(info)
     if not authority:
         raise UpstreamFailed("tunnel hostname is empty")
-    # Like Envoy: whether a header exists is judged by the request as it was, which has none of them; what
-    # overwrites is set first, and what is added follows.
+    # Like Envoy: "exists" means in the original request, which has no such headers. Headers that overwrite are set
+    # first, and then headers are added.
     overwritten: dict[str, str] = {}
     added: list[tuple[str, str]] = []
     for header in proxy.headers:

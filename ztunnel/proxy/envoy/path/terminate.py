@@ -137,7 +137,7 @@ class Terminator:
         info.route_metadata = route.metadata
         if route.direct_status:
             raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
-        # A route by path may have ``connect_config``, too; what is no CONNECT cannot become a tunnel.
+        # A route by path can have ``connect_config`` as well, but only a CONNECT request can become a tunnel.
         if not (route.tunnel and info.method == "CONNECT" and manager.model.allows_connect):
             raise RequestRefused(Answer(403, "upgrade_failed"))
         return route

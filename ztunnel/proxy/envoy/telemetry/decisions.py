@@ -24,7 +24,7 @@ from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
-#: The counting key if policies that allow exist and none of them matched, so that no policy decided.
+#: The counting key of a denial because no ALLOW policy matched: no single policy decided.
 NONE_MATCHED: Final = "none"
 #: The results of a policy's decisions on pages, by use.
 RESULTS: Final = {
