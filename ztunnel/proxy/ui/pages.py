@@ -184,7 +184,7 @@ class LivePages:
 
 
 def _is_own(host: str) -> bool:
-    """Return whether ``Host`` is no name that another site could have (RFC 9110, 7.2): an address or localhost."""
+    """Return whether ``Host`` (RFC 9110, 7.2) is an address or localhost, and so cannot be another site's name."""
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost" or name.lower().endswith(".localhost"):
         return True

@@ -153,7 +153,7 @@ def _ambient(pod: dict[str, Any], config: InjectConfig) -> None:
     labels = metadata.setdefault("labels", {}) if isinstance(metadata, dict) else None
     if not isinstance(labels, dict):
         raise Denied("metadata.labels: must be a mapping")
-    # A pod that says none, or another mode, has an author who meant it: it stays out, and a gate would never open.
+    # A pod with mode ``none``, or an unknown mode, stays out of the mesh. A gate in it would never open.
     if labels.setdefault(DATAPLANE_MODE, "ambient") != "ambient":
         return
     others = [

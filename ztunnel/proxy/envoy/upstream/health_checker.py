@@ -106,8 +106,8 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # Unchanged, unless this is the first attempt: a check that failed because of our bug changes no host's
-        # health.
+        # The health is the host's present one unless this is the first attempt: if a check fails because of a bug of
+        # ours, no host's health changes.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)
