@@ -106,8 +106,7 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # The health is the host's present one unless this is the first attempt: if a check fails because of a bug of
-        # ours, no host's health changes.
+        # If an earlier attempt ended because of a bug of ours, the host keeps its health.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)
