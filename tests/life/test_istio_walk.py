@@ -47,6 +47,9 @@ from tests.ztunnel.proxy.istio.pods import (
     workload,
 )
 from xds.model.address import SocketAddress
+from ztunnel.addons import Addon, Facts
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.dataplane.life import Event, State
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import (
@@ -55,6 +58,7 @@ from ztunnel.proxy.istio.accounting.outcome import (
     REJECTED,
     REVOKED,
 )
+from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 GRACE_S = 3.0
@@ -115,6 +119,24 @@ class Held(ABC):
         cluster.application(SERVER)
         if state is State.DIALING:
             cluster.wire.gates[APP] = self._gate
+        if state is State.HELD:
+            self.held_by_addon()
+
+    def held_by_addon(self) -> None:
+        """Have an addon whose answer waits for the release."""
+        gate = self._gate
+
+        class Waits(Addon):
+            time_limit_s = 60.0
+
+            async def accepting(self, facts: Facts) -> None:
+                await gate.wait()
+
+            async def connecting(self, facts: Facts) -> None:
+                if facts.destination.name == "far":  # else it would hold the client of a tunnel within the node
+                    await gate.wait()
+
+        self.cluster.node.addons = PodAddons(AddonHost([load_class(Waits, {})]))
 
     # Events
 
@@ -254,6 +276,8 @@ class Outbound(Held):
         cluster.mesh.apply([FAR])
         self.shown = certificate(identity("far"))
         peer = cluster.peer("far", OTHER, shown=self.shown)
+        if self.state is State.HELD:
+            self.held_by_addon()
         if self.state is State.HANDSHAKE:
             cluster.wire.handlers[SocketAddress(OTHER, HBONE_PORT)] = self._slow(peer)
         if self.state is State.DIALING:
@@ -273,10 +297,10 @@ class Outbound(Held):
 
 EVERY = [event for event in Event if event is not Event.CONFIGURATION]  # which is Envoy's dialect alone
 KINDS: dict[type[Held], list[State]] = {
-    Wire: [State.ACCEPTED, State.HANDSHAKE, State.IDENTIFIED, State.DIALING, State.OPEN],
-    Plain: [State.IDENTIFIED, State.DIALING, State.OPEN],
-    JoinedInbound: [State.IDENTIFIED, State.DIALING, State.JOINED],
-    Outbound: [State.HANDSHAKE, State.DIALING, State.OPEN],
+    Wire: [State.ACCEPTED, State.HANDSHAKE, State.IDENTIFIED, State.HELD, State.DIALING, State.OPEN],
+    Plain: [State.IDENTIFIED, State.HELD, State.DIALING, State.OPEN],
+    JoinedInbound: [State.IDENTIFIED, State.HELD, State.DIALING, State.JOINED],
+    Outbound: [State.HELD, State.HANDSHAKE, State.DIALING, State.OPEN],
 }
 
 
@@ -288,7 +312,7 @@ def promised(kind: type[Held], state: State, event: Event) -> Outcome:
             return Outcome.WORKS  # nothing was proven that could be revoked
         if state is State.IDENTIFIED:
             return Outcome.REVOKED  # on the wire its connection is open, and ends what it carries
-        if kind is Outbound and state is State.DIALING:
+        if kind is Outbound and state in (State.HELD, State.DIALING):
             return Outcome.REFUSED  # the peer is unknown until its handshake
     if event in (Event.POLICIES, Event.WORKLOAD_REMOVED, Event.WORKLOAD_RESTORED) and kind is Outbound:
         return Outcome.WORKS

@@ -34,6 +34,8 @@ class State(Key):
     """TLS with the peer is under way, so that the peer's identity is unknown."""
     IDENTIFIED = "identified"
     """All facts are known. The first verdict waits for a policy that has not arrived."""
+    HELD = "held"
+    """The verdict of policy allows it, or policy judges later. An addon's answer or its delay is awaited."""
     DIALING = "dialing"
     """The verdict allows it; the next hop is being opened."""
     OPEN = "open"
@@ -115,6 +117,7 @@ TABLE: Final[dict[tuple[State, Event], Action]] = {
         State.HANDSHAKE: _BEFORE_FACTS,
         # Its verdict is pending: the waiting step judges when the policy arrives, or when its time is over.
         State.IDENTIFIED: _BEFORE_FACTS,
+        State.HELD: _WITH_FACTS,
         State.DIALING: _WITH_FACTS,
         State.OPEN: _OPEN,
         State.JOINED: _OPEN,

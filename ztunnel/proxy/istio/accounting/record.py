@@ -14,6 +14,7 @@ from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.policy.ledger import Use
+from ztunnel.proxy.dataplane.lives import Life
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.logs import (
     Bare,
@@ -60,6 +61,28 @@ class Reporter(Protocol):
     def logs(self) -> LogStream:
         """For access lines."""
 
+    @property
+    def addons(self) -> "Observer | None":
+        """Informed of the end of every connection; ``None``: there are no addons."""
+
+
+class Asked(Protocol):
+    """What addons have said of a connection: :class:`ztunnel.proxy.addons.host.Asked`."""
+
+    @property
+    def addon(self) -> str:
+        """The addons that returned a verdict, joined by commas."""
+
+    def opened(self, life: Life, counts: ByteCounts) -> None:
+        """Inform them that the relay of ``life`` runs."""
+
+
+class Observer(Protocol):
+    """The addons of this process: :class:`ztunnel.proxy.istio.path.addons.PodAddons`."""
+
+    def ended(self, record: "Record", reason: str, duration_s: float) -> None:
+        """Inform them of the end of a connection, with the text of its access line."""
+
 
 class Record:
     """See the module.
@@ -76,6 +99,7 @@ class Record:
         dry_run: the hypothetical decision of dry-run policies, if it differs.
         http_left: the rule of a policy about requests, and the waypoint that judges them.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
+        asked: what addons have said. ``None`` if none was asked.
         counts: bytes moved, from the requesting side to the answering side and back.
     """
 
@@ -83,6 +107,7 @@ class Record:
         "_node",
         "_opened",
         "_series",
+        "asked",
         "counts",
         "destination",
         "destination_identity",
@@ -128,6 +153,7 @@ class Record:
         self.dry_run = ""
         self.trace = b""
         self.http_left = ""
+        self.asked: Asked | None = None
         self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
 
@@ -192,6 +218,8 @@ class Record:
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
+        if node.addons is not None:
+            node.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
         if not logged:
             return
         counts = self.counts
@@ -203,6 +231,8 @@ class Record:
             fields.append(("policy.dry_run", self.dry_run))
         if self.http_left:
             fields.append(("policy.http", self.http_left))
+        if self.asked is not None and self.asked.addon:
+            fields.append(("addon", self.asked.addon))
         fields.append(("duration", f"{int((now_s - self.started_s) * 1000)}ms"))
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))
@@ -213,6 +243,8 @@ class Record:
         """Count a connection that ends before it opened, and write its line."""
         node = self._node
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
+        if node.addons is not None:
+            node.addons.ended(self, reason, node.clock.monotonic() - self.started_s)
         if node.logs.access_level <= _WARN:
             fields: list[Field] = [
                 ("src.addr", Bare(self.source)),

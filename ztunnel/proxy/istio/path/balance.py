@@ -7,22 +7,29 @@ services that this node's pods do not dial cost nothing. They follow the mesh by
 change of one endpoint costs one endpoint.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from xds.model.mesh import Changes, Endpoint, Mesh
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
 from xds.model.workload import ServiceKey, Workload, WorkloadUid
+from ztunnel.proxy.istio.path.addon_labels import addon_labels
 
 #: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
 Choose = Callable[[int], int]
+
+#: Labels that an endpoint must have all of, as addons see them (``addon_labels.py``).
+Labels = frozenset[tuple[str, str]]
 
 #: The balancing of a service that asks for none.
 _ANY_ENDPOINT = LoadBalancing()
 
 #: Draws before endpoints to avoid are removed one by one: one call in 256, with half of the weight to avoid.
 _DRAWS = 8
+
+#: Preferences whose endpoints are remembered per set of candidates.
+_PREFERENCES = 16
 
 #: The largest number of sets of candidates, reached only in a mesh whose pods dial every service.
 _KEPT = 16384
@@ -217,6 +224,7 @@ class Candidates:
         self._rank_of: dict[WorkloadUid, int] = {}
         self._changed: set[WorkloadUid] | None = None
         """Endpoints to check again before the next draw. None means all."""
+        self._preferred: dict[tuple[Labels, ...], Weighted | None] = {}
 
     def touch(self, uids: Collection[WorkloadUid] | None) -> None:
         """Mark endpoints as changed. None marks all."""
@@ -225,13 +233,22 @@ class Candidates:
         elif self._changed is not None:
             self._changed.update(uids)
 
-    def pick(self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid]) -> WorkloadUid | None:
+    def pick(
+        self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid], prefer: tuple[Labels, ...] = ()
+    ) -> WorkloadUid | None:
         """Return an endpoint of the best rank, drawn by weight, or None if there is none.
 
-        Endpoints in ``avoid`` are drawn only if every rank has no other.
+        Endpoints in ``avoid`` are drawn only if every rank has no other. With ``prefer``, the best rank that has
+        preferred endpoints is used, and without any the draw is as usual.
         """
         if self._changed is None or self._changed:
             self._follow(mesh)
+            self._preferred.clear()
+        if prefer:
+            preferred = self._with_labels(mesh, prefer)
+            picked = _draw_but(preferred, choose, avoid) if preferred is not None else None
+            if picked is not None:
+                return picked
         best = sorted(self._ranks, reverse=True) if len(self._ranks) > 1 else list(self._ranks)
         if not best:
             return None
@@ -242,6 +259,25 @@ class Candidates:
             if picked is not None:
                 return picked
         return self._ranks[best[0]].draw(choose)
+
+    def _with_labels(self, mesh: Mesh, prefer: tuple[Labels, ...]) -> Weighted | None:
+        """Return the preferred endpoints of the best rank that has any; see :func:`narrowed`."""
+        if prefer not in self._preferred:
+            if len(self._preferred) >= _PREFERENCES:
+                self._preferred.clear()
+            self._preferred[prefer] = None
+            for rank in sorted(self._ranks, reverse=True):
+                labels = {
+                    uid: addon_labels(workload)
+                    for uid, _ in self._ranks[rank]
+                    if (workload := mesh.workload(uid)) is not None
+                }
+                left = narrowed(prefer, labels)
+                if left:
+                    weights = {uid: weight for uid, weight in self._ranks[rank] if uid in left}
+                    self._preferred[prefer] = Weighted.of(weights)
+                    break
+        return self._preferred[prefer]
 
     def _follow(self, mesh: Mesh) -> None:
         service = mesh.service(self.question.service)
@@ -286,6 +322,24 @@ class Candidates:
             del self._ranks[rank]
 
 
+def narrowed(
+    prefer: Sequence[Labels], candidates: Mapping[WorkloadUid, Mapping[str, str]]
+) -> frozenset[WorkloadUid]:
+    """Return the preferred candidates. Empty if no preference fits any.
+
+    Each preference narrows what the ones before have left. One that would leave nothing has no effect.
+
+    Args:
+        prefer: in order.
+        candidates: endpoints, with their labels.
+    """
+    left: frozenset[WorkloadUid] = frozenset()
+    for labels in prefer:
+        fitting = frozenset(uid for uid in left or candidates if labels <= candidates[uid].items())
+        left = fitting or left
+    return left
+
+
 def _draw_but(among: Weighted, choose: Choose, avoid: Collection[WorkloadUid]) -> WorkloadUid | None:
     for _ in range(_DRAWS):
         picked = among.draw(choose)
@@ -326,7 +380,11 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 
 
 def pick(
-    mesh: Mesh, question: Question, choose: Choose, avoid: Collection[WorkloadUid] = ()
+    mesh: Mesh,
+    question: Question,
+    choose: Choose,
+    avoid: Collection[WorkloadUid] = (),
+    prefer: tuple[Labels, ...] = (),
 ) -> WorkloadUid | None:
     """Return the endpoint for a connection, or None if the service has none.
 
@@ -335,9 +393,10 @@ def pick(
         question: the service and the facts about the client.
         choose: see :data:`Choose`.
         avoid: see :meth:`Candidates.pick`.
+        prefer: see there.
     """
     balancer = _BALANCERS.get(mesh)
     if balancer is None:
         balancer = _BALANCERS[mesh] = _Balancer()
         mesh.watch(balancer.changed)
-    return balancer.candidates(question).pick(mesh, choose, avoid)
+    return balancer.candidates(question).pick(mesh, choose, avoid, prefer)

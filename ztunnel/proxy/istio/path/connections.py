@@ -17,7 +17,7 @@ from hbone.aio.tunnel import TunnelCarrier
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.life import ALLOWED, Event, Verdict
+from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import (
     Abort,
     Life,
@@ -87,6 +87,19 @@ class PodConnection(Life):
 
     def judge(self) -> Verdict:
         return self._judged_by(self)
+
+    def opened(
+        self,
+        abort: Abort,
+        *,
+        state: State = State.OPEN,
+        leave: Callable[[], object] | None = None,
+        finish: Abort | None = None,
+    ) -> None:
+        super().opened(abort, state=state, leave=leave, finish=finish)
+        asked = self.record.asked
+        if asked is not None:
+            asked.opened(self, self.record.counts)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
         """Return whether a peer that no other life stands for is on a revocation list.

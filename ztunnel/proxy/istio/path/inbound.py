@@ -457,6 +457,11 @@ class Inbound:
         if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._rejected()
             raise _Refusal(401, failure=of_reason(REVOKED))
+        if self._node.addons is not None:
+            try:
+                await self._node.addons.accepting(entry)
+            except Failed as failure:
+                raise _Refusal(403, failure=failure) from failure
         entry.state = State.DIALING
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:

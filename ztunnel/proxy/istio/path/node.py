@@ -35,6 +35,7 @@ from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.istio.path.addons import PodAddons
     from ztunnel.proxy.tap.taps import Taps
 
 #: Forwarded queries under way, of all pods together; each has two sockets.
@@ -58,6 +59,7 @@ class Node:
         revocations: the source of revocation lists; ``None``: no certificate is revoked.
         policies: Calico's. ``None`` if the mesh's policies alone decide.
         taps: the taps of this process's pods; ``None``: the configuration permits none.
+        addons: the addons of this process; ``None``: none is loaded.
         log_pressure: has new connections wait for the log; ``None``: lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
@@ -84,6 +86,7 @@ class Node:
     revocations: Revocations | None = None
     policies: LivePolicies | None = None
     taps: Taps | None = None
+    addons: PodAddons | None = None
     log_pressure: LogPressure | None = None
     is_ours: Callable[[], bool] | None = None
     tell_open: Callable[[int], None] | None = None

@@ -54,6 +54,7 @@ from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError
 from ztunnel.proxy.istio.path import socks5
+from ztunnel.proxy.istio.path.balance import Labels
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.proxy.istio.path.node import Node
@@ -261,9 +262,10 @@ class Outbound:
         )
         tried: frozenset[SocketAddress] = frozenset()
         failure: Failed | None = None
+        prefer: tuple[Labels, ...] = ()
         while True:
             try:
-                route = await self._route(client, destination, attempts.avoid)
+                route = await self._route(client, destination, attempts.avoid, prefer)
                 target = route.target
                 if not isinstance(target, SocketAddress):
                     target = await self._resolved(target, labels, destination)
@@ -272,6 +274,8 @@ class Outbound:
             except EarlyDeny as denial:
                 if failure is not None:  # the last endpoint is gone: what it failed with says more
                     raise failure from denial
+                if record.asked is not None:  # it counts as opened
+                    raise Failed(str(denial)) from denial
                 raise
             if failure is not None:
                 # Endpoints to avoid are used if there is no other. The draw then returns one that has already
@@ -280,8 +284,16 @@ class Outbound:
                     raise failure
                 node.metrics.connect_retries += 1
             _note(call, route, target, node)
-            if failure is None:
+            if failure is None and record.asked is None:
                 record.opened(settled=False)
+            if node.addons is not None:
+                if record.asked is not None:
+                    node.addons.rerouted(record, call.entry.protocol)
+                else:
+                    wanted = await node.addons.connecting(call.entry, destination)
+                    if wanted is not None:
+                        prefer = wanted
+                        continue
             try:
                 return await self._dial(call, route, target)
             except _DIAL_ERRORS as error:
@@ -303,13 +315,21 @@ class Outbound:
             self._node.metrics.crl_rejections["source"] += 1
         return dial_failure(error, tunnel=not isinstance(route, Direct))
 
-    async def _route(self, client: Client, destination: SocketAddress, own: Collection[WorkloadUid]) -> Route:
+    async def _route(
+        self,
+        client: Client,
+        destination: SocketAddress,
+        own: Collection[WorkloadUid],
+        prefer: tuple[Labels, ...] = (),
+    ) -> Route:
         node = self._node
         known = node.asked.__contains__ if node.ask is not None else None
         for _ in range(_MOST_QUESTIONS):
             avoid = node.failed_endpoints.current(node.clock.monotonic(), own)
             try:
-                return route_for(client, destination, node.mesh, node.rng.randrange, avoid=avoid, known=known)
+                return route_for(
+                    client, destination, node.mesh, node.rng.randrange, avoid=avoid, known=known, prefer=prefer
+                )
             except RouteRefused as refused:
                 raise EarlyDeny(str(refused)) from refused
             except Missing as missing:

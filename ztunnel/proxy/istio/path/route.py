@@ -17,7 +17,7 @@ from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import BalancerMode, IpFamilies, Service
 from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol, Workload, WorkloadUid
-from ztunnel.proxy.istio.path.balance import Choose, pick, question_of
+from ztunnel.proxy.istio.path.balance import Choose, Labels, pick, question_of
 
 #: Where tunnels end.
 HBONE_PORT = 15008
@@ -161,6 +161,7 @@ def route_for(
     *,
     avoid: Collection[WorkloadUid] = (),
     known: Callable[[str], bool] | None = None,
+    prefer: tuple[Labels, ...] = (),
 ) -> Route:
     """Decide where a connection goes; the data path calls it for each attempt.
 
@@ -171,12 +172,14 @@ def route_for(
         choose: draws a number below its argument.
         avoid: recently failed endpoints, which are used only if there are no others.
         known: for on-demand configuration: whether a key was already requested. ``None`` if the mesh is complete.
+        prefer: narrows the draw of an endpoint of the dialled service; see
+            :func:`~ztunnel.proxy.istio.path.balance.pick`.
 
     Raises:
         RouteRefused: no way.
         Missing: on demand only.
     """
-    search = _Search(client, destination, mesh, choose, avoid, known)
+    search = _Search(client, destination, mesh, choose, avoid, known, prefer)
     source = client.workload
 
     # A service with a waypoint: the waypoint decides for all workloads behind it. Rows 1 to 3. But a captured
@@ -313,6 +316,7 @@ class _Search:
     choose: Choose
     avoid: Collection[WorkloadUid]
     known: Callable[[str], bool] | None
+    prefer: tuple[Labels, ...]
 
     def at(self, network: str, host: str) -> Workload | Service | None:
         """Return what is at an address, a workload before a service."""
@@ -356,7 +360,8 @@ class _Search:
         question = question_of(service, port, self.client.workload, waypoint=waypoint, by_name=by_name)
         if not waypoint and port not in service.ports:
             return None
-        uid = pick(self.mesh, question, self.choose, self.avoid)
+        # Of waypoints and gateways, which are reached by name, every one does the same.
+        uid = pick(self.mesh, question, self.choose, self.avoid, () if waypoint or by_name else self.prefer)
         workload = self.mesh.workload(uid) if uid is not None else None
         if uid is None or workload is None:
             return None

@@ -25,6 +25,7 @@ from xds.model.workload import (
 )
 from ztunnel.proxy.istio.path.balance import (
     Weighted,
+    narrowed,
     pick,
     question_of,
     rank_of,
@@ -261,3 +262,22 @@ def test_following_changes_is_as_starting_anew(changes: list[tuple[int, int]]) -
             last[uid] = endpoint(uid, locality=Locality("r" if kind else "x"))
             store.apply([last[uid]])
         assert found(store) == found(mesh(service(BalancerMode.FAILOVER, Scope.REGION), *last.values()))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdef").map(WorkloadUid),
+        st.dictionaries(st.sampled_from(("app", "version")), st.sampled_from("xy")),
+    ),
+    st.lists(st.frozensets(st.tuples(st.sampled_from(("app", "version")), st.sampled_from("xyz")), min_size=1)),
+)
+def test_preferences_leave_only_candidates_and_each_narrows(
+    candidates: dict[WorkloadUid, dict[str, str]], prefer: list[frozenset[tuple[str, str]]]
+) -> None:
+    left = narrowed(prefer, candidates)
+    assert left <= candidates.keys()
+    fitting = [uid for uid in candidates if all(labels <= candidates[uid].items() for labels in prefer)]
+    if fitting and prefer:
+        assert left == set(fitting)
+    if not any(labels <= each.items() for labels in prefer for each in candidates.values()):
+        assert not left

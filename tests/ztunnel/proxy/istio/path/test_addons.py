@@ -1,0 +1,290 @@
+"""Addons and the connections of an Istio mesh: what they are told, and that each verdict has its effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.istio.inbound_case import DENY, GATED, closing, fields, refused
+from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE
+from tests.ztunnel.proxy.istio.pods import (
+    APP_PORT,
+    CLIENT,
+    ELSEWHERE,
+    OTHER,
+    SERVER,
+    VIP,
+    Cluster,
+    endpoint,
+    identity,
+    play,
+    shop,
+    workload,
+)
+from ztunnel.addons import Addon, Cut, Delay, Deny, Direction, Facts, Prefer, Record, Verdict
+from ztunnel.addons import Path as Way
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.load import load_class
+from ztunnel.proxy.istio.path.addons import PodAddons
+
+NEAR = workload("client", CLIENT, canonical_name="client", canonical_revision="v1")
+
+
+class Scripted(Addon):
+    """Says what the test wants, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Any]] = []
+        self.connect: Callable[[Facts], Verdict | None] = lambda facts: None
+        self.accept: Callable[[Facts], Deny | None] = lambda facts: None
+
+    def connecting(self, facts: Facts) -> Verdict | None:
+        self.said.append(("connecting", facts))
+        return self.connect(facts)
+
+    def accepting(self, facts: Facts) -> Deny | None:
+        self.said.append(("accepting", facts))
+        return self.accept(facts)
+
+    def opened(self, facts: Facts) -> None:
+        self.said.append(("opened", facts))
+
+    def closed(self, record: Record) -> None:
+        self.said.append(("closed", record))
+
+    def refused(self, record: Record) -> None:
+        self.said.append(("refused", record))
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.said]
+
+
+def scripted(cluster: Cluster) -> Scripted:
+    """Have an addon in the node."""
+    host = AddonHost([load_class(Scripted, {})])
+    cluster.node.addons = PodAddons(host)
+    instance = host.addons[0].loaded.instance
+    assert isinstance(instance, Scripted)
+    return instance
+
+
+def test_an_outbound_connection_from_question_to_end(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE, canonical_revision="v2")])
+        await cluster.start(NEAR)
+        cluster.peer("server", SERVER)
+        client = cluster.dial(f"{VIP}:80")
+        assert await client.ask() == b"ping"
+        assert "addon" not in await cluster.line()
+        assert addon.names() == ["connecting", "opened", "closed"]
+        facts = addon.said[0][1]
+        assert facts == Facts(
+            connection=1,
+            dialect="istio",
+            direction=Direction.OUTBOUND,
+            path=Way.TUNNEL,
+            source=facts.source,
+            source_address=CLIENT,
+            source_port=client.sock.getsockname()[1],
+            source_identity=identity("client"),
+            destination=facts.destination,
+            destination_address=VIP,
+            destination_port=80,
+            destination_identity=identity("server"),
+            endpoint=f"{SERVER}:15008",
+            service="shop.example",
+        )
+        assert (facts.source.name, facts.source.namespace, facts.source.service_account) == (
+            "client",
+            "default",
+            "client",
+        )
+        assert dict(facts.destination.labels) == {"version": "v2", "kubernetes.io/hostname": ELSEWHERE}
+        assert addon.said[1][1] is facts
+        record = addon.said[2][1]
+        assert record == Record(facts, 4, 4, record.duration_s)
+
+    play(tmp_path, body)
+
+
+def test_a_denied_outbound_connection_is_never_dialled(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.connect = lambda facts: Deny("closed on Sundays")
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b""
+        line = await cluster.line()
+        assert line["error"] == "connection refused by addon scripted: closed on Sundays"
+        assert line["addon"] == "scripted"
+        assert cluster.wire.addresses == []
+        assert cluster.closed() == {"DENY": 1}
+        assert addon.names() == ["connecting", "refused"]
+        assert addon.said[1][1].reason == line["error"]
+        assert addon.said[1][1].addon == "scripted"
+
+    play(tmp_path, body)
+
+
+def test_a_delay_is_waited_for_and_named(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        scripted(cluster).connect = lambda facts: Delay(3)
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        began_s = cluster.node.clock.monotonic()
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
+        assert cluster.node.clock.monotonic() - began_s >= 3
+        assert (await cluster.line())["addon"] == "scripted"
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize(("version", "hosts"), [("v2", {OTHER}), ("v3", {SERVER, OTHER})])
+def test_a_preference_narrows_the_draw_if_it_leaves_any(tmp_path: Path, version: str, hosts: set[str]) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.connect = lambda facts: Prefer({"version": version})
+        cluster.mesh.apply(
+            [
+                shop(),
+                endpoint("server", SERVER, node=ELSEWHERE, canonical_revision="v1"),
+                endpoint("other", OTHER, node=ELSEWHERE, canonical_revision="v2"),
+            ]
+        )
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        cluster.peer("other", OTHER)
+        drawn = iter([0, 0, 1, 1] * 20)
+        cluster.node.rng.randrange = lambda below: next(drawn) % below  # type: ignore[method-assign, assignment, misc]
+        for _ in range(4):
+            assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+        await cluster.until(lambda: len(cluster.lines()) == 4)
+        assert {line["dst.addr"].partition(":")[0] for line in cluster.lines()} == hosts
+        opened = [facts for name, facts in addon.said if name == "opened"]
+        assert {facts.endpoint.partition(":")[0] for facts in opened} == hosts
+
+    play(tmp_path, body)
+
+
+def test_a_failed_preferred_endpoint_is_replaced_by_another(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.connect = lambda facts: Prefer({"version": "v2"})
+        cluster.mesh.apply(
+            [
+                shop(),
+                endpoint("server", SERVER, node=ELSEWHERE, canonical_revision="v1"),
+                endpoint("other", OTHER, node=ELSEWHERE, canonical_revision="v2"),
+            ]
+        )
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)  # nothing listens at the other
+        assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+        assert addon.names() == ["connecting", "opened", "closed"]
+        assert addon.said[1][1].endpoint == f"{SERVER}:15008"
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("cut", [Cut("chaos", after_s=5), Cut("chaos", after_bytes=8)])
+def test_a_connection_is_cut_at_its_limit(tmp_path: Path, cut: Cut) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.connect = lambda facts: cut
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        client = cluster.dial(f"{SERVER}:{APP_PORT}")
+        await client.send(b"ping")
+        assert await client.read(4) == b"ping"
+        await client.read_all()
+        line = await cluster.line()
+        assert line["error"] == "connection cut by addon scripted: chaos"
+        assert addon.names() == ["connecting", "opened", "closed"]
+        assert addon.said[2][1].reason == line["error"]
+
+    play(tmp_path, body)
+
+
+def test_an_inbound_connection_can_be_denied_after_policy(tmp_path: Path) -> None:
+    async def body(cluster: Cluster, connection: Any) -> None:
+        addon = scripted(cluster)
+        cluster.application(SERVER)
+        addon.accept = lambda facts: Deny("not you")
+        assert await refused(connection, *fields()) == 403
+        line = await cluster.line()
+        assert line["error"] == "connection refused by addon scripted: not you"
+        facts = addon.said[0][1]
+        assert (facts.direction, facts.path) == (Direction.INBOUND, Way.TUNNEL)
+        assert (facts.source_identity, facts.destination_port) == (identity("client"), APP_PORT)
+        assert facts.destination.name == "server"
+        assert addon.names() == ["accepting", "refused"]
+        assert cluster.closed("destination") == {"DENY": 1}
+
+    play(tmp_path, closing(body))
+
+
+def test_an_addon_is_not_asked_about_what_policy_denies(tmp_path: Path) -> None:
+    async def body(cluster: Cluster, connection: Any) -> None:
+        addon = scripted(cluster)
+        cluster.application(SERVER)
+        cluster.mesh.apply([GATED, DENY])
+        assert await refused(connection, *fields()) == 401
+        assert addon.names() == ["refused"]
+        assert "policy rejection" in addon.said[0][1].reason
+
+    play(tmp_path, closing(body))
+
+
+def test_a_plain_inbound_connection_is_asked_about_as_well(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.accept = lambda facts: Deny("plain") if facts.path is Way.DIRECT else None
+        await cluster.start(workload("server", SERVER))
+        cluster.application(SERVER)
+        assert await cluster.plain(f"{SERVER}:{APP_PORT}").ask() == b""
+        assert (await cluster.line())["addon"] == "scripted"
+        assert cluster.wire.addresses == []
+
+    play(tmp_path, body)
+
+
+def test_both_halves_of_a_tunnel_within_the_node_have_their_hooks(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        await cluster.start(workload("server", SERVER), POD)
+        cluster.application(SERVER)
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
+        await cluster.until(lambda: len(cluster.lines()) == 2)
+        told = [
+            (name, (each if isinstance(each, Facts) else each.facts).direction.value) for name, each in addon.said
+        ]
+        assert sorted(told) == [
+            ("accepting", "inbound"),
+            ("closed", "inbound"),
+            ("closed", "outbound"),
+            ("connecting", "outbound"),
+            ("opened", "inbound"),
+            ("opened", "outbound"),
+        ]
+
+    play(tmp_path, body)
+
+
+def test_a_connection_without_a_route_is_reported_as_refused(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        cluster.mesh.apply([shop()])
+        await cluster.start(POD)
+        assert await cluster.dial(f"{VIP}:80").ask() == b""
+        await cluster.until(lambda: addon.said)
+        assert addon.names() == ["refused"]
+        assert addon.said[0][1].reason.startswith("no healthy upstream")
+
+    play(tmp_path, body)

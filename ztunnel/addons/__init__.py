@@ -1,0 +1,318 @@
+"""The API of addons: classes in Python that the proxy asks or informs at the steps of a connection's life.
+
+An addon is a class with any of the methods of :data:`HOOKS`; :class:`Addon` is an optional base class. Every value
+that a hook receives is a tuple of the classes below and cannot be changed. A hook that decides returns one of the
+verdicts or ``None``. No verdict can allow what a policy denies, and no hook receives an application's bytes.
+``docs/addons.md`` has an example for each hook.
+
+:data:`API_VERSION` is the version of this module. A release that removes a name has listed it in
+:data:`DEPRECATED` for at least one minor release before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
+
+__all__ = [
+    "API_VERSION",
+    "DEPRECATED",
+    "HOOKS",
+    "Addon",
+    "Cut",
+    "Delay",
+    "Deny",
+    "Deprecated",
+    "Direction",
+    "Facts",
+    "MeshSummary",
+    "Metric",
+    "Path",
+    "Prefer",
+    "Record",
+    "Verdict",
+    "Workload",
+]
+
+#: The version of this API. An addon that states a higher one in :attr:`Addon.api` is not loaded.
+API_VERSION: Final = 1
+
+_NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+class Direction(StrEnum):
+    """Which end of a connection this proxy serves."""
+
+    OUTBOUND = "outbound"
+    INBOUND = "inbound"
+
+
+class Path(StrEnum):
+    """How a connection leaves this proxy (outbound) or came to it (inbound)."""
+
+    DIRECT = "direct"
+    """Plain TCP."""
+    TUNNEL = "tunnel"
+    """A tunnel with mutual TLS, over the wire or within the node."""
+    DOUBLE_TUNNEL = "double tunnel"
+    """A tunnel in a tunnel, through another network's gateway."""
+
+
+class Workload(NamedTuple):
+    """One side of a connection, as the control plane or the peer's proxy describes it. Unknown texts are empty.
+
+    Attributes:
+        name: of the pod.
+        namespace: of the pod.
+        service_account: of the pod.
+        node: the name of its node.
+        cluster: the id of its cluster.
+        labels: those that the control plane sends. In an Istio mesh these are ``app``, ``version``,
+            ``topology.kubernetes.io/region``, ``topology.kubernetes.io/zone`` and ``kubernetes.io/hostname``.
+    """
+
+    name: str = ""
+    namespace: str = ""
+    service_account: str = ""
+    node: str = ""
+    cluster: str = ""
+    labels: Mapping[str, str] = _NO_LABELS
+
+
+class Facts(NamedTuple):
+    """What is known about a connection when a hook is called. Unknown texts are empty.
+
+    Attributes:
+        connection: a number that all hooks of one connection get, unique in the process.
+        dialect: the front end: ``istio`` or ``envoy``.
+        direction: which end of the connection this proxy serves.
+        path: how it leaves or came.
+        source: the workload that opened it.
+        source_address: its IP address.
+        source_port: its port.
+        source_identity: its SPIFFE identity. Inbound: proven by its certificate. Outbound: the pod's own.
+        destination: the workload that it leads to. Outbound: the endpoint that was drawn.
+        destination_address: outbound: the IP address that the application dialled. Inbound: the application's.
+        destination_port: its port.
+        destination_identity: outbound: the SPIFFE identity that the far end must prove. Inbound: the pod's own.
+        endpoint: ``host:port`` of the endpoint that was drawn (outbound).
+        service: the host name of the service.
+        names: the names for which the pod got this address from the proxy's DNS (outbound).
+        server_name: SNI of a TLS connection that is passed through. Only for addons with ``server_name`` in
+            :attr:`Addon.needs`.
+    """
+
+    connection: int = 0
+    dialect: str = "istio"
+    direction: Direction = Direction.OUTBOUND
+    path: Path = Path.DIRECT
+    source: Workload = Workload()
+    source_address: str = ""
+    source_port: int = 0
+    source_identity: str = ""
+    destination: Workload = Workload()
+    destination_address: str = ""
+    destination_port: int = 0
+    destination_identity: str = ""
+    endpoint: str = ""
+    service: str = ""
+    names: tuple[str, ...] = ()
+    server_name: str = ""
+
+
+class Record(NamedTuple):
+    """How a connection ended.
+
+    Attributes:
+        facts: the last facts about it.
+        bytes_sent: from the source to the destination.
+        bytes_received: from the destination to the source.
+        duration_s: seconds from its accept to its end.
+        reason: the text of its access line. Empty if it ended normally.
+        addon: names of the addons that denied, delayed, directed or cut it, joined by commas.
+    """
+
+    facts: Facts
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    duration_s: float = 0.0
+    reason: str = ""
+    addon: str = ""
+
+
+class MeshSummary(NamedTuple):
+    """The size of the mesh after a change, as this process knows it.
+
+    Attributes:
+        workloads: their number.
+        services: their number.
+        policies: their number.
+    """
+
+    workloads: int = 0
+    services: int = 0
+    policies: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """Refuse the connection.
+
+    Attributes:
+        reason: for the access line. Required.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Wait before the upstream is dialled. Delays of several addons add up.
+
+    Attributes:
+        seconds: more than 0, at most 300.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefer:
+    """Draw the endpoint among those with these labels, if routing allows one of them; otherwise among all.
+
+    Attributes:
+        labels: at least one.
+    """
+
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Let the connection open, and end it later. The lowest limits of several addons apply.
+
+    Attributes:
+        reason: for the access line.
+        after_s: seconds after it opened; ``None``: no limit of time.
+        after_bytes: bytes of both directions together, checked every 10 ms; ``None``: no limit of bytes.
+    """
+
+    reason: str
+    after_s: float | None = None
+    after_bytes: int | None = None
+
+
+Verdict = Deny | Delay | Prefer | Cut
+
+
+class Metric(NamedTuple):
+    """One family of the metrics page. Its name there is ``ztunnel_addon_ADDON_NAME``.
+
+    Attributes:
+        name: letters, digits and underscores. Counters have no suffix ``_total`` here.
+        help: one sentence without its full stop.
+        values: by the values of the labels, in the order of ``labels``. Values of several processes add up.
+        labels: names of labels.
+        kind: ``counter`` or ``gauge``.
+    """
+
+    name: str
+    help: str
+    values: Mapping[tuple[str, ...], float]
+    labels: tuple[str, ...] = ()
+    kind: Literal["counter", "gauge"] = "counter"
+
+
+class Addon:
+    """The settings of an addon, all optional. A class without this base can have the same attributes.
+
+    Attributes:
+        name: in logs, metrics and options. Default: the class's name in lower case with dashes.
+        api: the version of this API that the addon was written for.
+        pure: whether the verdicts follow from the facts alone, so that ``ztunnel explain`` can call the hooks. An
+            addon that counts, draws lots or reads the clock sets it to false.
+        on_error: the verdict of a hook that fails, takes too long or belongs to a suspended addon: ``deny`` or
+            ``ignore``. Can be overridden by the option ``on_error``.
+        budget_us: the microseconds that one call of a ``def`` hook can take; calls above are counted and logged.
+        time_limit_s: the seconds after which an ``async def`` hook is cancelled and has failed.
+        needs: further facts that take time to obtain. The only one is ``server_name``.
+        Options: a frozen dataclass whose fields are the addon's options, with types ``str``, ``int``, ``float``,
+            ``bool``, tuples of these, and ``Mapping[str, str]``.
+    """
+
+    name: ClassVar[str] = ""
+    api: ClassVar[int] = API_VERSION
+    pure: ClassVar[bool] = True
+    on_error: ClassVar[str] = "deny"
+    budget_us: ClassVar[float] = 200.0
+    time_limit_s: ClassVar[float] = 1.0
+    needs: ClassVar[frozenset[str]] = frozenset()
+    Options: ClassVar[type[Any]]
+
+
+class _Hooks(Protocol):
+    """The signatures of all hooks. ``connecting`` and ``accepting`` can also be ``async def``."""
+
+    def configured(self, options: Any) -> None:
+        """Take the options, once before the first connection. Without ``Options`` they are ``None``."""
+
+    def connecting(self, facts: Facts) -> Verdict | None:
+        """Decide about an outbound connection, before an upstream is dialled."""
+
+    def accepting(self, facts: Facts) -> Deny | None:
+        """Decide about an inbound connection that the mesh's policies allow."""
+
+    def opened(self, facts: Facts) -> None:
+        """Observe a connection whose bytes flow from now on."""
+
+    def closed(self, record: Record) -> None:
+        """Observe the end of a connection that was open."""
+
+    def refused(self, record: Record) -> None:
+        """Observe the end of a connection that never opened."""
+
+    def mesh_changed(self, summary: MeshSummary) -> None:
+        """Observe a change of the mesh; at most once a second."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Return families for the metrics page that is being made."""
+
+    def done(self) -> None:
+        """Release everything, because the process ends or another version replaces this one."""
+
+
+#: Name of each hook, and whether the value that it returns decides about the connection.
+HOOKS: Final[Mapping[str, bool]] = MappingProxyType(
+    {
+        "configured": False,
+        "connecting": True,
+        "accepting": True,
+        "opened": False,
+        "closed": False,
+        "refused": False,
+        "mesh_changed": False,
+        "metrics": False,
+        "done": False,
+    }
+)
+
+
+class Deprecated(NamedTuple):
+    """A hook or setting that a later release removes. An addon that has it is loaded, and a warning is logged.
+
+    Attributes:
+        since: the release that deprecated it.
+        removed_in: the first release without it.
+        instead: what replaces it.
+    """
+
+    since: str
+    removed_in: str
+    instead: str
+
+
+#: By the name of the hook or of the setting of :class:`Addon`.
+DEPRECATED: Final[Mapping[str, Deprecated]] = MappingProxyType({})

@@ -1,0 +1,117 @@
+"""Accounts for the time of an addon's calls, and decides when it has used too much of the loop. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Final, NamedTuple
+
+#: Upper bounds of the histogram of calls.
+BOUNDS_US: Final = (10.0, 50.0, 200.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0)
+_BOUNDS_NS: Final = tuple(int(bound * 1000) for bound in BOUNDS_US)
+#: The part of the loop's time that one addon can use in :data:`WINDOW_S`.
+SHARE: Final = 0.02
+WINDOW_S: Final = 60
+_WINDOW_NS: Final = WINDOW_S * 1_000_000_000
+_MOST_NS: Final = int(_WINDOW_NS * SHARE)
+
+
+class HookCounts(NamedTuple):
+    """The counts of one hook of one addon, as a value that adds up over processes.
+
+    Attributes:
+        addon: its name.
+        hook: the hook's name.
+        results: calls by result.
+        buckets: calls by duration: up to each of :data:`BOUNDS_US`, and longer ones.
+        total_ns: the time of all calls.
+        over_budget: calls above the addon's budget.
+    """
+
+    addon: str
+    hook: str
+    results: tuple[tuple[str, int], ...] = ()
+    buckets: tuple[int, ...] = (0,) * (len(BOUNDS_US) + 1)
+    total_ns: int = 0
+    over_budget: int = 0
+
+    @property
+    def calls(self) -> int:
+        """How many calls there were, those that were not made for a suspension included."""
+        return sum(number for _, number in self.results)
+
+    def __add__(self, other: object) -> HookCounts:
+        """Return the sum of the counts of two processes for the same hook."""
+        if not isinstance(other, HookCounts):
+            return NotImplemented
+        results = dict(self.results)
+        for result, number in other.results:
+            results[result] = results.get(result, 0) + number
+        return HookCounts(
+            self.addon,
+            self.hook,
+            tuple(sorted(results.items())),
+            tuple(mine + others for mine, others in zip(self.buckets, other.buckets, strict=True)),
+            self.total_ns + other.total_ns,
+            self.over_budget + other.over_budget,
+        )
+
+
+class HookAccount:
+    """Counts the calls of one hook.
+
+    Attributes:
+        results: calls by result: ``none``, the name of a verdict in lower case, ``fault``, ``timeout`` or
+            ``suspended``.
+        total_ns: the time of all calls.
+        over_budget: calls above the budget.
+    """
+
+    __slots__ = ("_buckets", "over_budget", "results", "total_ns")
+
+    def __init__(self) -> None:
+        self.results: dict[str, int] = {}
+        self.total_ns = 0
+        self.over_budget = 0
+        self._buckets = [0] * (len(_BOUNDS_NS) + 1)
+
+    def took(self, took_ns: int) -> None:
+        """Add the duration of a call."""
+        self.total_ns += took_ns
+        self._buckets[0 if took_ns <= 10_000 else bisect_left(_BOUNDS_NS, took_ns)] += 1
+
+    def copy(self, addon: str, hook: str) -> HookCounts:
+        """Return the counts so far."""
+        return HookCounts(
+            addon,
+            hook,
+            tuple(sorted(self.results.items())),
+            tuple(self._buckets),
+            self.total_ns,
+            self.over_budget,
+        )
+
+
+class LoopShare:
+    """The time that one addon has used of the loop in the current minute.
+
+    Minutes follow one another, so that the sum needs no list of calls. An addon that spreads its use over the end
+    of a minute can use twice the share once, which the next minute then shows.
+    """
+
+    __slots__ = ("_began_ns", "used_ns")
+
+    def __init__(self, now_ns: int) -> None:
+        self._began_ns = now_ns
+        self.used_ns = 0
+
+    def use(self, took_ns: int, now_ns: int) -> bool:
+        """Add the duration of a call; return whether the share of this minute is exceeded."""
+        if now_ns - self._began_ns >= _WINDOW_NS:
+            self._began_ns, self.used_ns = now_ns, 0
+        self.used_ns += took_ns
+        return self.used_ns > _MOST_NS
+
+
+def too_much(used_ns: int) -> str:
+    """Return why an addon is suspended that has exceeded its share."""
+    return f"it used {used_ns / 1e9:.2f} s of the loop within {WINDOW_S} s, more than {SHARE:.0%}"

@@ -1,0 +1,172 @@
+"""Checks what a hook returned, and combines the verdicts of all addons for one connection. Pure.
+
+Verdicts can only narrow: :func:`combined` can add a denial, a delay, a limit or a preference, and nothing removes
+one. Whether a connection is allowed by policy is decided elsewhere, before or after, and never read from here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
+
+#: The longest delay; a longer one is taken for a mistake of unit.
+LONGEST_DELAY_S: Final = 300.0
+#: The longest reason; the rest is left out of the access line.
+_LONGEST_REASON: Final = 200
+#: The most samples of one family of an addon.
+MOST_SAMPLES: Final = 10_000
+_METRIC_NAME: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_LABEL: Final = re.compile(r"(?!__|addon$)[a-zA-Z_][a-zA-Z0-9_]*")
+
+#: The verdicts of each hook that decides.
+ALLOWED_VERDICTS: Final[Mapping[str, tuple[type[Verdict], ...]]] = {
+    "connecting": (Deny, Delay, Prefer, Cut),
+    "accepting": (Deny,),
+}
+
+#: Labels that an endpoint must have all of; hashable, so that draws can be cached by it.
+Labels = frozenset[tuple[str, str]]
+
+
+class Outcome(NamedTuple):
+    """The verdicts of all addons so far.
+
+    Attributes:
+        denied: the text of the access line. Empty if no addon denies.
+        addons: the names of addons that returned a verdict, in order.
+        prefer: what narrows the draw of an endpoint, in order.
+        delay_s: the sum of delays.
+        cut: the limits of the open connection.
+    """
+
+    denied: str = ""
+    addons: tuple[str, ...] = ()
+    prefer: tuple[Labels, ...] = ()
+    delay_s: float = 0.0
+    cut: Cut | None = None
+
+
+NOTHING: Final = Outcome()
+
+
+def fault_of(hook: str, answer: object) -> str:
+    """Return what is wrong with the answer of a hook, or the empty string. ``None`` is always right."""
+    if answer is None:
+        return ""
+    allowed = ALLOWED_VERDICTS.get(hook, ())
+    # Not isinstance: a subclass can have properties that run code of the addon later.
+    if type(answer) not in allowed:
+        names = " or ".join((*(each.__name__ for each in allowed), "None"))
+        return f"returned {_shown(answer)} instead of {names}"
+    match answer:
+        case Deny(reason):
+            return "" if _is_text(reason) else "returned a Deny without a reason"
+        case Delay(seconds):
+            good = _is_number(seconds) and 0 < seconds <= LONGEST_DELAY_S
+            return "" if good else f"returned a Delay that is not above 0 and at most {LONGEST_DELAY_S:g} s"
+        case Prefer(labels):
+            good = isinstance(labels, Mapping) and bool(labels) and all(map(_is_label, labels.items()))
+            return "" if good else "returned a Prefer whose labels are no mapping of text to text with an entry"
+        case Cut():
+            return _fault_of_cut(answer)
+        case _:
+            raise AssertionError(answer)
+
+
+def _fault_of_cut(cut: Cut) -> str:
+    if not _is_text(cut.reason):
+        return "returned a Cut without a reason"
+    if cut.after_s is None and cut.after_bytes is None:
+        return "returned a Cut without a limit"
+    if cut.after_s is not None and not (_is_number(cut.after_s) and 0 <= cut.after_s < math.inf):
+        return "returned a Cut whose after_s is no number of seconds"
+    number = cut.after_bytes
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+        return "returned a Cut whose after_bytes is no number of bytes"
+    return ""
+
+
+def fault_of_metric(family: object) -> str:
+    """Return what is wrong with a family of the hook ``metrics``, or the empty string."""
+    if type(family) is not Metric:
+        return f"returned {_shown(family)} instead of Metric"
+    labels = family.labels
+    if not (isinstance(family.name, str) and _METRIC_NAME.fullmatch(family.name)):
+        return "returned a Metric whose name has other characters than letters, digits and underscores"
+    if not _is_text(family.help) or family.kind not in ("counter", "gauge"):
+        return f"returned Metric {family.name} without a help text or with another kind than counter and gauge"
+    if not isinstance(labels, tuple) or not all(
+        isinstance(each, str) and _LABEL.fullmatch(each) for each in labels
+    ):
+        return f"returned Metric {family.name} whose labels are no tuple of names"
+    if not isinstance(family.values, Mapping):
+        return f"returned Metric {family.name} whose values are no mapping"
+    if len(family.values) > MOST_SAMPLES:
+        return f"returned Metric {family.name} with more than {MOST_SAMPLES} values"
+    for key, value in family.values.items():
+        right = isinstance(key, tuple) and len(key) == len(labels) and all(isinstance(each, str) for each in key)
+        if not right or not _is_number(value):
+            return f"returned Metric {family.name} with a value that has no number or not {len(labels)} labels"
+    return ""
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_label(pair: object) -> bool:
+    return isinstance(pair, tuple) and all(isinstance(each, str) for each in pair)
+
+
+def _shown(answer: object) -> str:
+    """Return the kind of a value without calling code of the addon."""
+    return f"a value of type {type(answer).__name__}"
+
+
+def combined(so_far: Outcome, addon: str, verdict: Verdict) -> Outcome:
+    """Return the outcome with one more addon's verdict, which :func:`fault_of` has found right."""
+    addons = (*so_far.addons, addon)
+    match verdict:
+        case Deny(reason):
+            return so_far._replace(denied=refusal(addon, reason), addons=addons)
+        case Delay(seconds):
+            return so_far._replace(delay_s=so_far.delay_s + seconds, addons=addons)
+        case Prefer(labels):
+            return so_far._replace(prefer=(*so_far.prefer, frozenset(labels.items())), addons=addons)
+        case Cut():
+            return so_far._replace(cut=_lower(so_far.cut, verdict), addons=addons)
+
+
+def _lower(one: Cut | None, other: Cut) -> Cut:
+    """Return the lower of each limit. The reason is of the limit of the later addon, if it lowers one."""
+    if one is None:
+        return other
+    seconds = _least(one.after_s, other.after_s)
+    number = _least(one.after_bytes, other.after_bytes)
+    lowers = (seconds, number) != (one.after_s, one.after_bytes)
+    return Cut(other.reason if lowers else one.reason, seconds, None if number is None else int(number))
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    given = [each for each in (one, other) if each is not None]
+    return min(given) if given else None
+
+
+def refusal(addon: str, reason: str) -> str:
+    """Return the text of the access line of a connection that an addon denied."""
+    line = " ".join(reason.split())
+    return f"connection refused by addon {addon}: {line[:_LONGEST_REASON]}"
+
+
+def cut_reason(addons: Sequence[str], cut: Cut) -> str:
+    """Return the text of the access line of a connection that was cut."""
+    line = " ".join(cut.reason.split())
+    return f"connection cut by addon {','.join(addons)}: {line[:_LONGEST_REASON]}"

@@ -1,0 +1,300 @@
+"""The object that both front ends call: it asks and informs all addons of this process, in their order.
+
+A front end without addons has no such object, and its connections pay for one comparison with ``None``.
+The state of an addon is that of one process: with several workers, each has its own objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from hbone.aio.relay import ByteCounts
+from ztunnel.addons import Cut, Delay, Facts, MeshSummary, Metric, Record
+from ztunnel.proxy.addons.budget import HookCounts
+from ztunnel.proxy.addons.decide import NOTHING, Labels, combined, cut_reason
+from ztunnel.proxy.addons.interrupt import CurrentCall
+from ztunnel.proxy.addons.load import LoadedAddon
+from ztunnel.proxy.addons.running import Hook, RunningAddon
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.lives import Life
+
+log = logging.getLogger(__name__)
+
+#: Between two looks at the bytes of a connection that is to be cut.
+_LOOK_S: Final = 0.01
+#: The least time between two calls of the hook ``mesh_changed``.
+_MESH_EVERY_S: Final = 1.0
+
+
+class AddonState(NamedTuple):
+    """One addon, for status pages and ``ztunnel addons``.
+
+    Attributes:
+        name: of the addon.
+        source: as it was given.
+        sha256: of its file.
+        suspended: why it is not called. Empty if it is called.
+        on_error: ``deny`` or ``ignore``.
+        hooks: the names of its hooks.
+        problem: why a changed file has not replaced it. Empty if none has failed.
+    """
+
+    name: str
+    source: str
+    sha256: str
+    suspended: str
+    on_error: str
+    hooks: tuple[str, ...]
+    problem: str = ""
+
+
+class Asked:
+    """What addons know and have said of one connection, from its first question to its end.
+
+    Attributes:
+        facts: the last facts about it. The front end replaces them when it knows more.
+        outcome: the verdicts so far.
+        is_open: whether ``opened`` was called.
+        waited: whether an addon has let the connection wait, so that facts can be outdated.
+    """
+
+    __slots__ = ("_cut", "_host", "facts", "is_open", "outcome", "waited")
+
+    def __init__(self, host: AddonHost, facts: Facts) -> None:
+        self._host = host
+        self.facts = facts
+        self.outcome = NOTHING
+        self.is_open = self.waited = False
+        self._cut: _Cutting | None = None
+
+    @property
+    def addon(self) -> str:
+        """The addons that returned a verdict, joined by commas."""
+        return ",".join(self.outcome.addons)
+
+    @property
+    def prefer(self) -> tuple[Labels, ...]:
+        """What narrows the draw of an endpoint."""
+        return self.outcome.prefer
+
+    def opened(self, life: Life, counts: ByteCounts) -> None:
+        """Inform the addons that bytes flow, and begin to watch the limits of a ``Cut``.
+
+        Args:
+            life: ended when a limit is reached.
+            counts: the bytes of its relay.
+        """
+        self.is_open = True
+        outcome = self.outcome
+        if outcome.cut is not None:
+            self._cut = _Cutting(life, counts, outcome.cut, cut_reason(outcome.addons, outcome.cut))
+        self._host.opened(self.facts)
+
+    def ended(self, record: Record) -> None:
+        """Inform the addons that the connection has ended, or that it never opened."""
+        if self._cut is not None:
+            self._cut.stop()
+        self._host.ended(record, was_open=self.is_open)
+
+
+class _Cutting:
+    """Ends a connection at its limits of time or bytes."""
+
+    __slots__ = ("_counts", "_life", "_limit", "_reason", "_timers")
+
+    def __init__(self, life: Life, counts: ByteCounts, limits: Cut, reason: str) -> None:
+        self._life = life
+        self._counts = counts
+        self._limit = limits.after_bytes
+        self._reason = reason
+        loop = asyncio.get_running_loop()
+        self._timers: list[asyncio.TimerHandle] = []
+        if limits.after_s is not None:
+            self._timers.append(loop.call_later(limits.after_s, life.end, reason))
+        if self._limit is not None:
+            self._timers.append(loop.call_later(_LOOK_S, self._look))
+
+    def _look(self) -> None:
+        counts, limit = self._counts, self._limit
+        assert limit is not None
+        if counts.sent + counts.received >= limit:
+            self._life.end(self._reason)
+            return
+        self._timers[-1] = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def stop(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+
+class AddonHost:
+    """The addons of one process.
+
+    Args:
+        loaded: in their order.
+
+    Attributes:
+        current: the hook that runs now.
+        problems: why the changed file of an addon was not loaded, by name.
+    """
+
+    def __init__(self, loaded: Sequence[LoadedAddon]) -> None:
+        self.current = CurrentCall()
+        self.problems: dict[str, str] = {}
+        self.addons: tuple[RunningAddon, ...] = tuple(RunningAddon(each, self.current) for each in loaded)
+        self._numbers = itertools.count(1)
+        self._mesh_timer: asyncio.TimerHandle | None = None
+        self._mesh_called_s = -_MESH_EVERY_S
+        for each in loaded:
+            for warning in each.warnings:
+                log.warning("%s", warning)
+        self._index()
+
+    def _index(self) -> None:
+        self._connecting = self._with("connecting")
+        self._accepting = self._with("accepting")
+        self._opened = self._with("opened")
+        self._closed = self._with("closed")
+        self._refused = self._with("refused")
+        self._mesh = self._with("mesh_changed")
+        #: Further facts that an addon needs.
+        self.needs = frozenset().union(*(each.loaded.needs for each in self.addons))
+
+    def _with(self, name: str) -> tuple[tuple[RunningAddon, Hook], ...]:
+        return tuple((each, hook) for each in self.addons if (hook := each.hooks.get(name)) is not None)
+
+    def next_number(self) -> int:
+        """Return a number for :attr:`ztunnel.addons.Facts.connection`."""
+        return next(self._numbers)
+
+    # Decisions
+
+    async def connecting(self, life: Life, facts: Facts) -> Asked:
+        """Ask all addons about an outbound connection, and wait as long as they say.
+
+        Args:
+            life: of the connection. It is in :attr:`State.HELD` while this waits, and in its own state after.
+            facts: what is known.
+        """
+        asked = Asked(self, facts)
+        if self._connecting:
+            await self._decide(self._connecting, life, asked)
+        return asked
+
+    async def accepting(self, life: Life, facts: Facts) -> Asked:
+        """Ask all addons about an inbound connection that policy allows; see :meth:`connecting`."""
+        asked = Asked(self, facts)
+        if self._accepting:
+            await self._decide(self._accepting, life, asked)
+        return asked
+
+    async def _decide(self, hooks: Sequence[tuple[RunningAddon, Hook]], life: Life, asked: Asked) -> None:
+        for addon, hook in hooks:
+            if hook.waits:
+                asked.waited = True
+                verdict = await _held(life, addon.decide_later(hook, asked.facts))
+            else:
+                verdict = addon.decide(hook, asked.facts)
+            if verdict is None:
+                continue
+            outcome = asked.outcome = combined(asked.outcome, addon.name, verdict)
+            if outcome.denied:
+                return
+            if type(verdict) is Delay:
+                asked.waited = True
+                await _held(life, asyncio.sleep(verdict.seconds))
+
+    # Observation
+
+    def opened(self, facts: Facts) -> None:
+        """Inform the addons of a connection whose bytes flow."""
+        for addon, hook in self._opened:
+            addon.inform(hook, facts)
+
+    def ended(self, record: Record, *, was_open: bool) -> None:
+        """Inform the addons of the end of a connection."""
+        for addon, hook in self._closed if was_open else self._refused:
+            addon.inform(hook, record)
+
+    def mesh_changed(self, summary: Callable[[], MeshSummary]) -> None:
+        """Inform the addons of a change of the mesh, soon and at most once a second."""
+        if not self._mesh or self._mesh_timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        at_s = max(loop.time(), self._mesh_called_s + _MESH_EVERY_S)
+        self._mesh_timer = loop.call_at(at_s, self._call_mesh_changed, summary)
+
+    def _call_mesh_changed(self, summary: Callable[[], MeshSummary]) -> None:
+        self._mesh_timer = None
+        self._mesh_called_s = asyncio.get_running_loop().time()
+        value = summary()
+        for addon, hook in self._mesh:
+            addon.inform(hook, value)
+
+    # Pages
+
+    def families(self) -> Iterator[tuple[str, Metric]]:
+        """Yield the addons' own families with the name of the addon."""
+        for addon in self.addons:
+            for family in addon.families():
+                yield addon.name, family
+
+    def counts(self) -> Iterator[HookCounts]:
+        """Yield the counts of every hook."""
+        for addon in self.addons:
+            yield from addon.counts()
+
+    def states(self) -> list[AddonState]:
+        """Return the state of every addon, in their order."""
+        return [
+            AddonState(
+                name=each.name,
+                source=each.loaded.spec.text,
+                sha256=each.loaded.sha256,
+                suspended=each.suspended,
+                on_error=each.loaded.common.on_error,
+                hooks=tuple(each.hooks),
+                problem=self.problems.get(each.name, ""),
+            )
+            for each in self.addons
+        ]
+
+    # Change and end
+
+    def replace(self, old: RunningAddon, loaded: LoadedAddon) -> None:
+        """Call another version of an addon from now on, at the same place in the order, and end the old one.
+
+        Calls of the old version that wait go on until they have answered.
+        """
+        new = RunningAddon(loaded, self.current)
+        new.continue_from(old)
+        self.addons = tuple(new if each is old else each for each in self.addons)
+        self.problems.pop(new.name, None)
+        self._index()
+        old.end(cancel=False)
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
+
+    def close(self) -> None:
+        """End every addon; idempotent."""
+        if self._mesh_timer is not None:
+            self._mesh_timer.cancel()
+        addons, self.addons = self.addons, ()
+        self._index()
+        for addon in addons:
+            addon.end(cancel=True)
+
+
+async def _held(life: Life, waiting: Any) -> Any:
+    """Await something while the life is in :attr:`State.HELD`, and return its result."""
+    before = life.state
+    life.state = State.HELD
+    try:
+        return await waiting
+    finally:
+        if life.state is State.HELD:  # else it has been closed meanwhile
+            life.state = before

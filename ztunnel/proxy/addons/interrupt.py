@@ -1,0 +1,94 @@
+"""Interrupts a hook that blocks the loop, and names the running hook for the watchdog.
+
+Nothing on the loop can end a function that does not return. A thread looks every :data:`_LOOK_S` how long the
+current call has run, and sends a signal to the main thread above :data:`LIMIT_S`. Python runs the handler of a
+signal in the main thread between two instructions, and a blocking system call returns for it. The handler raises
+:class:`Blocked` if a hook is still running. If the hook has returned meanwhile it does nothing, because the check
+and the raise are in the same thread as the hook.
+
+A function in C that keeps the interpreter's lock, and a hook that catches ``BaseException`` and continues, cannot
+be interrupted. The watchdog (:mod:`ztunnel.runtime.watchdog`) reports them with the name of the addon.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from time import perf_counter_ns
+from types import FrameType
+from typing import Any, Final, Self
+
+#: The longest that one call can block the loop.
+LIMIT_S: Final = 0.1
+#: Between two looks, so that a call is interrupted at most this late.
+_LOOK_S: Final = 0.05
+#: A signal that nothing else in this process uses; its default action would end the process.
+_SIGNAL: Final = signal.SIGALRM
+
+
+class Blocked(BaseException):
+    """A hook has blocked the loop for too long. Not an ``Exception``, which hooks often catch."""
+
+    def __str__(self) -> str:
+        return f"it blocked the loop for more than {LIMIT_S:g} s and was interrupted"
+
+
+class CurrentCall:
+    """The hook that runs now on the loop of this process.
+
+    Attributes:
+        hook: its text names the addon and the hook; ``None`` if none runs.
+        began_ns: when it began, by ``perf_counter_ns``.
+        interruptible: the next signal interrupts it.
+    """
+
+    __slots__ = ("began_ns", "hook", "interruptible")
+
+    def __init__(self) -> None:
+        self.hook: object | None = None
+        self.began_ns = 0
+        self.interruptible = False
+
+    def name(self) -> str:
+        """Return the running addon and hook for the watchdog's report. Empty if none runs."""
+        hook = self.hook
+        return str(hook) if hook is not None else ""
+
+
+class Interrupter:
+    """The thread and the signal handler, from entering to leaving.
+
+    Outside the main thread of the process it does nothing, because signals are handled there only. Tests do so.
+    """
+
+    def __init__(self, current: CurrentCall) -> None:
+        self._current = current
+        self._main = threading.get_ident()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="addon watch", daemon=True)
+        self._works = threading.current_thread() is threading.main_thread()
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if self._works:
+            self._before = signal.signal(_SIGNAL, self._handle)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._works:
+            self._stopped.set()
+            self._thread.join()
+            signal.signal(_SIGNAL, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        current = self._current
+        if current.interruptible and perf_counter_ns() - current.began_ns > LIMIT_S * 1e9:
+            current.interruptible = False
+            raise Blocked
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_LOOK_S):
+            current = self._current
+            if current.interruptible and perf_counter_ns() - current.began_ns > LIMIT_S * 1e9:
+                signal.pthread_kill(self._main, _SIGNAL)

@@ -1,0 +1,342 @@
+"""Loads an addon: reads its file or imports its module, finds its class, reads its options, makes the object.
+
+An addon is the operator's own code and runs with the proxy's rights. A digest (``@sha256:``) ensures that the
+code is the one that was reviewed, for a file from a ConfigMap that others can write. The digest is of the bytes
+that are executed: the file is read once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import itertools
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from ztunnel.addons import API_VERSION, DEPRECATED, HOOKS, Addon
+from ztunnel.proxy.addons.options import Common, OptionsError, read_options
+from ztunnel.proxy.addons.settings import AddonSettings, AddonSpec, Given
+from ztunnel.runtime.settings import plain_reason
+
+log = logging.getLogger(__name__)
+
+GROUP: Final = "ztunnel.addons"
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+#: Further facts that an addon can ask for.
+_NEEDS: Final = frozenset({"server_name"})
+_MAY_WAIT: Final = frozenset({"connecting", "accepting"})
+#: The similarity from which a method counts as a misspelt hook.
+_NEAR: Final = 0.8
+_numbers = itertools.count(1)
+
+
+class AddonError(Exception):
+    """An addon cannot be loaded.
+
+    Attributes:
+        faults: one line each, naming the addon and the place.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAddon:
+    """An addon that is ready to be called.
+
+    Attributes:
+        name: unique among the loaded ones.
+        spec: where it is from.
+        sha256: of its file. Empty for a module.
+        instance: the object.
+        hooks: its methods by the name of the hook.
+        waits: hooks that are ``async def``.
+        common: see :class:`ztunnel.proxy.addons.options.Common`.
+        pure: see :attr:`ztunnel.addons.Addon.pure`.
+        needs: see :attr:`ztunnel.addons.Addon.needs`.
+        warnings: messages for the log.
+    """
+
+    name: str
+    spec: AddonSpec
+    sha256: str
+    instance: Any
+    hooks: Mapping[str, Callable[..., Any]]
+    waits: frozenset[str]
+    common: Common
+    pure: bool
+    needs: frozenset[str]
+    warnings: tuple[str, ...]
+
+
+def load_all(settings: AddonSettings) -> list[LoadedAddon]:
+    """Load every addon, in the given order.
+
+    Raises:
+        AddonError: all faults together. The addons that were loaded have been ended.
+    """
+    loaded: list[LoadedAddon] = []
+    faults: list[str] = []
+    for spec in settings.specs:
+        try:
+            one = load(spec, settings.options)
+        except AddonError as error:
+            faults += error.faults
+            continue
+        if any(one.name == other.name for other in loaded):
+            faults.append(f"addon {spec.text}: another addon is named {one.name}; set the attribute name")
+        loaded.append(one)
+    if not faults:
+        known = {one.name for one in loaded}
+        for name in sorted(settings.options.keys() - known):
+            place = next(iter(settings.options[name].values())).place
+            faults.append(
+                f"addon {name}: no loaded addon has this name, only {', '.join(sorted(known))} ({place})"
+            )
+    if faults:
+        for one in loaded:
+            end(one)
+        raise AddonError(*faults)
+    return loaded
+
+
+def load(spec: AddonSpec, options: Mapping[str, Mapping[str, Given]]) -> LoadedAddon:
+    """Load one addon and call its hook ``configured``.
+
+    Args:
+        spec: where it is.
+        options: of all addons, by name.
+
+    Raises:
+        AddonError: it cannot be loaded.
+    """
+    cls, digest = _class(spec, f"addon {spec.text}")
+    return load_class(cls, options, spec, digest)
+
+
+def load_class(
+    cls: type, options: Mapping[str, Mapping[str, Given]], spec: AddonSpec | None = None, digest: str = ""
+) -> LoadedAddon:
+    """Make the addon of a class; see :func:`load`.
+
+    Args:
+        cls: the class.
+        options: of all addons, by name.
+        spec: where the class is from, for messages; ``None``: the class's name.
+        digest: of its file.
+
+    Raises:
+        AddonError: it cannot be loaded.
+    """
+    spec = spec or AddonSpec(text=cls.__name__)
+    place = f"addon {spec.text}"
+    name = _name(cls, place)
+    hooks, waits, warnings = _hooks(cls, place)
+    needs = _needs(cls, place)
+    try:
+        value, common = read_options(name, cls, options.get(name, {}))
+    except OptionsError as error:
+        raise AddonError(*error.faults) from error
+    try:
+        instance = cls()
+        bound = {hook: getattr(instance, hook) for hook in hooks}
+        if "configured" in bound:
+            bound["configured"](value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise AddonError(f"{place}: cannot be started: {where(error)}") from error
+    return LoadedAddon(
+        name=name,
+        spec=spec,
+        sha256=digest,
+        instance=instance,
+        hooks=bound,
+        waits=waits,
+        common=common,
+        pure=bool(getattr(cls, "pure", True)),
+        needs=needs,
+        warnings=tuple(f"addon {name}: {text}" for text in warnings),
+    )
+
+
+def end(loaded: LoadedAddon) -> None:
+    """Call the hook ``done``; its failure is logged."""
+    done = loaded.hooks.get("done")
+    if done is None:
+        return
+    try:
+        done()
+    except Exception as error:  # noqa: BLE001  logged in one line with the addon's name
+        log.error("addon %s: hook done failed: %s", loaded.name, where(error))
+
+
+# The class
+
+
+def _class(spec: AddonSpec, place: str) -> tuple[type, str]:
+    if spec.file:
+        module, digest = _from_file(spec, place)
+        return _in_module(module, spec.class_name, place), digest
+    if spec.module:
+        try:
+            module = importlib.import_module(spec.module)
+        except Exception as error:
+            raise AddonError(f"{place}: cannot be imported: {where(error)}") from error
+        return _in_module(module, spec.class_name, place), ""
+    found = [each for each in importlib.metadata.entry_points(group=GROUP) if each.name == spec.entry_point]
+    if not found:
+        installed = sorted(importlib.metadata.entry_points(group=GROUP).names)
+        known = f"; installed are {', '.join(installed)}" if installed else "; none is installed"
+        raise AddonError(f"{place}: not a file, and no entry point of the group {GROUP}{known}")
+    try:
+        loaded = found[0].load()
+    except Exception as error:
+        raise AddonError(f"{place}: cannot be imported: {where(error)}") from error
+    if not isinstance(loaded, type):
+        raise AddonError(f"{place}: its entry point is no class: {found[0].value}")
+    return loaded, ""
+
+
+def _from_file(spec: AddonSpec, place: str) -> tuple[ModuleType, str]:
+    try:
+        source = Path(spec.file).read_bytes()
+    except OSError as error:
+        raise AddonError(f"{place}: {plain_reason(error)}") from error
+    digest = hashlib.sha256(source).hexdigest()
+    if spec.sha256 and digest != spec.sha256:
+        raise AddonError(f"{place}: the file has another digest, sha256:{digest}")
+    # A name of its own for each version: the old one's functions keep their globals until it has ended.
+    stem = re.sub(r"\W", "_", Path(spec.file).stem)
+    name = f"ztunnel_addon_{next(_numbers)}_{stem}"
+    module = ModuleType(name)
+    module.__file__ = spec.file
+    sys.modules[name] = module
+    try:
+        exec(compile(source, spec.file, "exec"), module.__dict__)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise AddonError(f"{place}: cannot be imported: {where(error)}") from error
+    return module, digest
+
+
+def _in_module(module: ModuleType, name: str, place: str) -> type:
+    if name:
+        found = getattr(module, name, None)
+        if not isinstance(found, type):
+            raise AddonError(f"{place}: there is no class {name}")
+        return found
+    classes = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and each.__module__ == module.__name__ and _is_addon(each)
+    ]
+    if not classes:
+        raise AddonError(f"{place}: it has no class with a hook: {', '.join(HOOKS)}")
+    if len(classes) > 1:
+        names = ", ".join(each.__name__ for each in classes)
+        raise AddonError(
+            f"{place}: it has several addons, name one of {names}: {place.removeprefix('addon ')}:CLASS"
+        )
+    return classes[0]
+
+
+def _is_addon(cls: type) -> bool:
+    public = not cls.__name__.startswith("_")
+    return public and (issubclass(cls, Addon) or any(callable(getattr(cls, hook, None)) for hook in HOOKS))
+
+
+# Its parts
+
+
+def _name(cls: type, place: str) -> str:
+    name = getattr(cls, "name", "") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise AddonError(f"{place}: the name {name!r} must be 1 to 40 of a-z, 0-9, - and _")
+    return name
+
+
+def _hooks(cls: type, place: str) -> tuple[list[str], frozenset[str], list[str]]:
+    """Return the class's hooks, those that are ``async def``, and warnings."""
+    api = getattr(cls, "api", API_VERSION)
+    if not isinstance(api, int) or not 1 <= api <= API_VERSION:
+        raise AddonError(f"{place}: it is written for version {api} of the API; this proxy has 1 to {API_VERSION}")
+    found, faults, warnings = [], [], []
+    waits = set()
+    for hook in HOOKS:
+        method = inspect.getattr_static(cls, hook, None)
+        if method is None:
+            continue
+        function = getattr(cls, hook)
+        if not callable(function):
+            faults.append(f"{place}: {hook} is no method")
+            continue
+        if inspect.iscoroutinefunction(function):
+            if hook not in _MAY_WAIT:
+                faults.append(f"{place}: {hook} cannot be async def; only connecting and accepting can")
+            waits.add(hook)
+        takes = 0 if hook in ("metrics", "done") else 1
+        if not isinstance(method, staticmethod | classmethod) and not _takes(function, takes + 1):
+            faults.append(f"{place}: {hook} must take {'self and one argument' if takes else 'self only'}")
+        found.append(hook)
+    for name in vars(cls):
+        near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=_NEAR)
+        if near and name not in HOOKS:
+            warnings.append(f"method {name} is no hook; did you mean {near[0]}?")
+    for name, note in DEPRECATED.items():
+        if name in vars(cls):
+            warnings.append(f"{name} is deprecated since {note.since}, use {note.instead}")
+    if not found and not faults:
+        faults.append(f"{place}: class {cls.__name__} has no hook: {', '.join(HOOKS)}")
+    if faults:
+        raise AddonError(*faults)
+    return found, frozenset(waits), warnings
+
+
+def _takes(function: Callable[..., Any], number: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(number))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _needs(cls: type, place: str) -> frozenset[str]:
+    needs = frozenset(getattr(cls, "needs", ()))
+    if unknown := needs - _NEEDS:
+        raise AddonError(f"{place}: needs names unknown facts: {', '.join(sorted(map(str, unknown)))}")
+    return needs
+
+
+def where(error: BaseException) -> str:
+    """Return the kind and text of an error of an addon, with the last line of the addon that it passed."""
+    try:
+        words = str(error)
+    except Exception:  # noqa: BLE001  the error is the addon's, and so is its text
+        words = ""
+    text = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {text}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/ztunnel/proxy/addons/" not in frame.filename
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {text}" if frames else text

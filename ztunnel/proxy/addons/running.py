@@ -1,0 +1,389 @@
+"""One addon that is called: each call is timed, and its faults suspend it.
+
+A hook runs on the loop that carries connections, so its time is theirs. Four limits apply:
+
+* A ``def`` hook above its budget is counted, and named in the log at most once a minute.
+* A hook that blocks the loop for :data:`ztunnel.proxy.addons.interrupt.LIMIT_S` is interrupted and has failed.
+* An ``async def`` hook above its time limit is cancelled and has failed. If it does not end within
+  :data:`_ENDS_S` then, the addon is suspended.
+* An addon above its share of the loop (:mod:`ztunnel.proxy.addons.budget`) is suspended, and so is one with a hook
+  that raises.
+
+A suspended addon is not called until it is replaced. Its hooks that decide deny or are ignored, as its
+``on_error`` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Generator, Iterator
+from time import perf_counter_ns
+from typing import Any, Final
+
+from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
+from ztunnel.proxy.addons.budget import HookAccount, HookCounts, LoopShare, too_much
+from ztunnel.proxy.addons.decide import fault_of, fault_of_metric
+from ztunnel.proxy.addons.interrupt import CurrentCall
+from ztunnel.proxy.addons.load import LoadedAddon, where
+
+log = logging.getLogger(__name__)
+
+#: The time in which a cancelled hook must end.
+_ENDS_S: Final = 1.0
+#: Between two lines about calls over the budget of one addon.
+_LINE_EVERY_NS: Final = 60 * 1_000_000_000
+#: Tasks of one addon that wait at a time: one per connection. More means that they do not end.
+_MOST_WAITING: Final = 10_000
+
+
+class Hook:
+    """One hook of a running addon.
+
+    Attributes:
+        addon: the addon's name.
+        name: of the hook.
+        function: the bound method, with one argument.
+        waits: it is ``async def``.
+        account: its counts.
+    """
+
+    __slots__ = ("account", "addon", "function", "name", "waits")
+
+    def __init__(self, addon: str, name: str, function: Any, *, waits: bool) -> None:
+        self.addon = addon
+        self.name = name
+        self.function = function
+        self.waits = waits
+        self.account = HookAccount()
+
+    def count(self, result: str) -> None:
+        """Count a call by its result."""
+        results = self.account.results
+        results[result] = results.get(result, 0) + 1
+
+    def __str__(self) -> str:
+        return f"addon {self.addon}, hook {self.name}"
+
+
+class RunningAddon:
+    """An addon between its start and its end.
+
+    Args:
+        loaded: it.
+        current: the process's current call, for what interrupts and names hooks that block.
+
+    Attributes:
+        loaded: see the argument.
+        name: its name.
+        suspended: why it is not called any more. Empty if it is called.
+        hooks: by name.
+    """
+
+    __slots__ = (
+        "_budget_ns",
+        "_current",
+        "_lined_ns",
+        "_share",
+        "_waiting",
+        "hooks",
+        "loaded",
+        "name",
+        "suspended",
+    )
+
+    def __init__(self, loaded: LoadedAddon, current: CurrentCall) -> None:
+        self.loaded = loaded
+        self.name = loaded.name
+        self.suspended = ""
+        self.hooks = {
+            name: Hook(loaded.name, name, _with_argument(name, function), waits=name in loaded.waits)
+            for name, function in loaded.hooks.items()
+        }
+        self._current = current
+        self._budget_ns = int(loaded.common.budget_us * 1000)
+        self._share = LoopShare(perf_counter_ns())
+        self._lined_ns = 0
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    # Hooks that decide
+
+    def decide(self, hook: Hook, facts: object) -> Verdict | None:
+        """Call a ``def`` hook and return its verdict, or that of ``on_error``; raises nothing."""
+        if self.suspended:
+            return self._not_called(hook)
+        try:
+            answer = self._call(hook, facts)
+        except _Failed as failed:
+            return self._on_error(hook, str(failed))
+        if answer is None:
+            hook.count("none")
+            return None
+        return self._checked(hook, answer)
+
+    async def decide_later(self, hook: Hook, facts: object) -> Verdict | None:
+        """Run an ``async def`` hook and return its verdict, or that of ``on_error``.
+
+        The hook has a task of its own. Cancelling this call cancels it, and waits for neither.
+        """
+        if self.suspended:
+            return self._not_called(hook)
+        if len(self._waiting) >= _MOST_WAITING:
+            self.suspend(f"{_MOST_WAITING} calls of {hook.name} wait at the same time")
+            return self._not_called(hook)
+        limit_s = self.loaded.common.time_limit_s
+        steps = _Steps(self, hook, facts)
+        task = asyncio.get_running_loop().create_task(_run(steps), name=str(hook))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit_s)
+        except asyncio.CancelledError:
+            self._cancel(task, hook)
+            hook.count("cancelled")
+            raise
+        hook.account.took(steps.used_ns)
+        if not done:
+            self._cancel(task, hook)
+            hook.count("timeout")
+            log.warning("addon %s: hook %s did not answer within %gs", self.name, hook.name, limit_s)
+            return self._denial(f"its hook {hook.name} did not answer within {limit_s:g} s")
+        if task.cancelled():
+            return self._on_error(hook, self._raised(hook, asyncio.CancelledError("the hook cancelled itself")))
+        error = task.exception()
+        if error is not None:
+            return self._on_error(hook, self._raised(hook, error))
+        answer = task.result()
+        if answer is None:
+            hook.count("none")
+            return None
+        return self._checked(hook, answer)
+
+    def _checked(self, hook: Hook, answer: object) -> Verdict | None:
+        fault = fault_of(hook.name, answer)
+        if fault:
+            if asyncio.iscoroutine(answer):
+                answer.close()
+            self.suspend(f"its hook {hook.name} {fault}")
+            return self._on_error(hook, f"its hook {hook.name} {fault}")
+        hook.count(type(answer).__name__.lower())
+        assert isinstance(answer, Deny | Delay | Prefer | Cut)
+        return answer
+
+    def _not_called(self, hook: Hook) -> Verdict | None:
+        hook.count("suspended")
+        return self._denial(f"it is suspended: {self.suspended}")
+
+    def _on_error(self, hook: Hook, text: str) -> Verdict | None:
+        hook.count("fault")
+        return self._denial(text)
+
+    def _denial(self, text: str) -> Verdict | None:
+        return Deny(text) if self.loaded.common.denies else None
+
+    # Hooks that observe
+
+    def inform(self, hook: Hook, argument: object) -> None:
+        """Call a hook that observes; raises nothing."""
+        if self.suspended:
+            return
+        try:
+            self._call(hook, argument)
+        except _Failed:
+            hook.count("fault")
+        else:
+            hook.count("none")
+
+    def families(self) -> list[Metric]:
+        """Return the valid families of the hook ``metrics``. A wrong one suspends the addon; raises nothing."""
+        hook = self.hooks.get("metrics")
+        if hook is None or self.suspended:
+            return []
+        try:
+            answer = self._call(hook, None)
+        except _Failed:
+            hook.count("fault")
+            return []
+        assert isinstance(answer, list)
+        fault = next(filter(None, map(fault_of_metric, answer)), "")
+        if fault:
+            self.suspend(f"its hook metrics {fault}")
+            hook.count("fault")
+            return []
+        hook.count("none")
+        return answer
+
+    # One call
+
+    def _call(self, hook: Hook, argument: object) -> object:
+        """Call a ``def`` hook, with its time on the account.
+
+        Raises:
+            _Failed: it raised, and the addon is suspended.
+        """
+        current = self._current
+        began = perf_counter_ns()
+        try:
+            # Inside the block: the interruption of a hook that blocks is raised while ``interruptible`` is set.
+            current.hook, current.began_ns, current.interruptible = hook, began, True
+            answer = hook.function(argument)
+            current.interruptible = False
+        except BaseException as error:  # noqa: BLE001  SystemExit of an addon must not end the proxy either
+            current.interruptible = False
+            current.hook = None
+            self.charge(hook, perf_counter_ns() - began)
+            raise _Failed(self._raised(hook, error)) from None
+        current.hook = None
+        now = perf_counter_ns()
+        took = now - began
+        hook.account.took(took)
+        if self._share.use(took, now):
+            self.suspend(too_much(self._share.used_ns))
+        if took > self._budget_ns:
+            self._over_budget(hook, took, now)
+        return answer
+
+    def charge(self, hook: Hook, took_ns: int) -> None:
+        """Add loop time of a hook that is not a finished ``def`` call; suspends above the share."""
+        if not hook.waits:
+            hook.account.took(took_ns)
+        if self._share.use(took_ns, perf_counter_ns()):
+            self.suspend(too_much(self._share.used_ns))
+
+    def _over_budget(self, hook: Hook, took_ns: int, now_ns: int) -> None:
+        hook.account.over_budget += 1
+        if now_ns - self._lined_ns < _LINE_EVERY_NS and self._lined_ns:
+            return
+        self._lined_ns = now_ns
+        log.warning(
+            "addon %s: hook %s took %.0f us, more than its budget of %.0f us; %d calls did so far",
+            self.name,
+            hook.name,
+            took_ns / 1000,
+            self._budget_ns / 1000,
+            hook.account.over_budget,
+        )
+
+    def _raised(self, hook: Hook, error: BaseException) -> str:
+        text = f"its hook {hook.name} raised {where(error)}"
+        self.suspend(text)
+        return text
+
+    def suspend(self, reason: str) -> None:
+        """Call no hook any more; the first reason stays. Logged."""
+        if self.suspended:
+            return
+        self.suspended = reason
+        decides = self.hooks.keys() & {"connecting", "accepting"}
+        effect = (
+            "connections that it would decide about are denied" if self.loaded.common.denies else "it is ignored"
+        )
+        log.error(
+            "addon %s is suspended: %s; %s",
+            self.name,
+            reason,
+            effect if decides else "it only observed",
+        )
+
+    def _cancel(self, task: asyncio.Task[Any], hook: Hook) -> None:
+        task.cancel()
+        # Its error, if any, is of a call whose answer is not used any more.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        asyncio.get_running_loop().call_later(_ENDS_S, self._must_have_ended, task, hook)
+
+    def _must_have_ended(self, task: asyncio.Task[Any], hook: Hook) -> None:
+        if not task.done():
+            self.suspend(f"its hook {hook.name} did not end within {_ENDS_S:g} s of its cancellation")
+
+    # Its counts and its end
+
+    @property
+    def waiting(self) -> int:
+        """The number of ``async def`` calls that have not ended."""
+        return len(self._waiting)
+
+    def counts(self) -> Iterator[HookCounts]:
+        """Iterate over the counts of its hooks."""
+        for name, hook in self.hooks.items():
+            yield hook.account.copy(self.name, name)
+
+    def continue_from(self, old: RunningAddon) -> None:
+        """Count on from the version that this one replaces, so that no counter decreases."""
+        for name, hook in self.hooks.items():
+            if name in old.hooks:
+                hook.account = old.hooks[name].account
+
+    def end(self, *, cancel: bool) -> None:
+        """Call the hook ``done``; the caller calls this once.
+
+        Args:
+            cancel: cancel calls that wait, too. Otherwise they go on until they have answered.
+        """
+        if cancel:
+            for task in list(self._waiting):
+                task.cancel()
+        done = self.hooks.get("done")
+        if done is not None:
+            try:
+                self._call(done, None)
+            except _Failed as failed:
+                log.error("addon %s: %s", self.name, failed)
+
+
+def _with_argument(name: str, function: Any) -> Any:
+    """Return a hook as a function of one argument."""
+    match name:
+        case "metrics":
+            return lambda _: list(function())  # the generator's steps are part of the call
+        case "done":
+            return lambda _: function()
+        case _:
+            return function
+
+
+class _Failed(Exception):
+    """A hook raised; the text says what."""
+
+
+class _Steps:
+    """Awaits an ``async def`` hook, and charges the time of each of its steps.
+
+    Attributes:
+        used_ns: the time of the loop so far; waiting costs nothing.
+    """
+
+    def __init__(self, addon: RunningAddon, hook: Hook, facts: object) -> None:
+        self._addon = addon
+        self._hook = hook
+        self._facts = facts
+        self.used_ns = 0
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        addon, hook = self._addon, self._hook
+        current = addon._current
+        coroutine: Coroutine[Any, Any, Any] = hook.function(self._facts)
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            began = perf_counter_ns()
+            try:
+                current.hook, current.began_ns, current.interruptible = hook, began, True
+                yielded = coroutine.send(value) if error is None else coroutine.throw(error)
+                current.interruptible = False
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                current.interruptible = False
+                current.hook = None
+                took = perf_counter_ns() - began
+                self.used_ns += took
+                addon.charge(hook, took)
+            error = None
+            try:
+                value = yield yielded
+            except BaseException as thrown:  # noqa: BLE001  passed on to the hook, which sees what any coroutine would
+                error = thrown
+
+
+async def _run(steps: _Steps) -> Any:
+    return await steps

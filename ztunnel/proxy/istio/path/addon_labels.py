@@ -1,0 +1,28 @@
+"""The labels of a workload as addons see them. Pure.
+
+The control plane sends no pod labels, but what Istio derives from them: canonical name and revision, and the
+locality. They have the names of the labels that they usually come from.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from xds.model.workload import Locality, Workload
+
+
+def addon_labels(workload: Workload) -> Mapping[str, str]:
+    """Return the labels of a workload; empty ones are left out."""
+    return _labels(workload.canonical_name, workload.canonical_revision, workload.node, workload.locality)
+
+
+@lru_cache(maxsize=4096)  # called for each connection, about few workloads
+def _labels(name: str, revision: str, node: str, place: Locality) -> Mapping[str, str]:
+    labels = {
+        "app": name,
+        "version": revision,
+        "kubernetes.io/hostname": node,
+        "topology.kubernetes.io/region": place.region,
+        "topology.kubernetes.io/zone": place.zone,
+    }
+    return MappingProxyType({key: value for key, value in labels.items() if value})

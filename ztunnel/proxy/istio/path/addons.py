@@ -1,0 +1,202 @@
+"""Asks and informs addons about the connections of an Istio mesh; see :mod:`ztunnel.proxy.addons.host`.
+
+=================  ===================================================================================
+hook               when
+=================  ===================================================================================
+``connecting``     a route was found and an endpoint drawn, before it is dialled. Once per connection:
+                   further attempts keep the verdicts
+``accepting``      the policies of the mesh, and Calico's, have allowed it; the application is not dialled yet
+``opened``         the relay runs
+``closed``         its access line is written, after ``opened``
+``refused``        its access line is written, without ``opened``
+=================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Final
+
+from xds.model.address import SocketAddress
+from xds.model.identity import SpiffeId
+from xds.model.mesh import Mesh
+from xds.model.workload import Workload, WorkloadUid
+from ztunnel.addons import Direction, Facts, MeshSummary, Path
+from ztunnel.addons import Record as Ended
+from ztunnel.addons import Workload as Side
+from ztunnel.proxy.addons.decide import Labels
+from ztunnel.proxy.addons.host import AddonHost, Asked
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.outcome import Failed, Flags
+from ztunnel.proxy.istio.accounting.record import Record
+from ztunnel.proxy.istio.path.addon_labels import addon_labels
+from ztunnel.proxy.istio.path.connections import PodConnection
+
+_PATHS: Final = {"TCP": Path.DIRECT, "HBONE": Path.TUNNEL, "DOUBLEHBONE": Path.DOUBLE_TUNNEL}
+_NO_SIDE: Final = Side()
+#: Workloads whose description is remembered.
+_MOST_SIDES: Final = 4096
+
+#: Returns the names for which a pod got an address from the proxy's DNS.
+NamesOf = Callable[[str, str], tuple[str, ...]]
+
+
+class PodAddons:
+    """The addons of this process, for connections of pods.
+
+    Args:
+        host: calls them.
+
+    Attributes:
+        names_of: for :attr:`ztunnel.addons.Facts.names`; ``None``: names are not known here.
+    """
+
+    def __init__(self, host: AddonHost) -> None:
+        self.host = host
+        self.names_of: NamesOf | None = None
+        self._sides: dict[WorkloadUid, tuple[Workload, Side]] = {}
+
+    async def connecting(self, entry: PodConnection, dialled: SocketAddress) -> tuple[Labels, ...] | None:
+        """Ask about an outbound connection whose record has its route.
+
+        Args:
+            entry: of the connection.
+            dialled: the address that the application dialled.
+
+        Returns:
+            What narrows another draw of its endpoint. ``None``: the endpoint stays, because no addon has a
+            preference and none has waited.
+
+        Raises:
+            Failed: an addon denies it.
+        """
+        record = entry.record
+        facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled)
+        asked = record.asked = await self.host.connecting(entry, facts)
+        _raise_denial(asked)
+        return asked.prefer if asked.prefer or asked.waited else None
+
+    async def accepting(self, entry: PodConnection) -> None:
+        """Ask about an inbound connection that policy allows.
+
+        Raises:
+            Failed: an addon denies it.
+        """
+        record = entry.record
+        asked = record.asked = await self.host.accepting(entry, self._inbound(record))
+        _raise_denial(asked)
+
+    def rerouted(self, record: Record, protocol: str) -> None:
+        """Give later hooks the facts of the endpoint of another attempt."""
+        asked = record.asked
+        if isinstance(asked, Asked):
+            old = asked.facts
+            dialled = SocketAddress(old.destination_address, old.destination_port)
+            asked.facts = self._outbound(old.connection, record, protocol, dialled)
+
+    def ended(self, record: Record, reason: str, duration_s: float) -> None:
+        """Inform the addons of the end of a connection; called with its access line."""
+        asked = record.asked
+        if not isinstance(asked, Asked):  # refused before a hook was asked
+            facts = (
+                self._inbound(record)
+                if record.direction.value == "inbound"
+                else self._outbound(self.host.next_number(), record, "TCP", record.destination)
+            )
+            asked = Asked(self.host, facts)
+        counts = record.counts
+        asked.ended(Ended(asked.facts, counts.sent, counts.received, duration_s, reason, asked.addon))
+
+    # Facts
+
+    def _side(self, workload: Workload | None, labels: PeerLabels) -> Side:
+        """Return a side from the control plane's description, or else from its labels in metrics."""
+        if workload is None:
+            return _of_labels(labels) if labels.known else _NO_SIDE
+        known = self._sides.get(workload.uid)
+        if known is not None and known[0] is workload:
+            return known[1]
+        side = Side(
+            workload.name,
+            workload.namespace,
+            workload.service_account,
+            workload.node,
+            workload.cluster_id,
+            addon_labels(workload),
+        )
+        if len(self._sides) >= _MOST_SIDES:
+            self._sides.clear()
+        self._sides[workload.uid] = workload, side
+        return side
+
+    def _outbound(self, number: int, record: Record, protocol: str, dialled: SocketAddress) -> Facts:
+        source, there, service = record.source, record.destination_workload, record.service
+        names_of = self.names_of
+        return Facts(
+            number,
+            "istio",
+            Direction.OUTBOUND,
+            _PATHS[protocol],
+            self._side(record.source_workload, record.source_labels),
+            source.host,
+            source.port,
+            _text(record.source_identity),
+            self._side(there, record.destination_labels),
+            dialled.host,
+            dialled.port,
+            _text(record.destination_identity) if record.secured else "",
+            str(record.destination),
+            service.hostname if service is not None else "",
+            names_of(source.host, dialled.host) if names_of is not None else (),
+        )
+
+    def _inbound(self, record: Record) -> Facts:
+        source, service = record.source, record.service
+        # The application, which the tunnel names; its connection came to port 15008.
+        wanted = record.hbone_authority
+        port = wanted.rpartition(":")[2]
+        return Facts(
+            self.host.next_number(),
+            "istio",
+            Direction.INBOUND,
+            Path.TUNNEL if wanted else Path.DIRECT,
+            self._side(record.source_workload, record.source_labels),
+            source.host,
+            source.port,
+            _text(record.source_identity),
+            self._side(record.destination_workload, record.destination_labels),
+            record.destination.host,
+            int(port) if port.isascii() and port.isdigit() else record.destination.port,
+            _text(record.destination_identity) if record.secured else "",
+            "",
+            service.hostname if service is not None else "",
+        )
+
+
+def summary(mesh: Mesh) -> MeshSummary:
+    """Return the size of a mesh."""
+    counts = mesh.counts()
+    return MeshSummary(counts["workloads"], counts["services"], counts["policies"])
+
+
+def _raise_denial(asked: Asked) -> None:
+    if asked.outcome.denied:
+        raise Failed(asked.outcome.denied, Flags.DENY)
+
+
+@lru_cache(maxsize=1024)
+def _of_labels(labels: PeerLabels) -> Side:
+    named = {"app": labels.app, "version": labels.version}
+    return Side(
+        name=labels.workload,
+        namespace=labels.namespace,
+        cluster=labels.cluster,
+        labels=MappingProxyType({key: value for key, value in named.items() if value}),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _text(identity: SpiffeId | None) -> str:
+    return str(identity) if identity is not None else ""
