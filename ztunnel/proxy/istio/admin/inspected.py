@@ -10,6 +10,7 @@ from xds.model.mesh import Mesh
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.certificates.manager import CertificateManager
+from ztunnel.proxy.istio.path.connections import Shown
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
 from ztunnel.proxy.istio.xds.control import ControlPlane
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.tap.taps import Carry
 
 #: Entries of the dump by direction, ``inbound`` and ``outbound``.
-Connections = dict[str, list[dict[str, str | None]]]
+Connections = dict[str, list[Shown]]
 
 
 class PendingTasks(Protocol):

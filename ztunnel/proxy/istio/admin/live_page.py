@@ -17,7 +17,7 @@ from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED, TRAFFIC_LABELS,
 from ztunnel.proxy.istio.accounting.outcome import Flags
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
-from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.connections import PodConnection, Shown
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.settings.config import ProxyMode
 from ztunnel.proxy.istio.zds.pods import RunningPod
@@ -254,26 +254,29 @@ def _moved(connection: Connection) -> int:
 
 
 def _carried(
-    proxy: InspectedProxy, carried: dict[RunningPod, dict[str, list[dict[str, str | None]]]]
+    proxy: InspectedProxy, carried: dict[RunningPod, dict[str, list[Shown]]]
 ) -> tuple[list[Connection], int]:
-    """Return connections of workers, and their number. Workers report neither age nor bytes."""
+    """Return connections of workers, and their number."""
     found: list[Connection] = []
     total = 0
     for number, tables in enumerate(carried.values()):
         for direction, entries in tables.items():
             total += len(entries)
             for entry in entries[: _MOST_CONNECTIONS - len(found)]:
-                source, destination = entry["src"] or "", entry["originalDst"] or entry["actualDst"] or ""
+                source, destination = str(entry["src"]), str(entry["originalDst"] or entry["actualDst"])
                 found.append(
                     Connection(
                         id=f"{number} {direction} {source} {destination} {entry['actualDst']}",
                         direction=direction,
                         source=source,
                         destination=destination,
-                        next_hop=entry["actualDst"] or "",
-                        protocol=entry["protocol"] or "",
+                        next_hop=str(entry["actualDst"]),
+                        protocol=str(entry["protocol"]),
                         security=_security(bool(entry.get("srcIdentity")) or entry["protocol"] != "TCP"),
-                        identity=entry.get("srcIdentity") or "",
+                        identity=str(entry.get("srcIdentity") or entry.get("dstIdentity") or ""),
+                        age_s=float(entry["ageSeconds"] or 0),
+                        bytes_sent=int(entry["bytesSent"] or 0),
+                        bytes_received=int(entry["bytesReceived"] or 0),
                     )
                 )
     return found, total

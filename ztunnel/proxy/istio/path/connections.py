@@ -256,42 +256,70 @@ class PodConnections:
             entry.end(reason)
         return len(carried)
 
-    def dump(self) -> dict[str, list[dict[str, str | None]]]:
+    def dump(self, now_s: float) -> dict[str, list[Shown]]:
         """Return ``connections`` of the dump. Equal inbound ones are merged, like in upstream's table.
 
-        ``srcIdentity``, an inbound client's proven identity, is an addition: the Rust ztunnel does not have it.
+        The Rust ztunnel has neither identities, ages, bytes nor services. Merged connections have the highest age
+        and the sum of the bytes; sent is from the client to the application.
+
+        Args:
+            now_s: monotonic seconds.
         """
-        inbound = {
-            (
-                str(entry.record.source),
-                entry.original,
-                str(entry.actual),
-                entry.protocol,
-                _proven(entry.record),
-            ): None
-            for entry in self.inbound
-        }
+        inbound: dict[tuple[str, ...], Shown] = {}
+        for entry in self.inbound:
+            shown: Shown = {
+                "actualDst": str(entry.actual),
+                "originalDst": entry.original,
+                "protocol": entry.protocol,
+                "src": str(entry.record.source),
+                "srcIdentity": _proven(entry.record),
+            }
+            key = tuple(map(str, shown.values()))
+            if key in inbound:
+                _merge(inbound[key], entry.record, now_s)
+            else:
+                inbound[key] = shown | _amounts(entry.record, now_s)
         return {
-            "inbound": [
-                {
-                    "actualDst": actual,
-                    "originalDst": original,
-                    "protocol": protocol,
-                    "src": src,
-                    "srcIdentity": identity,
-                }
-                for src, original, actual, protocol, identity in inbound
-            ],
+            "inbound": list(inbound.values()),
             "outbound": [
                 {
                     "actualDst": str(entry.record.destination),
                     "originalDst": entry.original,
                     "protocol": entry.protocol,
                     "src": str(entry.record.source),
+                    "dstIdentity": _reached(entry.record),
+                    **_amounts(entry.record, now_s),
                 }
                 for entry in self.outbound
             ],
         }
+
+
+#: An entry of the dump.
+Shown = dict[str, str | int | float | None]
+
+
+def _amounts(record: Record, now_s: float) -> Shown:
+    return {
+        "service": record.service.hostname if record.service is not None else None,
+        "ageSeconds": round(now_s - record.started_s, 3),
+        "bytesSent": record.counts.sent,
+        "bytesReceived": record.counts.received,
+    }
+
+
+def _merge(shown: Shown, record: Record, now_s: float) -> None:
+    """Add the age and the bytes of an equal connection to an entry."""
+    age, sent, received = shown["ageSeconds"], shown["bytesSent"], shown["bytesReceived"]
+    assert isinstance(age, float) and isinstance(sent, int) and isinstance(received, int)  # noqa: PT018
+    shown["ageSeconds"] = max(age, round(now_s - record.started_s, 3))
+    shown["bytesSent"] = sent + record.counts.sent
+    shown["bytesReceived"] = received + record.counts.received
+
+
+def _reached(record: Record) -> str | None:
+    secured = record.secured and record.destination_identity is not None
+    return str(record.destination_identity) if secured else None
 
 
 def _proven(record: Record) -> str | None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hbone.flow import WindowPool
 from ztunnel.proxy.istio.accounting.outcome import DRAINED
-from ztunnel.proxy.istio.path.connections import PodConnections
+from ztunnel.proxy.istio.path.connections import PodConnections, Shown
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.local_workload import LocalWorkload
 from ztunnel.proxy.istio.path.node import Node
@@ -105,9 +105,9 @@ class PodProxy:
         """The open connections of the pod, for pages."""
         return self._connections
 
-    def dump(self) -> dict[str, list[dict[str, str | None]]]:
+    def dump(self) -> dict[str, list[Shown]]:
         """Return ``connections`` of the dump."""
-        return self._connections.dump()
+        return self._connections.dump(self._node.clock.monotonic())
 
     @property
     def open_connections(self) -> int:

@@ -229,7 +229,7 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     direction: Literal["inbound", "outbound"]
-    entries: tuple[dict[str, str | None], ...]
+    entries: tuple[dict[str, str | int | float | None], ...]
 
 
 class TapTotals(Struct, frozen=True, tag=True):
