@@ -40,7 +40,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "sidecar.init": ("init",),
     "sidecar.inject": ("inject", "gate", "drain"),
     "ask.inspect": (
-        *("status", "connections", "workloads", "services", "policies", "certificates"),
+        *("status", "connections", "workloads", "services", "policies", "certificates", "denials"),
         *("explain", "config", "log", "completion", "tap", "audit"),
     ),
     "node.intercept": ("intercept",),
@@ -51,14 +51,52 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+#: The commands by what a person wants, in the order of the help.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Ask": (
+        *("status", "connections", "denials", "policies", "certificates", "workloads", "services"),
+        *("explain", "simulate", "audit", "config", "log", "limits", "tap"),
+    ),
+    "Run": ("proxy", "agent", "control-plane", "authz", "policy", "netpol"),
+    "Install": ("inject", "gate", "drain", "init", "intercept"),
+    "This program": ("completion", "version"),
+}
+
+
+def _program(path: str) -> str:
+    """Return the name that a person has typed: kubectl runs its plugins by the names of their files."""
+    return "kubectl ztunnel" if os.path.basename(path).startswith("kubectl-ztunnel") else "ztunnel"
+
+
+class _Parser(argparse.ArgumentParser):
+    """The program's own parser: its help groups the commands."""
+
+    def format_help(self) -> str:
+        explained = {
+            action.dest: action.help or ""
+            for group in self._actions
+            if isinstance(group, argparse._SubParsersAction)
+            for action in group._choices_actions
+        }
+        width = max(map(len, explained), default=0)
+        lines = [f"usage: {self.prog} COMMAND ...", "", str(self.description)]
+        for title, names in GROUPS.items():
+            shown = [f"  {name:{width}}  {explained[name]}" for name in names if name in explained]
+            lines += ["", f"{title}:", *shown] if shown else []
+        return "\n".join([*lines, "", str(self.epilog), ""])
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ztunnel",
+    program = _program(sys.argv[0])
+    parser = _Parser(
+        prog=program,
         description="A node's tunnel proxy for ambient meshes.",
-        epilog="ztunnel COMMAND --help explains a command; the daemon is ztunnel proxy.",
+        epilog=f"{program} COMMAND --help explains a command; the daemon is {program} proxy.",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     proxy = commands.add_parser(
         "proxy",
         help="run the proxy",
@@ -160,6 +198,13 @@ def _complete(words: Sequence[str]) -> int:
 
     for word in inspect.candidates(_parser(words), words, inspect.names_for(words, inspect.ADDRESS)):
         print(word)
+    return 0
+
+
+def complete_for_kubectl() -> int:
+    """Answer ``kubectl ztunnel WORD... <TAB>``: a candidate a line, then a directive for its function."""
+    _complete(sys.argv[1:] or [""])
+    print(":0")
     return 0
 
 

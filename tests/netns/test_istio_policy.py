@@ -60,7 +60,8 @@ def test_live_connections_are_judged_again_when_a_policy_changes(
     def explained(proxy: NodeProxy, *words: str) -> Any:
         """What the command says on a proxy's node: its status, and the answers."""
         status = proxy.place.run(command, ["explain", *words, "--json"])
-        return status, json.loads(capsys.readouterr().out)
+        found = json.loads(capsys.readouterr().out)
+        return status, found.get("items", found)
 
     def what_is_said_of_live_connections(mesh: AmbientMesh, tunnelled: socket.socket) -> None:
         source = "{}:{}".format(*tunnelled.getsockname())

@@ -17,7 +17,7 @@ import pytest
 
 from tests.commands import ztunnel
 from tests.hbone.certificates import Authority
-from ztunnel.cli import COMMANDS, _parser
+from ztunnel.cli import COMMANDS, GROUPS, _parser, complete_for_kubectl, main
 
 
 @pytest.mark.parametrize("source", ["ads", "files"])
@@ -127,7 +127,7 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(command: tuple[str, ...]
         (("agent", "--probe-user", "x"), "argument --probe-user: must be a whole number, not negative: 'x'"),
         (
             ("connections", "--watch", "x"),
-            "argument --watch: must be a number of seconds, at most a hundred years",
+            "argument -w/--watch: must be a number of seconds, at most a hundred years",
         ),
         (("connections", "--address", "a b"), "a b: not an address, HOST:PORT or a URL"),
         (("drain", "--port", "70000"), "argument --port: must be a port, 1 to 65535: '70000'"),
@@ -341,3 +341,23 @@ def test_the_proxy_reports_every_fault_of_its_environment(monkeypatch: pytest.Mo
         "Error: invalid env var PROXY_MODE=neither (must be one of shared, dedicated)",
         "Error: invalid env var RUST_LOG=loud (loud is neither a level nor target=level)",
     ]
+
+
+def test_the_help_groups_every_command_once() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    added = [name for names in COMMANDS.values() for name in names]
+    assert sorted(grouped) == sorted([*added, "proxy", "version"])
+
+
+def test_kubectls_plugin_has_its_name_and_completes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/kubectl-ztunnel", "help"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("usage: kubectl ztunnel COMMAND")
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert capsys.readouterr().out.startswith("usage: kubectl ztunnel status [-h]")
+    monkeypatch.setattr("sys.argv", ["kubectl_complete-ztunnel", "conn"])
+    assert complete_for_kubectl() == 0
+    assert capsys.readouterr().out == "connections\n:0\n"

@@ -3,19 +3,19 @@
 Exit status: 0 without findings, 1 with findings (after a repair: remaining ones), 2 without an answer.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
-from ztunnel.ask.inspect.source import (
-    AskFailed,
-    add_source,
-    ask,
-    reaching,
-)
-from ztunnel.runtime.console.terminal import print_outline, print_table
+import msgspec
+
+from ztunnel.ask.inspect.fleet import Found, gather, items_of
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, failed
+from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 ADDRESS: Final = "127.0.0.1:15014"
 #: A comparison reads the dump of the node's proxies. A repair waits for the steps that it has started.
@@ -31,48 +31,90 @@ def add_arguments(subparsers: Any) -> None:
         description="Ask the node agent to compare each pod of its node now: labels, annotation, rules in its "
         "namespace, listeners, the workload as the control plane describes it, certificate.",
     )
-    add_source(audit, of_agent=ADDRESS)
+    add_source(audit, of_agent=ADDRESS, across=True)
     audit.add_argument(
         "--repair",
         action="store_true",
         help="have the agent put right what is its own: enrolment, annotation, rules, listeners",
     )
-    audit.set_defaults(run=reaching(_run, agent=True))
+    audit.set_defaults(run=_run)
+
+
+def _cell(item: PodAudit, check: str) -> str:
+    """Return an answer; of the annotation its value, which says more."""
+    answer = item.checks.get(check, "-")
+    if check == "annotation" and answer != "-":
+        return f"{item.annotation or 'none'}{', wrong' if answer == 'wrong' else ''}"
+    return answer
+
+
+class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A difference of a pod; ``repairable`` by ``--repair``."""
+
+    check: str
+    reason: str
+    text: str
+    repairable: bool
+
+
+class PodAudit(Item, frozen=True, kw_only=True):
+    """A pod, compared with its expected state. ``checks`` is the answer by check: ok, wrong, ``-`` or ``?``."""
+
+    pod: str
+    wanted: bool
+    because: str
+    annotation: str | None = None
+    uid: str | None = None
+    phase: str | None = None
+    checks: dict[str, str]
+    findings: tuple[AuditFinding, ...] = ()
+
+
+POD_AUDIT: Final = Kind(
+    name="PodAudit", several="pods", item=PodAudit, identity=lambda item: item.pod,
+    columns=(
+        Column("POD", "pod"),
+        Column("IN THE MESH", lambda item: f"{'yes' if item.wanted else 'no'}, {item.because}"),
+        *(Column(name.upper(), partial(_cell, check=name)) for name in _CHECKS),
+    ),
+)  # fmt: skip
 
 
 def _run(args: argparse.Namespace) -> int:
+    def look(pages: Pages) -> Any:
+        method = "POST" if args.repair else "GET"
+        try:
+            answer = json.loads(ask(pages.name, "/audit", method=method, limit_s=args.request_timeout or _LIMIT_S))
+            return list(_items(answer)), list(_lines(answer)), answer["repaired"]
+        except (ValueError, TypeError, KeyError, msgspec.ValidationError):
+            raise AskFailed(f"{pages.name}: the answer is no audit; is a node agent there?") from None
+
     try:
-        text = ask(args.address, "/audit", method="POST" if args.repair else "GET", limit_s=_LIMIT_S)
-        answer = json.loads(text)
-        table, lines = list(_table(answer)), list(_lines(answer))
-        wrong = any(each["findings"] for each in answer["pods"])
+        found = gather(args, look, agent=True)
     except AskFailed as error:
         said = str(error).replace("a proxy's admin server", "the node agent (ztunnel agent --kube --metrics PORT)")
-        print(f"ztunnel audit: {said}", file=sys.stderr)
-        return 2
-    except (ValueError, TypeError, KeyError):
-        print(f"ztunnel audit: {args.address}: the answer is no audit; is a node agent there?", file=sys.stderr)
-        return 2
-    if args.json:
-        print(text.rstrip())
-    else:
-        print_table(table)
-        print_outline(lines)
-    return 1 if wrong else 0
+        return failed(args, said)
+    items = items_of(Found({n: each for n, (each, _, _) in found.by_node.items()}, found.silent, found.across))
+    answer = Answer(
+        kind=POD_AUDIT,
+        items=items,
+        silent=found.silent,
+        across=found.across,
+        bad=any(item.findings for item in items),
+        summary={"repaired": [each for _, _, repaired in found.by_node.values() for each in repaired]},
+        notes=["", *(line for _, lines, _ in found.by_node.values() for line in lines)],
+    )
+    return emit(answer, args.output)
 
 
-def _table(answer: Any) -> Iterator[Sequence[str]]:
-    """Yield a row per pod, after the heading."""
-    yield ("POD", "IN THE MESH", *(name.upper() for name in _CHECKS))
+def _items(answer: Any) -> Iterator[PodAudit]:
     for pod in answer["pods"]:
-        wanted = f"{'yes' if pod['wanted'] else 'no'}, {pod['because']}"
-        yield (pod["pod"], wanted, *(_cell(pod, name) for name in _CHECKS))
+        yield msgspec.convert(pod, PodAudit, strict=False)
 
 
 def _lines(answer: Any) -> Iterator[str]:
     """Yield what was repaired, each difference, and a line that sums up."""
     pods = answer["pods"]
-    yield ""
     for each in answer["repaired"]:
         yield f"repaired: {each['pod']}: {each['reason']}: {each['text']}"
     number, repairable = 0, 0
@@ -85,11 +127,3 @@ def _lines(answer: Any) -> Iterator[str]:
         yield "no proxy of this node has answered: workloads and certificates are not known"
     hint = f", {repairable} of them for --repair" if repairable else ""
     yield f"{len(pods)} pods of node {answer['node']}, {number or 'no'} differences{hint}"
-
-
-def _cell(pod: Any, check: str) -> str:
-    """Return an answer; of the annotation its value, which says more."""
-    answer: str = pod["checks"][check]
-    if check == "annotation" and answer != "-":
-        return f"{pod['annotation'] or 'none'}{', wrong' if answer == 'wrong' else ''}"
-    return answer

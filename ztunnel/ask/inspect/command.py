@@ -1,22 +1,24 @@
-"""The commands that ask a running proxy through its admin server.
+"""The commands that ask proxies through their admin servers: tables, parts of the configuration, log levels.
 
-Exit status: 0; 1 of ``status`` when the control plane is not connected; 2 when there is no answer.
+Exit status: 0; 1 of ``status`` when something is wrong; 2 when there is no answer, or a node does not answer.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from xds.errors import ConfigError
-from ztunnel.ask.inspect import audit, explain, tap
-from ztunnel.ask.inspect.ages import for_people
+from ztunnel.ask.inspect import audit, explain, kinds, tap
 from ztunnel.ask.inspect.completion import SCRIPTS
 from ztunnel.ask.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
+from ztunnel.ask.inspect.fleet import Found, gather, items_of, selected_pods
 from ztunnel.ask.inspect.parts import NoSuchPart, part
 from ztunnel.ask.inspect.source import (
     AskFailed,
+    Pages,
     add_source,
     ask,
     ask_json,
@@ -27,15 +29,14 @@ from ztunnel.ask.inspect.source import (
 from ztunnel.ask.inspect.tables import (
     TABLES,
     NotAMesh,
-    Row,
+    denials,
     is_envoy_dump,
-    is_good,
     mesh_dump,
 )
 from ztunnel.ask.inspect.watch import watch
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.console.arguments import some_seconds
-from ztunnel.runtime.console.terminal import print_table
+from ztunnel.runtime.console.output import Answer, Kind, emit, emit_object
 
 _NOT_FOUND: Final = 404
 #: Between two looks of ``--watch``.
@@ -46,21 +47,12 @@ def add_arguments(subparsers: Any) -> None:
     """Add the commands to ``argparse``'s sub-commands; ``args.run`` runs one."""
     for name, kind in TABLES.items():
         table = subparsers.add_parser(
-            name, help=kind.help, description=f"{kind.help.capitalize()} of a running proxy."
+            name, help=kind.help, description=f"{kind.help.capitalize()} of a running proxy, or with -A of all."
         )
-        add_source(table)
-        table.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
-        table.add_argument("-n", "--namespace", default="", metavar="NAME", help="only what belongs to it")
-        if name == "connections":
-            table.add_argument(
-                "--watch",
-                nargs="?",
-                type=_interval_s,
-                const=_LOOK_S,
-                metavar="SECONDS",
-                help=f"again and again, each {_LOOK_S:g} s: the table on a terminal, else what opens and closes",
-            )
-        table.set_defaults(run=reaching(_table))
+        add_source(table, across=True, saved=True)
+        add_filters(table)
+        add_watch(table)
+        table.set_defaults(run=_table)
     explain.add_arguments(subparsers)
     config = subparsers.add_parser(
         "config",
@@ -72,13 +64,12 @@ def add_arguments(subparsers: Any) -> None:
     config.add_argument(
         "entry", nargs="?", default="", metavar="NAME", help="only the part's entries of this name"
     )
-    add_source(config)
-    config.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
+    add_source(config, saved=True)
     config.set_defaults(run=reaching(_config))
     log = subparsers.add_parser("log", help="show or set the level of a running proxy's log")
     log.add_argument("level", nargs="?", help="such as debug; without it the levels are shown")
-    add_source(log)
-    log.set_defaults(run=reaching(_log))
+    add_source(log, across=True)
+    log.set_defaults(run=_log)
     completion = subparsers.add_parser(
         "completion",
         help="print what lets a shell complete command lines",
@@ -91,28 +82,79 @@ def add_arguments(subparsers: Any) -> None:
     audit.add_arguments(subparsers)
 
 
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose what a table shows."""
+    parser.add_argument("-n", "--namespace", default="", metavar="NAME", help="only what belongs to it")
+    parser.add_argument(
+        *("-l", "--selector"),
+        default="",
+        metavar="LABELS",
+        help="by kubectl: the proxies of pods with these labels, and of connections only theirs",
+    )
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Add ``--watch``."""
+    parser.add_argument(
+        *("-w", "--watch"),
+        nargs="?",
+        type=_interval_s,
+        const=_LOOK_S,
+        metavar="SECONDS",
+        help=f"again and again, each {_LOOK_S:g} s: the table on a terminal, else what comes and goes",
+    )
+
+
 def _table(args: argparse.Namespace) -> int:
     try:
-        if getattr(args, "watch", None) is not None:
+        if args.watch is not None:
             if args.file is not None:
                 return failed(args, "--watch asks a running proxy: not with --file")
-            return watch(lambda: _rows(args), args.watch, as_json=args.json)
-        rows = _rows(args)
+            return watch(lambda: _answer(args), args.watch, args.output, command=args.command)
+        return emit(_answer(args), args.output)
     except AskFailed as error:
         return failed(args, str(error))
-    except NotAMesh as error:
-        return failed(args, f"{args.file or args.address}: {error}")
-    except (TypeError, AttributeError, KeyError) as error:
-        return failed(args, f"{args.file or args.address}: not a config_dump: {error}")
-    if not args.json:
-        print_table(for_people(rows), heading=args.command != "status")
-    elif args.command == "status":
-        print(json.dumps([{"name": name, "state": state} for name, state in rows], indent=2))
+
+
+def _answer(args: argparse.Namespace) -> Answer[Any]:
+    """Return the items of a table.
+
+    Raises:
+        AskFailed: there is no answer.
+    """
+    wanted = selected_pods(args) if args.command == "connections" else None
+
+    def look(pages: Pages) -> tuple[Kind[Any], list[Any]]:
+        try:
+            return _looked(args, pages)
+        except NotAMesh as error:
+            raise AskFailed(f"{pages.name}: {error}") from None
+        except (TypeError, AttributeError, KeyError) as error:
+            raise AskFailed(f"{pages.name}: not a config_dump: {error}") from None
+
+    found = gather(args, look)
+    kind = next((kind for kind, _ in found.by_node.values()), TABLES[args.command].kind)
+    of_kind = {node: items for node, (other, items) in found.by_node.items() if other is kind}
+    if kind in (kinds.WORKLOAD, kinds.SERVICE) and found.across:
+        items, across = merged(of_kind), False
     else:
-        heading, *others = rows
-        names = [name.lower().replace(" ", "_") for name in heading]
-        print(json.dumps([dict(zip(names, row, strict=True)) for row in others], indent=2))
-    return 0 if args.command != "status" or is_good(rows) else 1
+        items, across = items_of(Found(of_kind, found.silent, found.across)), found.across
+    if wanted is not None and kind is kinds.CONNECTION:
+        items = [item for item in items if (item.namespace, item.pod) in wanted]
+    bad = any(isinstance(item, kinds.Fact) and item.severity == "error" for item in items)
+    return Answer(kind=kind, items=items, silent=found.silent, across=across, bad=bad)
+
+
+def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return what proxies say about the mesh, equal items once, with the nodes that say so if not all do."""
+    seen: dict[bytes, tuple[Any, list[str]]] = {}
+    for node, items in by_node.items():
+        for item in items:
+            seen.setdefault(msgspec.msgpack.encode(item), (item, []))[1].append(node)
+    return [
+        item if len(nodes) == len(by_node) else msgspec.structs.replace(item, seen_by=tuple(nodes))
+        for item, nodes in seen.values()
+    ]
 
 
 def _interval_s(text: str) -> float:
@@ -123,38 +165,40 @@ def _interval_s(text: str) -> float:
     return value
 
 
-def _rows(args: argparse.Namespace) -> Sequence[Row]:
-    """Return the rows of a table. A proxy in Envoy's dialect has some of them.
+def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any]]:
+    """Return the items of one proxy, and their kind. A proxy in Envoy's dialect has some of them.
 
     Raises:
         AskFailed: there is no answer.
         NotAMesh: the answer has no such table.
     """
-    if args.file is None and args.command == "connections":
-        page = _page_or_none(args.address, "/connections")
+    if args.command in ("connections", "denials"):
+        page = page_or_none(pages, f"/{args.command}")
         if page is not None:
-            return _connections(args, page)
-    found = read_json(args.file) if args.file is not None else ask_json(args.address, "/config_dump")
+            return _of_page(args, pages, page)
+    found = pages.json("/config_dump")
     table = ENVOY_TABLES.get(args.command)
     if table is not None and is_envoy_dump(found):
-        _refuse_namespace(args)
-        pages = _saved_pages(args, found) if args.file is not None else _asked_pages(args, table, found)
-        return list(table.rows({"/config_dump": found, **pages}))
-    return list(TABLES[args.command].rows(mesh_dump(found), args.namespace))
+        _refuse_namespace(args, pages)
+        needed = _saved_pages(args, pages, found) if pages.saved else _asked_pages(args, pages, table, found)
+        return table.kind, list(table.items({"/config_dump": found, **needed}))
+    return TABLES[args.command].kind, list(TABLES[args.command].items(mesh_dump(found), args.namespace))
 
 
-def _asked_pages(args: argparse.Namespace, table: EnvoyTable, dump: Mapping[str, Any]) -> Mapping[str, Any]:
+def _asked_pages(
+    args: argparse.Namespace, pages: Pages, table: EnvoyTable, dump: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """Return the pages of a running proxy. If an Envoy lacks a page, its dump replaces the page."""
     try:
-        pages = {path: ask_json(args.address, path, PARAMETERS.get(path)) for path in table.paths}
+        needed = {path: pages.json(path, PARAMETERS.get(path)) for path in table.paths}
     except AskFailed as error:
-        if error.status != _NOT_FOUND or args.command == "connections":
+        if error.status != _NOT_FOUND or args.command in ("connections", "denials"):
             raise
-        return _saved_pages(args, dump)
-    return pages | {path: _page_or_none(args.address, path) for path in table.optional}
+        return _saved_pages(args, pages, dump)
+    return needed | {path: page_or_none(pages, path) for path in table.optional}
 
 
-def _saved_pages(args: argparse.Namespace, dump: Mapping[str, Any]) -> Mapping[str, Any]:
+def _saved_pages(args: argparse.Namespace, pages: Pages, dump: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a dump of Envoy's dialect has for a table, and say what it has not.
 
     Raises:
@@ -163,39 +207,44 @@ def _saved_pages(args: argparse.Namespace, dump: Mapping[str, Any]) -> Mapping[s
     from ztunnel.ask.inspect.saved_pages import SAVED_PAGES  # imports Envoy's messages, which take a while
 
     make = SAVED_PAGES.get(args.command)
-    name = args.file or args.address
     if make is None:
-        raise AskFailed(f"{name}: a dump of Envoy's dialect has no {args.command}: ask the running proxy")
+        raise AskFailed(f"{pages.name}: a dump of Envoy's dialect has no {args.command}: ask the running proxy")
     try:
-        pages, lacks = make(dump, SystemClock())
+        made, lacks = make(dump, SystemClock())
     except ConfigError as error:
-        raise AskFailed(f"{name}: {error}") from None
+        raise AskFailed(f"{pages.name}: {error}") from None
     for each in lacks:
         print(f"ztunnel {args.command}: not in the dump: {each}", file=sys.stderr)
-    return pages
+    return made
 
 
-def _connections(args: argparse.Namespace, page: Any) -> Sequence[Row]:
-    """Return the table of ``/connections``, without the rest of a dump, which can be large."""
+def _of_page(args: argparse.Namespace, pages: Pages, page: Any) -> tuple[Kind[Any], list[Any]]:
+    """Return the table of ``/connections`` or ``/denials``, without the rest of a dump, which can be large."""
+    if args.command == "denials":
+        if not isinstance(page, list):
+            raise NotAMesh("/denials is not a list")
+        return kinds.DENIAL, list(denials(page, args.namespace))
     if not isinstance(page, Mapping):
         raise NotAMesh("/connections is not an object")
     if isinstance(page.get("connections"), list):
-        _refuse_namespace(args)
-        return list(ENVOY_TABLES["connections"].rows({"/connections": page}))
-    return list(TABLES["connections"].rows({"workloadState": page}, args.namespace))
+        _refuse_namespace(args, pages)
+        return kinds.ENVOY_CONNECTION, list(ENVOY_TABLES["connections"].items({"/connections": page}))
+    return kinds.CONNECTION, list(TABLES["connections"].items({"workloadState": page}, args.namespace))
 
 
-def _refuse_namespace(args: argparse.Namespace) -> None:
+def _refuse_namespace(args: argparse.Namespace, pages: Pages) -> None:
     if args.namespace:
-        raise AskFailed(
-            f"{args.file or args.address}: namespaces are of an Istio mesh; this proxy has Envoy's dialect"
-        )
+        raise AskFailed(f"{pages.name}: namespaces are of an Istio mesh; this proxy has Envoy's dialect")
 
 
-def _page_or_none(address: str, path: str) -> Any:
-    """Return a page that only our proxies have; ``None`` of an Envoy."""
+def page_or_none(pages: Pages, path: str) -> Any:
+    """Return a page that only our proxies have; ``None`` of an Envoy.
+
+    Raises:
+        AskFailed: there is no answer.
+    """
     try:
-        return ask_json(address, path, PARAMETERS.get(path))
+        return pages.json(path, PARAMETERS.get(path))
     except AskFailed as error:
         if error.status != _NOT_FOUND:
             raise
@@ -211,18 +260,31 @@ def _config(args: argparse.Namespace) -> int:
         return failed(args, str(error))
     except NoSuchPart as error:
         return failed(args, f"{args.file or args.address}: {error}")
-    # A single value is for a shell, unless JSON is asked for.
-    print(found if isinstance(found, str) and not args.json else json.dumps(found, indent=2))
+    # A single value is for a shell, unless a form is asked for.
+    if isinstance(found, str) and args.output.for_people:
+        print(found)
+    else:
+        emit_object(found, args.output)
     return 0
 
 
 def _log(args: argparse.Namespace) -> int:
+    def look(pages: Pages) -> str:
+        return ask(pages.name, "/logging", {"level": args.level}, method="POST")
+
     try:
-        page = ask(args.address, "/logging", {"level": args.level}, method="POST")
+        found = gather(args, look)
     except AskFailed as error:
         return failed(args, str(error))
-    print(json.dumps({"levels": _levels(page)}, indent=2) if args.json else page, end="\n" if args.json else "")
-    return 0
+    if args.output.for_people and not found.across:
+        print(*found.by_node.values(), end="")
+        return 0
+    levels = {
+        node: [kinds.LogLevel(target=target, level=level) for target, level in _levels(page).items()]
+        for node, page in found.by_node.items()
+    }
+    items = items_of(Found(levels, found.silent, found.across))
+    return emit(Answer(kind=kinds.LOG_LEVEL, items=items, silent=found.silent, across=found.across), args.output)
 
 
 def _levels(page: str) -> Mapping[str, str]:

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from ztunnel.ask.inspect import kinds
+from ztunnel.ask.inspect.ages import shown_span
 from ztunnel.ask.inspect.tables import (
     Dump,
-    Row,
     cell,
     control_plane,
     counted,
+    decisions,
+    denials,
+    fact,
+    number,
+    seconds,
     shown_denial,
+    text_of,
 )
+from ztunnel.runtime.console.output import Kind
 
 #: Pages by path; ``None``: the proxy does not have it.
 Pages = Mapping[str, Any]
@@ -28,75 +36,88 @@ _CONNECTED: Final = "control_plane.connected_state"
 _LISTENERS, _CLUSTERS, _SECRETS = "ListenersConfigDump", "ClustersConfigDump", "SecretsConfigDump"
 
 
-def connections(pages: Pages) -> Iterator[Row]:
-    """Yield a row per live connection."""
-    yield ("ID", "AGE", "SOURCE", "DESTINATION", "LISTENER", "CLUSTER", "UPSTREAM HOST", "PEER")
+def connections(pages: Pages) -> Iterator[kinds.EnvoyConnection]:
+    """Yield the live connections."""
     for each in pages["/connections"].get("connections") or []:
         inner = each.get("inner_hops") or []
         last = inner[-1] if inner else each
         peers = [*(each.get("peer_identities") or []), *(last.get("upstream_identities") or [])]
-        yield (
-            cell(each, "id"),
-            f"{cell(each, 'age_s')}s",
-            cell(each, "source"),
-            cell(each, "destination"),
-            cell(each, "listener"),
-            cell(last, "cluster"),
-            cell(last, "upstream_host"),
-            ", ".join(peers) or "-",
+        yield kinds.EnvoyConnection(
+            id=cell(each, "id"),
+            age_seconds=seconds(each, "age_s"),
+            source=cell(each, "source"),
+            destination=cell(each, "destination"),
+            listener=text_of(each, "listener"),
+            cluster=text_of(last, "cluster"),
+            upstream_host=text_of(last, "upstream_host"),
+            peers=tuple(map(str, peers)),
         )
 
 
-def policies(pages: Pages) -> Iterator[Row]:
-    """Yield a row per policy of RBAC filters, with the connections that it decided about."""
-    yield ("POLICY NAME", "ACTION", "MODE", "CHAINS", "ALLOWED", "DENIED", "LAST")
+def policies(pages: Pages) -> Iterator[kinds.EnvoyPolicy]:
+    """Yield the policies of RBAC filters, with the connections that they decided about."""
     for each in pages["/rbac"].get("policies") or []:
         made = each.get("decisions") or {}
         shadow = not any(made.get(key) for key in ("allowed", "denied", "ended"))
         before = "shadow_" if shadow and any(key.startswith("shadow_") for key in made) else ""
-        denied = cell(made, f"{before}denied") + (f", {made['ended']} ended" if made.get("ended") else "")
-        counts = (cell(made, f"{before}allowed"), denied, cell(made, "lastTime"))
-        yield (*(cell(each, key) for key in ("policy", "action", "mode", "chains")), *counts)
+        yield kinds.EnvoyPolicy(
+            name=cell(each, "policy"),
+            action=text_of(each, "action"),
+            mode=text_of(each, "mode"),
+            chains=number(each, "chains"),
+            **decisions(made, before),
+        )
 
 
-def certificates(pages: Pages) -> Iterator[Row]:
-    """Yield a row per certificate of the TLS contexts, each once: own leaves, then roots."""
-    yield ("CERTIFICATE NAME", "TYPE", "SERIAL NUMBER", "NOT AFTER", "NOT BEFORE")
-    found: dict[Row, None] = {}
+def certificates(pages: Pages) -> Iterator[kinds.Certificate]:
+    """Yield the certificates of the TLS contexts, each once: own leaves, then roots."""
+    found: dict[kinds.Certificate, None] = {}
     for kind, key in (("Leaf", "cert_chain"), ("Root", "ca_cert")):
         for context in pages["/certs"].get("certificates") or []:
             for held in context.get(key) or []:
                 sans = held.get("subject_alt_names") or []
                 names = ", ".join(str(name) for san in sans for name in san.values())
-                times = (cell(held, "expiration_time"), cell(held, "valid_from"))
-                found[names or "-", kind, cell(held, "serial_number"), *times] = None
+                certificate = kinds.Certificate(
+                    identity=names or None,
+                    type=kind,
+                    serial_number=text_of(held, "serial_number"),
+                    not_after=text_of(held, "expiration_time"),
+                    not_before=text_of(held, "valid_from"),
+                )
+                found[certificate] = None
     yield from found
 
 
-def status(pages: Pages) -> Iterator[Row]:
-    """Yield the most important rows: the server, its active and refused configuration, and denials."""
+def status(pages: Pages) -> Iterator[kinds.Fact]:
+    """Yield the most important facts: the server, its active and refused configuration, and denials."""
     connected = _connected(pages.get("/stats"))  # a saved dump has no statistics
     if connected is not None:
         yield control_plane("ADS", None, connected=connected)
     server = pages["/server_info"]
     for name, key in (("version", "version"), ("state", "state"), ("up for", "uptime_current_epoch")):
-        yield (name, cell(server, key))
-    yield ("node", cell(server.get("node") or {}, "id"))
+        yield fact(name, shown_span(cell(server, key)) if name == "up for" else cell(server, key))
+    yield fact("node", cell(server.get("node") or {}, "id"))
     dump = pages["/config_dump"]
     listeners = list(_entries(dump, _LISTENERS, "static_listeners", "dynamic_listeners"))
     states = [_states(each) for each in listeners]
-    yield ("listeners", counted(state for found in states for state in found))
+    yield fact("listeners", counted(state for found in states for state in found))
     clusters = (pages["/clusters"] or {}).get("cluster_statuses") or []
-    yield ("clusters", str(len(clusters)))
+    yield fact("clusters", str(len(clusters)))
     if pages["/connections"] is not None:
-        yield ("connections", str(len(pages["/connections"].get("connections") or [])))
-    leaves = [row for row in certificates(pages) if row[1] == "Leaf"]
-    first = f", the first ends {min(row[3] for row in leaves)}" if leaves else ""
-    yield ("certificates", f"{len(leaves)}{first}")
-    yield from _few("not accepted", _refused(dump, listeners))
-    yield from _few("not ready", _waiting(pages["/init_dump"]))
-    yield from _few("no healthy endpoint", (cell(each, "name") for each in clusters if _is_down(each)))
-    yield from _few("denied", (_denied(each) for each in pages["/denials"] or []), "/denials")
+        yield fact("connections", str(len(pages["/connections"].get("connections") or [])))
+    leaves = [each for each in certificates(pages) if each.type == "Leaf"]
+    first = f", the first ends {min(each.not_after or '-' for each in leaves)}" if leaves else ""
+    yield fact("certificates", f"{len(leaves)}{first}")
+    yield from _few("not accepted", _refused(dump, listeners), "error")
+    yield from _few("not ready", _waiting(pages["/init_dump"]), "error")
+    down = (cell(each, "name") for each in clusters if _is_down(each))
+    yield from _few("no healthy endpoint", down, "error")
+    denied = (shown_denial(each, _place(each)) for each in denials(pages["/denials"]))
+    yield from _few("denied", denied, "warning", "/denials")
+
+
+def _place(each: kinds.Denial) -> str:
+    return f" at {each.listener or '-'}/{each.chain or '-'}"
 
 
 def _connected(stats: Any) -> bool | None:
@@ -107,13 +128,15 @@ def _connected(stats: Any) -> bool | None:
     return None
 
 
-def _few(name: str, texts: Iterator[str], page: str = "") -> Iterator[Row]:
+def _few(
+    name: str, texts: Iterator[str], severity: Literal["warning", "error"], page: str = ""
+) -> Iterator[kinds.Fact]:
     listed = list(texts)
     for each in listed[:_MOST_TOLD]:
-        yield (name, each)
+        yield fact(name, each, severity)
     if len(listed) > _MOST_TOLD:
         more = f": see {page}" if page else ""
-        yield (name, f"and {len(listed) - _MOST_TOLD} more{more}")
+        yield fact(name, f"and {len(listed) - _MOST_TOLD} more{more}", severity)
 
 
 def _entries(dump: Dump, kind: str, *keys: str) -> Iterator[Dump]:
@@ -158,11 +181,6 @@ def _is_healthy(health: Dump) -> bool:
     return not failed and health.get("eds_health_status", "HEALTHY") in ("HEALTHY", "UNKNOWN", "DEGRADED")
 
 
-def _denied(each: Dump) -> str:
-    where = f"{cell(each, 'listener')}/{cell(each, 'chain')}"
-    return shown_denial(each, f"{cell(each, 'destination')} at {where}")
-
-
 @dataclass(frozen=True, slots=True)
 class EnvoyTable:
     """A table that comes from admin pages.
@@ -170,21 +188,25 @@ class EnvoyTable:
     Attributes:
         paths: that it needs.
         optional: that an Envoy does not have; their rows are left out then.
-        rows: makes it.
+        items: makes them.
+        kind: of the items.
     """
 
     paths: tuple[str, ...]
-    rows: Callable[[Pages], Iterator[Row]]
+    items: Callable[[Pages], Iterator[Any]]
+    kind: Kind[Any]
     optional: tuple[str, ...] = ()
 
 
 ENVOY_TABLES: Final = {
-    "connections": EnvoyTable(("/connections",), connections),
-    "policies": EnvoyTable(("/rbac",), policies),
-    "certificates": EnvoyTable(("/certs",), certificates),
+    "connections": EnvoyTable(("/connections",), connections, kinds.ENVOY_CONNECTION),
+    "policies": EnvoyTable(("/rbac",), policies, kinds.ENVOY_POLICY),
+    "certificates": EnvoyTable(("/certs",), certificates, kinds.ENVOY_CERTIFICATE),
+    "denials": EnvoyTable(("/denials",), lambda pages: denials(pages["/denials"]), kinds.DENIAL),
     "status": EnvoyTable(
         ("/server_info", "/clusters", "/certs", "/init_dump"),
         status,
+        kinds.FACT,
         optional=("/connections", "/denials", "/stats"),
     ),
 }

@@ -5,7 +5,6 @@ answer.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +28,7 @@ from ztunnel.ask.inspect.source import (
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.runtime.console.arguments import add_flags
+from ztunnel.runtime.console.output import API_VERSION, emit_object
 from ztunnel.runtime.console.terminal import print_outline
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_arguments(subparsers: Any) -> None:
     explain = subparsers.add_parser(
         "explain",
         help="say what would become of a connection, and why",
-        usage="ztunnel explain [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE)",
+        usage="%(prog)s [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE)",
         description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies. "
         "Of a live or logged one it is said what the present configuration decides, and which way it took. "
         "Exit status 1 where one would be refused, 2 where there is no answer.",
@@ -67,8 +67,7 @@ def add_arguments(subparsers: Any) -> None:
          "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",
          {"action": "append", "default": []}),
     )  # fmt: skip
-    add_source(explain)
-    explain.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
+    add_source(explain, saved=True)
     explain.set_defaults(run=reaching(run))
 
 
@@ -262,12 +261,14 @@ def _logged(line: str, identity: str) -> Iterator[Seen | str]:
             yield seen
 
 
-def _print(args: argparse.Namespace, whole: object, answers: list[Answer]) -> None:
-    if args.json:
-        print(json.dumps(whole, indent=2))
-    else:
+def _print(args: argparse.Namespace, whole: Answer | list[Answer], answers: list[Answer]) -> None:
+    if args.output.for_people:
         for number, answer in enumerate(answers):
             print_outline(["", *outline(answer)] if number else outline(answer))
+    elif isinstance(whole, list):
+        emit_object({"apiVersion": API_VERSION, "kind": "ExplanationList", "items": whole}, args.output)
+    else:
+        emit_object({"apiVersion": API_VERSION, "kind": "Explanation", **whole}, args.output)
 
 
 def _is_refusal(answer: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ credentials, is kubectl's own configuration.
 
 from __future__ import annotations
 
+import argparse
 import json
 import queue
 import re
@@ -57,12 +58,25 @@ class Kubectl:
 
     Args:
         context: of its configuration. Empty means the current one.
+        kubeconfig: the file of its configuration. Empty means its own choice.
+        as_user: to impersonate. Empty for nobody.
+        limit_s: the time limit for one request.
     """
 
-    def __init__(self, context: str = "") -> None:
-        self._words = ["kubectl", *(["--context", context] if context else [])]
+    def __init__(
+        self, context: str = "", kubeconfig: str = "", as_user: str = "", limit_s: float = _ANSWER_S
+    ) -> None:
+        flags = (("--context", context), ("--kubeconfig", kubeconfig), ("--as", as_user))
+        self._words = ["kubectl", *(word for flag, value in flags if value for word in (flag, value))]
+        self._limit_s = limit_s
 
-    def _get(self, *words: str, limit_s: float = _ANSWER_S) -> Any:
+    def get(self, *words: str, limit_s: float | None = None) -> Any:
+        """Return the JSON of ``kubectl get``.
+
+        Raises:
+            Unreachable: there is no answer in time, or kubectl refuses.
+        """
+        limit_s = self._limit_s if limit_s is None else limit_s
         command = [*self._words, "get", *words, "-o", "json"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
@@ -83,7 +97,7 @@ class Kubectl:
         Raises:
             Unreachable: there is no answer in time.
         """
-        for item in _items(self._get(kind, "--all-namespaces", limit_s=limit_s)):
+        for item in _items(self.get(kind, "--all-namespaces", limit_s=limit_s)):
             about = item.get("metadata") or {}
             yield f"{about['namespace']}/{about['name']}" if about.get("namespace") else str(about.get("name"))
 
@@ -97,11 +111,8 @@ class Kubectl:
         Raises:
             Unreachable: there is none.
         """
-        namespace, slash, name = pod.partition("/")
-        if not slash:
-            name, dot, namespace = pod.rpartition(".")  # a pod's name may have dots, a namespace's has none
-            name, namespace = (name, namespace) if dot else (namespace, "default")
-        found = self._get("pod", name, "--namespace", namespace)
+        namespace, name = pod_name(pod)
+        found = self.get("pod", name, "--namespace", namespace)
         spec = found.get("spec") or {}
         containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
         is_one = _label(found) == daemon.label
@@ -121,7 +132,7 @@ class Kubectl:
         words = ("--all-namespaces", "--selector", daemon.selector, "--field-selector", f"spec.nodeName={node}")
         running = [
             item
-            for item in _items(self._get("pods", *words))
+            for item in _items(self.get("pods", *words))
             if (item.get("status") or {}).get("phase") == "Running"
         ]
         if not running:
@@ -130,6 +141,63 @@ class Kubectl:
             )
         newest = max(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
         return newest["metadata"]["namespace"], newest["metadata"]["name"]
+
+    def of_all_nodes(self, daemon: Daemon, selector: str = "") -> dict[str, tuple[str, str]]:
+        """Return namespace and name of the daemon of every node; of two generations, the newer one.
+
+        Args:
+            daemon: which.
+            selector: of labels; only nodes with a pod that has them.
+
+        Raises:
+            Unreachable: there is no answer, or no daemon runs.
+        """
+        running = [
+            item
+            for item in _items(self.get("pods", "--all-namespaces", "--selector", daemon.selector))
+            if (item.get("status") or {}).get("phase") == "Running" and (item.get("spec") or {}).get("nodeName")
+        ]
+        if not running:
+            raise Unreachable(f"no {daemon.name} runs: no pod has the label {daemon.selector}")
+        found = {
+            str(item["spec"]["nodeName"]): (str(item["metadata"]["namespace"]), str(item["metadata"]["name"]))
+            for item in sorted(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
+        }
+        return dict(sorted(found.items()))
+
+    def pods(self, selector: str, namespace: str = "") -> dict[tuple[str, str], str]:
+        """Return the node of every pod with these labels, by namespace and name.
+
+        Raises:
+            Unreachable: there is no answer.
+        """
+        where = ("--namespace", namespace) if namespace else ("--all-namespaces",)
+        found = _items(self.get("pods", *where, "--selector", selector))
+        return {
+            (str(item["metadata"]["namespace"]), str(item["metadata"]["name"])): str(
+                (item.get("spec") or {}).get("nodeName") or ""
+            )
+            for item in found
+        }
+
+    def logs(self, namespace: str, name: str, *, previous: bool = False, limit_bytes: int, since: str = "") -> str:
+        """Return the newest lines of a pod's log, or those of its containers before their restart.
+
+        Raises:
+            Unreachable: there is no answer in time, or kubectl refuses.
+        """
+        words = ["logs", "--namespace", namespace, name, "--all-containers", f"--limit-bytes={limit_bytes}"]
+        words += ["--tail=20000", *(["--previous"] if previous else []), *([f"--since={since}"] if since else [])]
+        command = [*self._words, *words]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=self._limit_s)
+        except FileNotFoundError:
+            raise _no_kubectl() from None
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"{' '.join(command)}: no answer in {self._limit_s:g} s") from None
+        if done.returncode:
+            raise Unreachable(_complaint(done.stderr.decode(errors="replace")) or "kubectl logs failed")
+        return done.stdout.decode(errors="replace")
 
     @contextmanager
     def forwarded(self, namespace: str, name: str, port: int) -> Iterator[str]:
@@ -158,6 +226,20 @@ class Kubectl:
                 finally:
                     running.kill()  # nothing is lost: the questions have been answered
                     reader.join()
+
+
+def kubectl_of(args: argparse.Namespace) -> Kubectl:
+    """Return kubectl with the flags of a command line."""
+    return Kubectl(args.context, args.kubeconfig, args.as_user, args.request_timeout or _ANSWER_S)
+
+
+def pod_name(text: str) -> tuple[str, str]:
+    """Return namespace and name of ``NAME.NAMESPACE``, ``NAMESPACE/NAME``, or a name in namespace default."""
+    namespace, slash, name = text.partition("/")
+    if slash:
+        return namespace, name
+    name, dot, namespace = text.rpartition(".")  # a pod's name may have dots, a namespace's has none
+    return (namespace, name) if dot else ("default", namespace)
 
 
 def _read_ports(said: IO[bytes], ports: queue.SimpleQueue[int | None]) -> None:

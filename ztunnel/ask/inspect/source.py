@@ -9,14 +9,15 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.console.output import add_output
+from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
 ADDRESS: Final = "127.0.0.1:15000"
 #: The longest wait for a page of an admin server.
-_ANSWER_S: Final = 30.0
+ANSWER_S: Final = 30.0
 
 
 class AskFailed(Exception):
@@ -31,15 +32,82 @@ class AskFailed(Exception):
         self.status = status
 
 
-def add_source(parser: argparse.ArgumentParser, *, of_agent: str = "") -> None:
-    """Add the flags of every command that asks a proxy; :func:`reaching` obeys them.
+class Pages(Protocol):
+    """The pages of one admin server, live or saved.
+
+    Attributes:
+        name: of the server or file, for errors.
+        saved: the pages are a file's, and nothing can be asked or changed.
+    """
+
+    name: str
+    saved: bool
+
+    def text(self, path: str, parameters: Mapping[str, str | None] | None = None) -> str:
+        """Return a page.
+
+        Raises:
+            AskFailed: there is none; the status is 404 if the server has no such page.
+        """
+
+    def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+        """Return a page of JSON; raises like :meth:`text`."""
+
+
+class LivePages:
+    """The pages of a running proxy or agent at ``HOST:PORT``, each with a time limit."""
+
+    saved = False
+
+    def __init__(self, address: str, limit_s: float | None = None) -> None:
+        self.name = address
+        self._limit_s = ANSWER_S if limit_s is None else limit_s
+
+    def text(self, path: str, parameters: Mapping[str, str | None] | None = None) -> str:
+        return ask(self.name, path, parameters, limit_s=self._limit_s)
+
+    def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+        return ask_json(self.name, path, parameters, limit_s=self._limit_s)
+
+
+class SavedDump:
+    """The pages of a file with one saved ``config_dump``."""
+
+    saved = True
+
+    def __init__(self, file: str) -> None:
+        self.name = file
+        self._dump = read_json(file)
+
+    def text(self, path: str, parameters: Mapping[str, str | None] | None = None) -> str:
+        return json.dumps(self.json(path))
+
+    def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+        if path != "/config_dump":
+            raise AskFailed(f"{self.name}: a config_dump has no {path}", status=404)
+        return self._dump
+
+
+def add_source(
+    parser: argparse.ArgumentParser,
+    *,
+    of_agent: str = "",
+    across: bool = False,
+    saved: bool = False,
+    short_file: str | None = "-f",
+) -> None:
+    """Add the flags of every command that asks a proxy; :func:`reaching` and ``fleet.gather`` obey them.
 
     Args:
         parser: of the command.
         of_agent: the command asks the node agent instead, by default at this address.
+        across: the command can ask all nodes.
+        saved: the command can read a file.
+        short_file: the short form of ``--file``.
     """
     title = "the agent that is asked" if of_agent else "the proxy that is asked"
-    where = parser.add_argument_group(title).add_mutually_exclusive_group()
+    group = parser.add_argument_group(title)
+    where = group.add_mutually_exclusive_group()
     default = of_agent or ADDRESS
     what = "its pages (its --metrics), by a loopback address of its node" if of_agent else "its admin server"
     where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"of {what} (default {default})")
@@ -47,8 +115,41 @@ def add_source(parser: argparse.ArgumentParser, *, of_agent: str = "") -> None:
     where.add_argument("--pod", metavar="NAME.NAMESPACE", help=f"by kubectl: {beside}; also NAMESPACE/NAME")
     daemon = "agent" if of_agent else "ztunnel"
     where.add_argument("--node", metavar="NAME", help=f"by kubectl: the {daemon} of a node")
-    parser.add_argument("--context", default="", metavar="NAME", help="of kubectl's configuration")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    if across:
+        where.add_argument(
+            "-A", "--all-nodes", action="store_true", help=f"by kubectl: the {daemon} of every node"
+        )
+    if saved:
+        group.add_argument(
+            *("--file", *([] if short_file is None else [short_file])),
+            metavar="FILE",
+            help="a saved config_dump or an archive of ztunnel bug-report instead; - is standard input",
+        )
+    add_cluster(parser)
+    add_output(parser)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add kubectl's flags about the cluster."""
+    group = parser.add_argument_group("the cluster, like kubectl")
+    group.add_argument("--context", default="", metavar="NAME", help="of kubectl's configuration")
+    group.add_argument("--kubeconfig", default="", metavar="FILE", help="kubectl's configuration")
+    group.add_argument("--as", default="", dest="as_user", metavar="USER", help="impersonate this user")
+    group.add_argument(
+        *("--request-timeout",),
+        type=_timeout_s,
+        metavar="DURATION",
+        help="the longest wait for one answer, such as 5s (default 30s)",
+    )
+
+
+def _timeout_s(text: str) -> float | None:
+    if text == "0":
+        return None
+    try:
+        return duration_s(text if not text.isdigit() else f"{text}s")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}: {text!r}") from None
 
 
 def reaching(
@@ -66,14 +167,9 @@ def reaching(
             return run(args)
         if getattr(args, "file", None) is not None:
             return failed(args, "--file is a dump that was saved: not with --pod or --node")
-        from ztunnel.ask.inspect.kubectl import (
-            AGENT,
-            PROXY,
-            Kubectl,
-            Unreachable,
-        )
+        from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Unreachable, kubectl_of
 
-        kubectl, daemon = Kubectl(args.context), AGENT if agent else PROXY
+        kubectl, daemon = kubectl_of(args), AGENT if agent else PROXY
         try:
             pod = kubectl.of_pod(args.pod, daemon) if args.pod is not None else kubectl.of_node(args.node, daemon)
             with kubectl.forwarded(*pod, daemon.port) as args.address:
@@ -96,7 +192,7 @@ def ask(
     parameters: Mapping[str, str | None] | None = None,
     method: str = "GET",
     *,
-    limit_s: float = _ANSWER_S,
+    limit_s: float = ANSWER_S,
 ) -> str:
     """Return a page of an admin server.
 
@@ -133,7 +229,7 @@ def ask(
 
 
 def ask_json(
-    server: str, path: str, parameters: Mapping[str, str | None] | None = None, *, limit_s: float = _ANSWER_S
+    server: str, path: str, parameters: Mapping[str, str | None] | None = None, *, limit_s: float = ANSWER_S
 ) -> Any:
     """Return a page of JSON; see :func:`ask`."""
     return _parsed(ask(server, path, parameters, limit_s=limit_s), f"{server}: {path}")

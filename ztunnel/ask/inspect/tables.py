@@ -1,21 +1,19 @@
 """Tables of what a proxy of an Istio mesh knows, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
 
 Columns are those of ``istioctl ztunnel-config``. Serial numbers are hexadecimal. A dump is JSON of any origin:
-missing values are shown as ``-``.
+missing values are ``None``, or ``-`` where a text is needed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from ztunnel.ask.inspect import kinds
 from ztunnel.ask.inspect.ages import shown_age
+from ztunnel.ask.inspect.effect import without_effect
+from ztunnel.runtime.console.output import Kind
 
 Dump = Mapping[str, Any]
-Row = tuple[str, ...]
-
-#: The row of the status that is judged by the exit status.
-CONTROL_PLANE: Final = "control plane"
-_LOST: Final = "NOT CONNECTED"
 #: Pairs that the table of the status shows.
 _MOST_DENIALS: Final = 10
 _NONE: Final = "-"
@@ -50,73 +48,94 @@ def mesh_dump(value: object) -> Dump:
     return value
 
 
-def workloads(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per workload and address, after the heading."""
-    yield ("NAMESPACE", "POD NAME", "ADDRESS", "NODE", "WAYPOINT", "PROTOCOL", "STATUS")
+def workloads(dump: Dump, namespace: str = "") -> Iterator[kinds.Workload]:
+    """Yield the workloads by name."""
     for each in sorted(_of(dump, "workloads", namespace), key=_name):
-        addresses = each.get("workloadIps") or [_NONE]
-        for address in addresses:
-            yield (
-                *_name(each),
-                str(address),
-                cell(each, "node"),
-                _gateway(each),
-                cell(each, "protocol"),
-                cell(each, "status"),
-            )
+        namespace_, name = _name(each)
+        yield kinds.Workload(
+            namespace=namespace_,
+            name=name,
+            addresses=tuple(str(address) for address in each.get("workloadIps") or ()),
+            workload_node=text_of(each, "node"),
+            waypoint=_gateway(each),
+            protocol=cell(each, "protocol"),
+            status=cell(each, "status"),
+            service_account=text_of(each, "serviceAccount"),
+            uid=text_of(each, "uid"),
+        )
 
 
-def services(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per service and address; endpoints are healthy ones of all that it has."""
-    yield ("NAMESPACE", "SERVICE NAME", "SERVICE VIP", "WAYPOINT", "ENDPOINTS")
+def services(dump: Dump, namespace: str = "") -> Iterator[kinds.Service]:
+    """Yield the services by name."""
     for each in sorted(_of(dump, "services", namespace), key=_name):
         endpoints = each.get("endpoints") or {}
         listed = endpoints.values() if isinstance(endpoints, Mapping) else endpoints
-        healthy = sum(1 for endpoint in listed if endpoint.get("status", "Healthy") == "Healthy")
-        vips = each.get("vips") or [_NONE]
-        for vip in vips:
-            address = str(vip).rpartition("/")[2]
-            yield (*_name(each), address, _gateway(each), f"{healthy}/{len(endpoints)}")
+        namespace_, name = _name(each)
+        yield kinds.Service(
+            namespace=namespace_,
+            name=name,
+            hostname=text_of(each, "hostname"),
+            vips=tuple(str(vip).rpartition("/")[2] for vip in each.get("vips") or ()),
+            waypoint=_gateway(each),
+            healthy_endpoints=sum(1 for one in listed if one.get("status", "Healthy") == "Healthy"),
+            endpoints=len(endpoints),
+        )
 
 
-def policies(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per policy with its number of decisions. For a dry-run policy these are hypothetical.
+def policies(dump: Dump, namespace: str = "") -> Iterator[kinds.Policy]:
+    """Yield the policies with their decisions; for a dry-run policy these are hypothetical.
 
-    The last row has the connections that were denied because no ALLOW policy matched, if any.
+    The last one stands for the connections that were denied because no ALLOW policy matched, if any.
     """
-    yield ("NAMESPACE", "POLICY NAME", "ACTION", "SCOPE", "ENFORCED", "ALLOWED", "DENIED", "LAST")
     for each in sorted(_of(dump, "policies", namespace), key=_name):
-        enforced = "dry run" if each.get("dryRun") else "yes"
-        if each.get("faults"):
-            enforced += ", not understood in part"
-        made = each.get("decisions") or {}
-        yield (*_name(each), cell(each, "action"), cell(each, "scope"), enforced, *_counts(made))
+        namespace_, name = _name(each)
+        yield kinds.Policy(
+            namespace=namespace_,
+            name=name,
+            action=text_of(each, "action"),
+            scope=text_of(each, "scope"),
+            enforced=not each.get("dryRun"),
+            without_effect=without_effect(each) or None,
+            faults=tuple(str(fault) for fault in each.get("faults") or ()),
+            **decisions(each.get("decisions") or {}),
+        )
     implied = dump.get("noPolicyMatched")
     if implied and not namespace:
-        yield (_NONE, "(no ALLOW policy matched)", "Deny", _NONE, "implied", *_counts(implied))
+        name = "(no ALLOW policy matched)"
+        yield kinds.Policy(name=name, action="Deny", enforced=None, **decisions(implied))
 
 
-def _counts(made: Dump) -> Row:
-    """Return what was allowed and denied, and when last."""
-    denied = cell(made, "denied") + (f", {made['ended']} ended" if made.get("ended") else "")
-    return cell(made, "allowed"), denied, cell(made, "lastTime")
+def decisions(made: Dump, before: str = "") -> dict[str, Any]:
+    """Return the fields of a policy about its decisions."""
+    return {
+        "allowed": number(made, f"{before}allowed"),
+        "denied": number(made, f"{before}denied"),
+        "ended": number(made, "ended"),
+        "last_time": text_of(made, "lastTime"),
+    }
 
 
-def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per certificate of an identity: its leaf, then its roots."""
-    yield ("CERTIFICATE NAME", "TYPE", "STATUS", "SERIAL NUMBER", "NOT AFTER", "NOT BEFORE")
+def certificates(dump: Dump, namespace: str = "") -> Iterator[kinds.Certificate]:
+    """Yield the certificates of each identity: its leaf, intermediates, then its roots."""
     for each in dump.get("certificates") or []:
         identity = cell(each, "identity")
         if namespace and f"/ns/{namespace}/" not in identity:
             continue
-        chain = [
+        chain: list[tuple[str | None, Dump]] = [
             ("Leaf" if place == 0 else "Intermediate", held)
             for place, held in enumerate(each.get("certChain") or [])
         ]
         chain += [("Root", held) for held in each.get("rootCerts") or []]
-        for kind, held in chain or [(_NONE, {})]:
-            times = (cell(held, "expirationTime"), cell(held, "validFrom"))
-            yield (identity, kind, cell(each, "state"), _serial(cell(held, "serialNumber")), *times)
+        for kind, held in chain or [(None, {})]:
+            serial = text_of(held, "serialNumber")
+            yield kinds.Certificate(
+                identity=identity,
+                type=kind,
+                state=cell(each, "state"),
+                serial_number=None if serial is None else _serial(serial),
+                not_after=text_of(held, "expirationTime"),
+                not_before=text_of(held, "validFrom"),
+            )
 
 
 def _serial(shown: str) -> str:
@@ -127,66 +146,107 @@ def _serial(shown: str) -> str:
     return digits.zfill(len(digits) + len(digits) % 2)
 
 
-def connections(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per live connection, by pod."""
-    yield ("WORKLOAD", "DIRECTION", "LOCAL", "REMOTE", "REMOTE TARGET", "PROTOCOL")
-    for pod, state in sorted(_pods(dump, namespace)):
+def connections(dump: Dump, namespace: str = "") -> Iterator[kinds.Connection]:
+    """Yield the live connections, by pod."""
+    ways: tuple[tuple[Literal["Inbound", "Outbound"], str, str, str], ...] = (
+        ("Inbound", "actualDst", "src", "srcIdentity"),
+        ("Outbound", "src", "actualDst", "dstIdentity"),
+    )
+    for pod, space, state in sorted(_pods(dump, namespace), key=lambda found: found[:2]):
         carried = state.get("connections") or {}
-        for way, local, remote in (("inbound", "actualDst", "src"), ("outbound", "src", "actualDst")):
-            for each in carried.get(way) or []:
-                cells = (cell(each, key) for key in (local, remote, "originalDst", "protocol"))
-                yield (pod, way.capitalize(), *cells)
+        for way, local, remote, identity in ways:
+            for each in carried.get(way.lower()) or []:
+                yield kinds.Connection(
+                    namespace=space or None,
+                    pod=pod,
+                    direction=way,
+                    local=cell(each, local),
+                    remote=cell(each, remote),
+                    remote_target=text_of(each, "originalDst"),
+                    protocol=cell(each, "protocol"),
+                    identity=text_of(each, identity),
+                    service=text_of(each, "service"),
+                    age_seconds=seconds(each, "ageSeconds"),
+                    bytes_sent=number(each, "bytesSent"),
+                    bytes_received=number(each, "bytesReceived"),
+                )
 
 
-def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield what a person looks at first: version, pods, connections, certificates, the mesh."""
+def denials(found: Any, namespace: str = "") -> Iterator[kinds.Denial]:
+    """Yield the last denials of ``/denials``, of either dialect, or of a dump."""
+    for each in found or []:
+        if not namespace or _concerns(each, namespace):
+            yield kinds.Denial(
+                direction=text_of(each, "direction"),
+                source=text_of(each, "source"),
+                identity=text_of(each, "identity"),
+                destination=text_of(each, "destination"),
+                listener=text_of(each, "listener"),
+                chain=text_of(each, "chain"),
+                reason=text_of(each, "reason"),
+                count=number(each, "count") or 0,
+                last_address=text_of(each, "lastAddress"),
+                last_time=text_of(each, "lastTime"),
+            )
+
+
+def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
+    """Yield what a person looks at first: version, pods, connections, certificates, the mesh, and faults."""
     plane = dump.get("controlPlane") or {}
     if plane.get("address"):
         yield control_plane(
             cell(plane, "address"), plane.get("awaySeconds"), connected=bool(plane.get("connected"))
         )
     version = dump.get("version") or {}
-    yield ("version", cell(version, "version"))
-    pods = list(_pods(dump, namespace))
-    yield ("pods", counted(cell(state, "state") for _, state in pods))
+    yield fact("version", cell(version, "version"))
+    pods = [
+        (f"{name}.{space}" if space else name, state)
+        for name, space, state in sorted(_pods(dump, namespace), key=lambda found: found[:2])
+    ]
+    yield fact("pods", counted(cell(state, "state") for _, state in pods))
     numbers = {
         way: sum(len((state.get("connections") or {}).get(way) or []) for _, state in pods)
         for way in ("inbound", "outbound")
     }
-    yield ("connections", f"{numbers['inbound']} inbound, {numbers['outbound']} outbound")
+    yield fact("connections", f"{numbers['inbound']} inbound, {numbers['outbound']} outbound")
     held = dump.get("certificates") or []
-    yield ("certificates", counted(cell(each, "state").partition(":")[0] for each in held))
-    yield ("the mesh", ", ".join(_number(len(dump.get(name) or []), *words) for name, words in _COUNTED.items()))
+    yield fact("certificates", counted(cell(each, "state").partition(":")[0] for each in held))
+    sizes = (_number(len(dump.get(name) or []), *words) for name, words in _COUNTED.items())
+    yield fact("the mesh", ", ".join(sizes))
+    yield from _wrong(held, pods, dump.get("policies") or [])
+    found = list(denials(dump.get("denials"), namespace))
+    for each in found[:_MOST_DENIALS]:
+        yield fact("denied", shown_denial(each), "warning")
+    if len(found) > _MOST_DENIALS:
+        yield fact("denied", f"and {len(found) - _MOST_DENIALS} pairs more: see /denials", "warning")
+
+
+def _wrong(held: Sequence[Dump], pods: Sequence[tuple[str, Dump]], found: Sequence[Dump]) -> Iterator[kinds.Fact]:
     for each in held:
         if cell(each, "state").startswith("Unavailable"):
-            yield (
-                "no certificate",
-                f"{cell(each, 'identity')}: {cell(each, 'state').partition(':')[2].strip()}",
-            )
+            reason = cell(each, "state").partition(":")[2].strip()
+            yield fact("no certificate", f"{cell(each, 'identity')}: {reason}", "error")
     for pod, state in pods:
         if state.get("state") != "Up":
-            yield ("not up", f"{pod}: {cell(state, 'state')}")
-    for policy in dump.get("policies") or []:
+            yield fact("not up", f"{pod}: {cell(state, 'state')}", "error")
+    for policy in found:
         if policy.get("faults"):
-            yield ("policy not understood", f"{'/'.join(_name(policy))}: {policy['faults'][0]}")
-    denials = [each for each in dump.get("denials") or [] if not namespace or _concerns(each, namespace)]
-    for each in denials[:_MOST_DENIALS]:
-        yield ("denied", shown_denial(each, cell(each, "destination")))
-    if len(denials) > _MOST_DENIALS:
-        yield ("denied", f"and {len(denials) - _MOST_DENIALS} pairs more: see /denials")
+            yield fact("policy not understood", f"{'/'.join(_name(policy))}: {policy['faults'][0]}", "error")
+        if reason := without_effect(policy):
+            yield fact("policy without effect", f"{'/'.join(_name(policy))}: {reason}", "error")
 
 
-def control_plane(address: str, away_s: float | None, *, connected: bool) -> Row:
-    """Return the first row of the status: whether the configuration can still change."""
+def fact(name: str, state: str, severity: Literal["ok", "warning", "error"] = "ok") -> kinds.Fact:
+    """Return a line of a status."""
+    return kinds.Fact(name=name, state=state, severity=severity)
+
+
+def control_plane(address: str, away_s: float | None, *, connected: bool) -> kinds.Fact:
+    """Return the first line of the status: whether the configuration can still change."""
     if connected:
-        return (CONTROL_PLANE, f"connected to {address}")
+        return fact("control plane", f"connected to {address}")
     away = f" for {shown_age(away_s)}" if away_s else ""
-    return (CONTROL_PLANE, f"{_LOST}{away}: {address}; what follows is what it said last")
-
-
-def is_good(rows: Sequence[Row]) -> bool:
-    """Return whether a status reports a connected control plane, or none at all."""
-    return not any(row[0] == CONTROL_PLANE and row[1].startswith(_LOST) for row in rows)
+    return fact("control plane", f"NOT CONNECTED{away}: {address}; what follows is what it said last", "error")
 
 
 def _number(number: int, one: str, several: str) -> str:
@@ -199,13 +259,13 @@ def _concerns(denial: Dump, namespace: str) -> bool:
     return any(name.endswith(f".{namespace}") for name in (cell(denial, "source"), destination))
 
 
-def shown_denial(each: Dump, destination: str) -> str:
-    """Return an entry of ``/denials`` in words; each dialect has its own for the destination."""
-    identity = f" ({each['identity']})" if each.get("identity") else ""
-    direction = f"{each['direction']} " if each.get("direction") else ""
+def shown_denial(each: kinds.Denial, where: str = "") -> str:
+    """Return a denial in words; in Envoy's dialect it has a place."""
+    identity = f" ({each.identity})" if each.identity else ""
+    direction = f"{each.direction} " if each.direction else ""
     return (
-        f"{each.get('count')} x {direction}{cell(each, 'source')}{identity} to {destination}: "
-        f"{cell(each, 'reason')}; last {cell(each, 'lastTime')} from {cell(each, 'lastAddress')}"
+        f"{each.count} x {direction}{each.source or _NONE}{identity} to {each.destination or _NONE}{where}: "
+        f"{each.reason or _NONE}; last {each.last_time or _NONE} from {each.last_address or _NONE}"
     )
 
 
@@ -216,11 +276,13 @@ def _of(dump: Dump, key: str, namespace: str) -> Iterator[Dump]:
             yield each
 
 
-def _pods(dump: Dump, namespace: str) -> Iterator[tuple[str, Dump]]:
+def _pods(dump: Dump, namespace: str) -> Iterator[tuple[str, str, Dump]]:
+    """Yield name, namespace and state of each pod; the uid and no namespace where the name is not known."""
     for uid, state in (dump.get("workloadState") or {}).items():
         info = state.get("info") or {}
         if not namespace or info.get("namespace") == namespace:
-            yield (f"{info['name']}.{info['namespace']}" if info.get("name") else uid, state)
+            name, space = str(info.get("name") or ""), str(info.get("namespace") or "")
+            yield (name, space, state) if name else (str(uid), "", state)
 
 
 def _name(each: Dump) -> tuple[str, str]:
@@ -233,9 +295,29 @@ def cell(each: Dump, key: str) -> str:
     return _NONE if value is None or value == "" else str(value)
 
 
-def _gateway(each: Dump) -> str:
+def text_of(each: Dump, key: str) -> str | None:
+    """Return a text; ``None`` where an entry has none."""
+    value = each.get(key)
+    return None if value is None or value == "" else str(value)
+
+
+def number(each: Dump, key: str) -> int | None:
+    """Return a count; ``None`` where an entry has none."""
+    value = each.get(key)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def seconds(each: Dump, key: str) -> float | None:
+    """Return a time in seconds; ``None`` where an entry has none."""
+    value = each.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _gateway(each: Dump) -> str | None:
     destination = (each.get("waypoint") or {}).get("destination")
-    return str(destination) if destination else "None"
+    return str(destination) if destination else None
 
 
 def counted(states: Iterator[str]) -> str:
@@ -248,19 +330,25 @@ def counted(states: Iterator[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a dump: how its rows are made, and what its command's help says."""
+    """A table of a dump: how its items are made, their kind, and what its command's help says."""
 
-    rows: Callable[[Dump, str], Iterator[Row]]
+    items: Callable[[Dump, str], Iterator[Any]]
+    kind: Kind[Any]
     help: str
 
 
 TABLES: Final = {
-    "status": Table(status, "show the state and what is missing"),
-    "connections": Table(connections, "list the live connections"),
-    "workloads": Table(workloads, "list the workloads"),
-    "services": Table(services, "list the services and their endpoints"),
-    "policies": Table(policies, "list the authorization policies"),
-    "certificates": Table(certificates, "list the certificates and how long they are valid"),
+    "status": Table(status, kinds.FACT, "show the state and what is missing"),
+    "connections": Table(connections, kinds.CONNECTION, "list the live connections"),
+    "workloads": Table(workloads, kinds.WORKLOAD, "list the workloads"),
+    "services": Table(services, kinds.SERVICE, "list the services and their endpoints"),
+    "policies": Table(policies, kinds.POLICY, "list the authorization policies"),
+    "certificates": Table(certificates, kinds.CERTIFICATE, "list the certificates and how long they are valid"),
+    "denials": Table(
+        lambda dump, namespace: denials(dump.get("denials"), namespace),
+        kinds.DENIAL,
+        "list what policies denied or ended, by pair of workloads",
+    ),
 }
 
 

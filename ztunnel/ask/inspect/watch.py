@@ -1,90 +1,97 @@
-"""``ztunnel connections --watch``: the table again and again on a terminal, its changes elsewhere.
+"""``--watch`` of a table: again and again on a terminal, its changes elsewhere.
 
-A terminal is redrawn. A pipe gets the existing rows and then immediately a line for each added (``+``) or removed
-(``-``) row; with ``--json`` a line of JSON each. Connections that opened and closed between two reads are missed.
+A terminal is redrawn. A pipe gets the existing items and then immediately a line for each added (``+``) or removed
+(``-``) one; with ``-o json`` an object a line. What opens and closes between two reads is missed; ``ztunnel flows
+-f`` shows that, too.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TextIO
+from dataclasses import replace
+from typing import Any, Final, TextIO
 
-from ztunnel.ask.inspect.ages import AGE, for_people
+import msgspec
+
 from ztunnel.ask.inspect.source import AskFailed
-from ztunnel.ask.inspect.tables import Row
+from ztunnel.runtime.console.output import Answer, Format, Item, Kind, table
 from ztunnel.runtime.console.terminal import printable
 from ztunnel.runtime.console.text_table import aligned
 
 _CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 _WORDS: Final = {" ": "open", "+": "opened", "-": "closed"}
 
-Change = tuple[str, Row]
+Change = tuple[str, Any]
 
 
-def changes(heading: Row, before: Sequence[Row], after: Sequence[Row]) -> Iterator[Change]:
-    """Yield the removed rows with ``-``, then the added ones with ``+``.
+def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> Iterator[Change]:
+    """Yield the removed items with ``-``, then the added ones with ``+``.
 
-    Equal rows count: a dump can have two equal connections. In Envoy's dialect the id distinguishes connections,
-    whose other columns fill while they are established.
+    Equal items count: a dump can have two equal connections. Fields that change by time alone do not make an item
+    another one; a connection in Envoy's dialect fills its other fields while it is established.
     """
-    if "ID" in heading:
-        columns = [heading.index("ID")]
-    else:
-        columns = [place for place, name in enumerate(heading) if name != AGE]  # which changes
 
-    def key(row: Row) -> Row:
-        return tuple(row[place] for place in columns)
+    def key(item: Item) -> bytes:
+        fields = msgspec.structs.asdict(item)
+        return msgspec.msgpack.encode([value for name, value in fields.items() if name not in kind.volatile])
 
-    for sign, rows, others in (("-", before, after), ("+", after, before)):
+    for sign, items, others in (("-", before, after), ("+", after, before)):
         known = Counter(map(key, others))
-        for row in rows:
-            known[key(row)] -= 1
-            if known[key(row)] < 0:
-                yield sign, row
+        for item in items:
+            known[key(item)] -= 1
+            if known[key(item)] < 0:
+                yield sign, item
 
 
 class _Lines:
     """Prints changes as lines, in columns that only grow."""
 
-    def __init__(self, out: TextIO, *, as_json: bool) -> None:
+    def __init__(self, out: TextIO, form: Format) -> None:
         self._out = out
-        self._as_json = as_json
+        self._form = form
         self._widths: list[int] = []
 
-    def show(self, heading: Row, found: Sequence[Change]) -> None:
-        if self._as_json:
-            names = [name.lower().replace(" ", "_") for name in heading]
-            for sign, row in found:
-                print(json.dumps({"change": _WORDS[sign], **dict(zip(names, row, strict=True))}), file=self._out)
-        else:
-            if not self._widths:
-                found = [(" ", heading), *found]
-                self._widths = [0] * len(heading)
-            for _, row in found:
-                self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, row, strict=True)]
-            for sign, row in found:
-                cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
-                print(f"{sign} {'  '.join(cells)}".rstrip(), file=self._out)
+    def show(self, answer: Answer[Any], found: Sequence[Change]) -> None:
+        if self._form.is_json:
+            for sign, item in found:
+                line = {"change": _WORDS[sign], **msgspec.to_builtins(item)}
+                print(msgspec.json.encode(line).decode(), file=self._out)
+            self._out.flush()
+            return
+        wide = self._form.form == "wide"
+        heading, *_ = table(replace(answer, items=()), wide=wide) or [()]
+        rows: list[tuple[str, tuple[str, ...]]] = []
+        if not self._widths:
+            rows.append((" ", heading))
+            self._widths = [0] * len(heading)
+        for sign, item in found:
+            rows += [(sign, row) for row in table(replace(answer, items=[item]), wide=wide)[1:]]
+        for _, row in rows:
+            self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, row, strict=True)]
+        for sign, row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
+            print(f"{sign} {'  '.join(cells)}".rstrip(), file=self._out)
         self._out.flush()
 
 
 class _Screen:
     """Draws the whole table on a terminal."""
 
-    def __init__(self, out: TextIO, interval_s: float) -> None:
+    def __init__(self, out: TextIO, form: Format, interval_s: float) -> None:
         self._out = out
+        self._form = form
         self._interval_s = interval_s
 
-    def show(self, rows: Sequence[Row]) -> None:
+    def show(self, answer: Answer[Any]) -> None:
         size = shutil.get_terminal_size()
-        now = time.strftime("%H:%M:%S")
-        first = f"{now}, {len(rows) - 1} connections, every {self._interval_s:g} s; Ctrl-C ends"
-        lines = [first, "", *aligned(rows)]
+        now = time.strftime("%H:%M:%SZ", time.gmtime())
+        counted = f"{len(answer.items)} {answer.kind.several}"
+        first = f"{now}, {counted}, every {self._interval_s:g} s; Ctrl-C ends"
+        lines = [first, "", *aligned(table(answer, wide=self._form.form == "wide"))]
         if len(lines) > size.lines - 1:
             left_out = len(lines) - (size.lines - 2)
             lines = [*lines[: size.lines - 2], f"and {left_out} more"]
@@ -92,21 +99,24 @@ class _Screen:
 
 
 def watch(
-    look: Callable[[], Sequence[Row]],
+    look: Callable[[], Answer[Any]],
     interval_s: float,
+    form: Format,
     *,
-    as_json: bool,
+    command: str,
     out: TextIO | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
     """Show a table until Ctrl-C or until its reader closes. Return the exit status.
 
-    If a proxy stops answering, the command waits for it, because the proxy can be in replacement.
+    If a proxy stops answering, the command waits for it, because the proxy can be in replacement. The items of a
+    silent node stay as they were.
 
     Args:
-        look: returns the rows, the heading first.
+        look: returns the items.
         interval_s: between two looks.
-        as_json: print lines of JSON.
+        form: ``-o``; ``json`` prints an object a line.
+        command: in messages.
         out: where to; standard output.
         pause: waits.
 
@@ -114,29 +124,37 @@ def watch(
         AskFailed: there is no answer to the first look.
     """
     out = out if out is not None else sys.stdout
-    screen = None if as_json or not out.isatty() else _Screen(out, interval_s)
-    lines = _Lines(out, as_json=as_json)
-    before: Sequence[Row] | None = None
+    screen = None if form.is_json or not out.isatty() else _Screen(out, form, interval_s)
+    lines = _Lines(out, form)
+    before: Sequence[Item] | None = None
     failure = ""
     try:
         while True:
             try:
-                rows = look() if as_json else list(for_people(look()))
+                answer = look()
             except AskFailed as error:
                 if before is None:
                     raise
-                if str(error) != failure:  # once, not at each look
-                    failure = str(error)
-                    print(f"ztunnel connections: {failure}; waiting", file=sys.stderr)
+                reason = str(error)
             else:
-                failure = ""
+                reason = "; ".join(f"node {each.node}: {each.reason}" for each in answer.silent)
+                items = [*answer.items, *_of_silent(answer, before or ())]
+                answer = replace(answer, items=items)
                 if screen is not None:
-                    screen.show(rows)
+                    screen.show(answer)
                 elif before is None:
-                    lines.show(rows[0], [(" ", row) for row in rows[1:]])
+                    lines.show(answer, [(" ", item) for item in items])
                 else:
-                    lines.show(rows[0], list(changes(rows[0], before[1:], rows[1:])))
-                before = rows
+                    lines.show(answer, list(changes(answer.kind, before, items)))
+                before = items
+            if reason and reason != failure:  # once, not at each look
+                print(f"ztunnel {command}: {reason}; waiting", file=sys.stderr)
+            failure = reason
             pause(interval_s)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
+
+
+def _of_silent(answer: Answer[Any], before: Sequence[Item]) -> list[Item]:
+    silent = {each.node for each in answer.silent}
+    return [item for item in before if item.node in silent] if silent else []

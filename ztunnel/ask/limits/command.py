@@ -1,21 +1,19 @@
 """The command ``ztunnel limits``: prints the limits of an Istio mesh's proxy with their current values.
 
 The values are those of the command's own environment, descriptors and memory. If two values share a row, the first
-is a burst and the second a rate per second. Exit status: 0, or 1 with unusable settings, each on a line of
+is a burst and the second a rate per second. Exit status: 0, or 2 with unusable settings, each on a line of
 standard error.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from ztunnel.ask.limits.table import COLUMNS, Limit, limits
 from ztunnel.proxy.istio.command import check
-from ztunnel.runtime.console.terminal import print_table
+from ztunnel.runtime.console.output import Answer, Column, Item, Kind, add_output, emit
 from ztunnel.runtime.descriptors import limit_of_process
 from ztunnel.runtime.memory import memory_limit_bytes
 from ztunnel.runtime.settings import SettingsError
@@ -28,14 +26,8 @@ def add_arguments(subparsers: Any) -> None:
         help="print every limit on peers, pods and strangers",
         description="Print every limit, with its value here, its variable, its metric and what happens beyond it.",
     )
-    command.add_argument("--format", choices=("table", "markdown", "json"), default="table")
-    command.add_argument(
-        "--json",
-        action="store_const",
-        const="json",
-        dest="format",
-        help="print JSON, as --format json: a line each",
-    )
+    add_output(command)
+    command.add_argument("--markdown", action="store_true", help="print the table of docs/reliability.md")
     command.set_defaults(run=run)
 
 
@@ -46,21 +38,54 @@ def run(args: argparse.Namespace) -> int:
     except SettingsError as error:
         for fault in error.faults:
             print(f"Error: {fault}", file=sys.stderr)
-        return 1
+        return 2
     found = limits(config, descriptors=limit_of_process(), memory_bytes=memory_limit_bytes())
-    if args.format == "table":
-        print_table([COLUMNS, *(tuple(cell.replace("`", "") for cell in limit.cells) for limit in found)])
-    else:
-        print("\n".join(printed(found, args.format)))
-    return 0
+    if args.markdown:
+        print("\n".join(markdown(found)))
+        return 0
+    return emit(Answer(kind=LIMIT, items=list(map(_item, found))), args.output)
 
 
-def printed(found: Iterable[Limit], form: str) -> Iterable[str]:
-    """Yield the lines of the limits: ``markdown``, or ``json``, which is one line each."""
-    if form == "json":
-        for limit in found:
-            yield json.dumps(asdict(limit))
-        return
+class LimitItem(Item, frozen=True, kw_only=True):
+    """A limit. Two values are a burst and a rate per second; ``told`` is the message that the peer gets."""
+
+    name: str
+    value: list[float]
+    unit: str
+    variable: str | None = None
+    metric: str | None = None
+    beyond: str
+    told: str
+
+
+def _item(limit: Limit) -> LimitItem:
+    return LimitItem(
+        name=limit.name.replace("`", ""),
+        value=list(limit.value),
+        unit=limit.unit,
+        variable=limit.variable.replace("`", "") or None,
+        metric=limit.metric.replace("`", "") or None,
+        beyond=limit.beyond.replace("`", ""),
+        told=limit.told.replace("`", ""),
+    )
+
+
+LIMIT: Final = Kind(
+    name="Limit", several="limits", item=LimitItem, identity=lambda item: item.name.replace(" ", "-"),
+    columns=(
+        Column("LIMIT", "name"),
+        Column("VALUE", lambda item: "; ".join(f"{each:,.10g}" for each in item.value)),
+        Column("UNIT", "unit"),
+        Column("VARIABLE", "variable"),
+        Column("METRIC", "metric"),
+        Column("BEYOND IT", "beyond"),
+        Column("THE PEER IS TOLD", "told"),
+    ),
+)  # fmt: skip
+
+
+def markdown(found: Iterable[Limit]) -> Iterable[str]:
+    """Yield the lines of the table in Markdown."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for limit in found:

@@ -4,7 +4,6 @@ Exit status: 0 if no connection would be newly refused, 1 if one would, 2 withou
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -36,7 +35,8 @@ from ztunnel.ask.simulate.seen import (
     read_log,
 )
 from ztunnel.ask.simulate.suggest import suggest
-from ztunnel.runtime.console.terminal import print_table, progress
+from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
+from ztunnel.runtime.console.terminal import progress
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
@@ -100,15 +100,12 @@ def add_arguments(subparsers: Any) -> None:
     )
     mesh = command.add_argument_group("mesh")
     mesh.add_argument(
-        "-f", "--file", metavar="FILE", help="a saved config_dump instead, ours or the Rust ztunnel's"
-    )
-    mesh.add_argument(
         "--root-namespace",
         default="istio-system",
         metavar="NAME",
         help="whose policies without a selector are for the whole mesh (default istio-system)",
     )
-    add_source(command)
+    add_source(command, saved=True)
     command.set_defaults(run=reaching(run))
 
 
@@ -142,11 +139,7 @@ def run(args: argparse.Namespace) -> int:
         print(suggest(allowed(after, log.seen)), end="")
         return 0
     answer = simulate(before, after, log.seen)
-    if args.json:
-        print(json.dumps(_shown(answer, log), indent=2))
-    else:
-        _print(answer, log)
-    return 1 if answer.total(Change.NEWLY_REFUSED) else 0
+    return emit(_answer(answer, log), args.output)
 
 
 def _read(file: str) -> str:
@@ -199,30 +192,63 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
     return Log(found, 0, 0)
 
 
-def _print(answer: Simulation, log: Log) -> None:
-    if answer.rows:
-        rows = [("CHANGE", "SOURCE", "IDENTITY", "DESTINATION", "CONNECTIONS", "BECAUSE")]
-        rows += [
-            (each.change.value, each.source, each.identity or "-", each.destination, str(each.times), each.because)
-            for each in answer.rows
-        ]
-        print_table(rows)
-    counts = ", ".join(f"{answer.total(change)} {change.value}" for change in Change)
-    print(f"{sum(log.seen.values())} connections: {counts}")
-    if answer.unknown:
-        print(f"{answer.unknown} went to addresses that are no workload of the mesh: not judged")
+class SimulatedPair(Item, frozen=True, kw_only=True):
+    """Connections of a pair, judged by the present policies and by the changed ones."""
+
+    change: str
+    source: str
+    identity: str | None = None
+    destination: str
+    connections: int
+    because: str
+
+
+PAIR: Final = Kind(
+    name="SimulatedPair", several="pairs", item=SimulatedPair,
+    identity=lambda item: f"{item.source}-{item.destination}",
+    columns=(
+        Column("CHANGE", "change"),
+        Column("SOURCE", "source"),
+        Column("IDENTITY", "identity"),
+        Column("DESTINATION", "destination"),
+        Column("CONNECTIONS", "connections"),
+        Column("BECAUSE", "because"),
+    ),
+)  # fmt: skip
+
+
+def _answer(found: Simulation, log: Log) -> Answer[SimulatedPair]:
+    counts = ", ".join(f"{found.total(change)} {change.value}" for change in Change)
+    notes = [f"{sum(log.seen.values())} connections: {counts}"]
+    if found.unknown:
+        notes.append(f"{found.unknown} went to addresses that are no workload of the mesh: not judged")
     if log.unread:
-        print(f"lines of the log that do not say enough, not judged: {log.unread}")
+        notes.append(f"lines of the log that do not say enough, not judged: {log.unread}")
     if log.others:
-        print(f"lines of the log that are no access lines: {log.others}")
+        notes.append(f"lines of the log that are no access lines: {log.others}")
+    bad = bool(found.total(Change.NEWLY_REFUSED))
+    return Answer(kind=PAIR, items=_pairs(found), bad=bad, notes=notes, summary=_summary(found, log))
 
 
-def _shown(answer: Simulation, log: Log) -> Mapping[str, Any]:
+def _pairs(found: Simulation) -> list[SimulatedPair]:
+    return [
+        SimulatedPair(
+            change=each.change.value,
+            source=each.source,
+            identity=each.identity or None,
+            destination=each.destination,
+            connections=each.times,
+            because=each.because,
+        )
+        for each in found.rows
+    ]
+
+
+def _summary(answer: Simulation, log: Log) -> dict[str, Any]:
     return {
         "connections": sum(log.seen.values()),
-        "pairs": [{**each._asdict(), "change": each.change.value} for each in answer.rows],
         "totals": {change.value: answer.total(change) for change in Change},
-        "unknown_destinations": answer.unknown,
-        "unread_lines": log.unread,
-        "other_lines": log.others,
+        "unknownDestinations": answer.unknown,
+        "unreadLines": log.unread,
+        "otherLines": log.others,
     }

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from ztunnel.ask.inspect.ages import for_people, shown_age
+from ztunnel.ask.inspect.ages import shown_age, shown_span
+from ztunnel.ask.inspect.kinds import ENVOY_CONNECTION, EnvoyConnection
 from ztunnel.ask.inspect.watch import watch
-
-ROWS = [("ID", "AGE", "UPSTREAM HOST"), ("1", "666.769s", "5s"), ("2", "-", "-")]
+from ztunnel.runtime.console.output import JSON, TABLE, Answer, Format
 
 
 @pytest.mark.parametrize(
@@ -30,28 +30,19 @@ def test_the_two_largest_units_are_shown(seconds: float, shown: str) -> None:
     assert shown_age(seconds) == shown
 
 
-def test_only_ages_are_changed() -> None:
-    assert list(for_people(ROWS)) == [ROWS[0], ("1", "11m6s", "5s"), ("2", "-", "-")]
-    assert list(for_people([("version", "90s"), ("up for", "7400s"), ("node", "90s")])) == [
-        ("version", "90s"),
-        ("up for", "2h3m"),
-        ("node", "90s"),
-    ]
-    assert list(for_people([])) == []
+@pytest.mark.parametrize(("text", "shown"), [("7400s", "2h3m"), ("s", "s"), ("-5s", "-5s"), ("1e999s", "1e999s")])
+def test_only_spans_in_seconds_are_changed(text: str, shown: str) -> None:
+    assert shown_span(text) == shown
 
 
-def test_what_is_no_number_of_seconds_stays() -> None:
-    assert list(for_people([("AGE",), ("s",), ("1e999s",), ("-5s",), ("soon",)])) == [
-        *(("AGE",), ("s",), ("1e999s",), ("-5s",), ("soon",)),
-    ]
-
-
-@pytest.mark.parametrize(("as_json", "expected"), [(True, "666.769s"), (False, "11m6s")])
-def test_a_watch_shows_ages_to_people_and_seconds_in_json(as_json: bool, expected: str) -> None:
+@pytest.mark.parametrize(("form", "expected"), [(JSON, 666.769), (TABLE, "11m6s")])
+def test_a_watch_shows_ages_to_people_and_seconds_in_json(form: Format, expected: object) -> None:
+    found = EnvoyConnection(id="1", age_seconds=666.769, source="10.0.0.1:1", destination="10.0.0.2:2")
     out = io.StringIO()
-    watch(lambda: ROWS, 1.0, as_json=as_json, out=out, pause=_ends)
-    first = out.getvalue().splitlines()[0 if as_json else 1]
-    assert (json.loads(first)["age"] if as_json else first.split()[1]) == expected
+    answer = Answer(kind=ENVOY_CONNECTION, items=[found])
+    watch(lambda: answer, 1.0, form, command="connections", out=out, pause=_ends)
+    first = out.getvalue().splitlines()[0 if form.is_json else 1]
+    assert (json.loads(first)["ageSeconds"] if form.is_json else first.split()[1]) == expected
 
 
 def _ends(_: float) -> None:

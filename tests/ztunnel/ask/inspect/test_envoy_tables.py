@@ -1,11 +1,13 @@
 """Tables in Envoy's dialect, from pages as our proxies and Envoys write them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from ztunnel.ask.inspect.envoy_tables import certificates, policies, status
-from ztunnel.ask.inspect.tables import is_good
+from ztunnel.ask.inspect.kinds import ENVOY_CERTIFICATE, ENVOY_POLICY, Fact
+from ztunnel.runtime.console.output import Answer, table
 
 _DUMP = "type.googleapis.com/envoy.admin.v3."
 SERVER = {"version": "v", "state": "LIVE", "uptime_current_epoch": "5s", "node": {"id": "n"}}
@@ -32,8 +34,12 @@ def pages(**more: Any) -> dict[str, Any]:
     return found | {f"/{name}": page for name, page in more.items()}
 
 
+def facts(found: Iterable[Fact]) -> list[tuple[str, str]]:
+    return [(each.name, each.state) for each in found]
+
+
 def test_the_status_of_a_bare_envoy() -> None:
-    assert list(status(pages())) == [
+    assert facts(status(pages())) == [
         ("version", "v"),
         ("state", "LIVE"),
         ("up for", "5s"),
@@ -47,10 +53,10 @@ def test_the_status_of_a_bare_envoy() -> None:
 @pytest.mark.parametrize(("value", "said"), [(1, "connected to ADS"), (0, "NOT CONNECTED: ADS; what follows is")])
 def test_the_status_begins_with_the_control_plane(value: int, said: str) -> None:
     stats = {"stats": [{"name": "control_plane.connected_state", "value": value}]}
-    rows = list(status({**pages(), "/stats": stats}))
-    assert rows[0][0] == "control plane"
-    assert rows[0][1].startswith(said)
-    assert is_good(rows) is bool(value)
+    first = next(status({**pages(), "/stats": stats}))
+    assert first.name == "control plane"
+    assert first.state.startswith(said)
+    assert first.severity == ("ok" if value else "error")
 
 
 def host(**health: Any) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def test_the_status_says_what_is_wrong() -> None:
         "lastAddress": "10.0.0.1:4000",
         "lastTime": "2026-11-23T00:00:00Z",
     }
-    rows = list(
+    rows = facts(
         status(
             pages(
                 config_dump={"configs": [listeners, clusters]},
@@ -146,7 +152,7 @@ def test_policies_show_what_they_decided() -> None:
             "decisions": {"allowed": 0, "denied": 1, "ended": 0, **last},
         },
     ]
-    assert list(policies(pages(rbac={"policies": given})))[1:] == [
+    assert table(Answer(kind=ENVOY_POLICY, items=list(policies(pages(rbac={"policies": given})))))[1:] == [
         ("new", "ALLOW", "enforced", "2", "-", "-", "-"),
         ("used", "DENY", "enforced", "1", "0", "7, 2 ended", "2026-11-23T00:00:00Z"),
         ("trial", "DENY", "shadow", "1", "-", "5", "2026-11-23T00:00:00Z"),
@@ -155,7 +161,7 @@ def test_policies_show_what_they_decided() -> None:
 
 
 def test_certificates_are_shown_once() -> None:
-    assert list(certificates(pages(certs=CERTS)))[1:] == [
+    assert table(Answer(kind=ENVOY_CERTIFICATE, items=list(certificates(pages(certs=CERTS)))))[1:] == [
         (
             "spiffe://td/ns/a/sa/b, b.example",
             "Leaf",

@@ -210,8 +210,9 @@ def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 
 
 def test_one_proxy_is_asked(made: Cluster, capsys: Said) -> None:
-    assert main(["status", "--node", "n1", "--file", "x"]) == 2
-    assert "not with --pod or --node" in capsys.readouterr().err
+    (made.folder / "dump").write_text(json.dumps(RUST))
+    assert main(["status", "--node", "n1", "--file", str(made.folder / "dump")]) == 2
+    assert "not with --node, -A or -l" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["status", "--node", "n1", "--pod", "web.shop"])
     assert "not allowed with" in capsys.readouterr().err

@@ -34,10 +34,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str
     return file, said
 
 
-def table(command: str, *source: str, capsys: Said) -> tuple[list[dict[str, str]], list[str]]:
+def table(command: str, *source: str, capsys: Said) -> tuple[list[dict[str, Any]], list[str]]:
     assert main([command, *source, "--json"]) == 0
     said = capsys.readouterr()
-    return json.loads(said.out), said.err.splitlines()
+    return json.loads(said.out)["items"], said.err.splitlines()
 
 
 def test_policies_and_certificates_are_those_of_the_running_proxy(
@@ -48,10 +48,10 @@ def test_policies_and_certificates_are_those_of_the_running_proxy(
     assert lacks == ["ztunnel policies: not in the dump: what each policy decided"]
     wanted = json.loads(said["/rbac"])["policies"]
     assert wanted
-    assert [(each["policy_name"], each["action"], each["chains"]) for each in policies] == [
-        (each["policy"], each["action"], str(each["chains"])) for each in wanted
+    assert [(each["name"], each["action"], each["chains"]) for each in policies] == [
+        (each["policy"], each["action"], each["chains"]) for each in wanted
     ]
-    assert {each["denied"] for each in policies} == {"-"}
+    assert {each["denied"] for each in policies} == {None}
     held, lacks = table("certificates", "-f", str(file), capsys=capsys)
     assert lacks == []
     shown = json.loads(said["/certs"])["certificates"]
@@ -62,7 +62,7 @@ def test_policies_and_certificates_are_those_of_the_running_proxy(
         for each in context[key]
     }
     # The dump has the secrets that no context of this moment uses, too.
-    assert serials <= {(each["type"], each["serial_number"]) for each in held}
+    assert serials <= {(each["type"], each["serialNumber"]) for each in held}
 
 
 def test_the_status_of_a_dump_says_what_a_dump_can(running: tuple[Path, Mapping[str, str]], capsys: Said) -> None:
@@ -83,9 +83,7 @@ def test_an_envoy_has_no_page_of_policies_but_a_dump(
     file, said = running
     with pages({"/config_dump": file.read_bytes()}, missing=b"invalid path. admin commands are:\n") as envoy:
         rows, lacks = table("policies", "--address", envoy, capsys=capsys)
-    assert [each["policy_name"] for each in rows] == [
-        each["policy"] for each in json.loads(said["/rbac"])["policies"]
-    ]
+    assert [each["name"] for each in rows] == [each["policy"] for each in json.loads(said["/rbac"])["policies"]]
     assert len(lacks) == 1
 
 
@@ -128,9 +126,9 @@ def test_certificates_in_any_form_and_those_that_are_elsewhere(tmp_path: Path, c
     file = tmp_path / "dump.json"
     file.write_text(json.dumps(dump))
     held, lacks = table("certificates", "-f", str(file), capsys=capsys)
-    assert [(each["certificate_name"], each["type"]) for each in held] == [
+    assert [(each["identity"], each["type"]) for each in held] == [
         ("spiffe://td/ns/a/sa/b", "Leaf"),
-        ("-", "Root"),
+        (None, "Root"),
     ]
     assert len(lacks) == 3
     assert lacks[0] == "ztunnel certificates: not in the dump: the certificates of /etc/root.pem"

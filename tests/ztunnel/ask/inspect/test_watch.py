@@ -8,41 +8,60 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.ztunnel.ask.inspect.test_commands import pages
 from ztunnel.ask.inspect.source import AskFailed
-from ztunnel.ask.inspect.tables import Row
 from ztunnel.ask.inspect.watch import changes, watch
 from ztunnel.cli import main
+from ztunnel.runtime.console.output import JSON, TABLE, Answer, Column, Format, Item, Kind, Silent
 
 ROOT = Path(__file__).parents[4]
-HEADING = ("SOURCE", "DESTINATION")
-A, B, C = ("10.0.0.1:1", "x"), ("10.0.0.2:2", "y"), ("10.0.0.333:3", "z")
 
 
-def test_rows_that_came_and_went() -> None:
-    assert list(changes(HEADING, [A, B], [B, C])) == [("-", A), ("+", C)]
-    assert list(changes(HEADING, [A, A], [A])) == [("-", A)]
-    assert list(changes(HEADING, [], [A, A])) == [("+", A), ("+", A)]
+class End(Item, frozen=True, kw_only=True):
+    source: str
+    destination: str
+    age_seconds: float | None = None
 
 
-def test_an_id_or_all_but_the_age_tells_connections_apart() -> None:
-    assert list(changes(("ID", "HOST"), [("1", "-")], [("1", "10.0.0.2:80")])) == []
-    assert list(changes(("AGE", "HOST"), [("1s", "a")], [("2s", "a")])) == []
+ENDS: Kind[End] = Kind(
+    name="End",
+    several="ends",
+    item=End,
+    columns=(Column("SOURCE", "source"), Column("DESTINATION", "destination")),
+    identity=lambda item: item.source,
+    volatile=("age_seconds",),
+)
+A, B, C = (
+    End(source=source, destination=destination)
+    for source, destination in (("10.0.0.1:1", "x"), ("10.0.0.2:2", "y"), ("10.0.0.333:3", "z"))
+)
+
+
+def test_items_that_came_and_went() -> None:
+    assert list(changes(ENDS, [A, B], [B, C])) == [("-", A), ("+", C)]
+    assert list(changes(ENDS, [A, A], [A])) == [("-", A)]
+    assert list(changes(ENDS, [], [A, A])) == [("+", A), ("+", A)]
+
+
+def test_fields_that_change_by_time_tell_nothing_apart() -> None:
+    older = msgspec.structs.replace(A, age_seconds=2.0)
+    assert list(changes(ENDS, [A], [older])) == []
 
 
 class Looks:
-    """Returns tables one after the other, or raises; Ctrl-C after the last."""
+    """Returns answers one after the other, or raises; Ctrl-C after the last."""
 
-    def __init__(self, *found: Sequence[Row] | Exception) -> None:
+    def __init__(self, *found: Sequence[End] | Answer[End] | Exception) -> None:
         self.left = list(found)
 
-    def look(self) -> Sequence[Row]:
+    def look(self) -> Answer[End]:
         found = self.left.pop(0)
         if isinstance(found, Exception):
             raise found
-        return [HEADING, *found]
+        return found if isinstance(found, Answer) else Answer(kind=ENDS, items=found)
 
     def pause(self, seconds: float) -> None:
         assert seconds == 5.0
@@ -50,9 +69,11 @@ class Looks:
             raise KeyboardInterrupt
 
 
-def watched(*found: Sequence[Row] | Exception, as_json: bool = False, out: io.StringIO | None = None) -> list[str]:
+def watched(
+    *found: Sequence[End] | Answer[End] | Exception, form: Format = TABLE, out: io.StringIO | None = None
+) -> list[str]:
     looks, out = Looks(*found), out or io.StringIO()
-    assert watch(looks.look, 5.0, as_json=as_json, out=out, pause=looks.pause) == 0
+    assert watch(looks.look, 5.0, form, command="connections", out=out, pause=looks.pause) == 0
     return out.getvalue().splitlines()
 
 
@@ -67,11 +88,23 @@ def test_a_pipe_gets_what_changes() -> None:
 
 
 def test_lines_of_json() -> None:
-    assert list(map(json.loads, watched([A], [B], as_json=True))) == [
-        {"change": "open", "source": "10.0.0.1:1", "destination": "x"},
-        {"change": "closed", "source": "10.0.0.1:1", "destination": "x"},
-        {"change": "opened", "source": "10.0.0.2:2", "destination": "y"},
+    def line(change: str, item: End) -> dict[str, object]:
+        ends = {"source": item.source, "destination": item.destination}
+        return {"change": change, "node": None, **ends, "ageSeconds": None}
+
+    assert list(map(json.loads, watched([A], [B], form=JSON))) == [
+        line("open", A),
+        line("closed", A),
+        line("opened", B),
     ]
+
+
+def test_items_of_a_silent_node_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    here, there = msgspec.structs.replace(A, node="n1"), msgspec.structs.replace(B, node="n2")
+    silent = [Silent(node="n2", reason="no answer")]
+    lines = watched([here, there], Answer(kind=ENDS, items=[here], silent=silent, across=True))
+    assert not [line for line in lines if line.startswith(("-", "+"))]
+    assert capsys.readouterr().err == "ztunnel connections: node n2: no answer; waiting\n"
 
 
 class Terminal(io.StringIO):
@@ -83,7 +116,7 @@ def test_a_terminal_is_redrawn_and_not_overfilled(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LINES", "8")
     monkeypatch.setenv("COLUMNS", "30")
     first, second = "\n".join(watched([A], [A] * 9, out=Terminal())).split("\x1b[H\x1b[2J\x1b[3J")[1:]
-    assert first.splitlines()[0][8:] == ", 1 connections, every"
+    assert first.splitlines()[0][8:] == "Z, 1 ends, every 5 s; "
     assert first.splitlines()[2:] == ["SOURCE      DESTINATION", "10.0.0.1:1  x"]
     assert len(second.splitlines()) == 7
     assert second.splitlines()[-1] == "and 6 more"
@@ -137,5 +170,5 @@ def test_the_command_ends_at_ctrl_c() -> None:
             first = json.loads(running.stdout.readline())  # at once, also through a pipe
             running.send_signal(signal.SIGINT)
             rest, errors = running.communicate(timeout=30)
-    assert (first["change"], first["workload"], first["remote"]) == ("open", "a.b", "10.0.0.1:4000")
+    assert (first["change"], first["pod"], first["remote"]) == ("open", "a", "10.0.0.1:4000")
     assert (running.returncode, rest, errors) == (0, "", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hbone.limits import Limits
-from ztunnel.ask.limits.command import printed
+from ztunnel.ask.limits.command import markdown
 from ztunnel.ask.limits.table import limits
 from ztunnel.cli import main
 from ztunnel.proxy.dataplane.half_open import HalfOpenLimits
@@ -20,7 +20,7 @@ DESCRIPTORS, MEMORY = 1_000_000, 4 << 30
 
 def test_the_page_has_the_table() -> None:
     config = config_from({}, cpus=1, read_file=lambda path: None)
-    table = "\n".join(printed(limits(config, descriptors=DESCRIPTORS, memory_bytes=MEMORY), "markdown"))
+    table = "\n".join(markdown(limits(config, descriptors=DESCRIPTORS, memory_bytes=MEMORY)))
     assert table in PAGE.read_text()
 
 
@@ -40,15 +40,13 @@ def test_the_command_prints_what_is_in_force(
 ) -> None:
     monkeypatch.setenv("ZTUNNEL_HANDSHAKE_TIMEOUT", "3s")
     monkeypatch.setenv("ZTUNNEL_METRIC_SERIES", "777")
-    assert main(["limits", "--format", "json"]) == 0
-    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert main(["limits", "-o", "json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["items"]}
     assert rows["handshake"]["value"] == [3.0]
     assert rows["metric series"]["value"] == [777]
-    assert main(["limits", "--json"]) == 0
-    assert {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())} == rows
     assert main(["limits"]) == 0
     table = capsys.readouterr().out
-    assert table.startswith("limit ")
+    assert table.startswith("LIMIT ")
     assert "`" not in table, "marks of the documentation"
 
 
@@ -56,5 +54,5 @@ def test_settings_that_cannot_be_used_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZTUNNEL_METRIC_SERIES", "many")
-    assert main(["limits"]) == 1
+    assert main(["limits"]) == 2
     assert "ZTUNNEL_METRIC_SERIES" in capsys.readouterr().err

@@ -45,9 +45,10 @@ def test_what_would_be_newly_refused(files: list[str], tmp_path: Path, capsys: S
 def test_the_answer_as_json(files: list[str], capsys: Said) -> None:
     assert main([*files, "--remove", "shop/old", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["totals"]["allowed as before"] == answer["connections"] == 3
-    assert answer["pairs"][0]["because"] == "no policy denies it, and none allows only some"
-    assert (answer["unknown_destinations"], answer["unread_lines"]) == (0, 1)
+    summary = answer["summary"]
+    assert summary["totals"]["allowed as before"] == summary["connections"] == 3
+    assert answer["items"][0]["because"] == "no policy denies it, and none allows only some"
+    assert (summary["unknownDestinations"], summary["unreadLines"]) == (0, 1)
 
 
 def test_a_suggestion_can_be_simulated(files: list[str], tmp_path: Path, capsys: Said) -> None:

@@ -1,0 +1,144 @@
+"""All nodes at once: a script in kubectl's place leads to two proxies, of which one can be silent."""
+
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.ztunnel.ask.inspect.test_commands import RUST, pages
+from tests.ztunnel.ask.inspect.test_kubectl import pod
+from ztunnel.ask.inspect.fleet import MOST_AT_ONCE, ask_all
+from ztunnel.ask.inspect.kubectl import PROXY, Kubectl
+from ztunnel.cli import main
+
+Said = pytest.CaptureFixture[str]
+SCHEMAS = Path(__file__).parents[4] / "docs" / "schemas"
+
+SCRIPT = """#!/bin/sh
+echo "$*" >> {folder}/calls
+case "$*" in
+*port-forward*pod/ztunnel-3*) echo 'error: unable to forward port: the pod does not run' >&2; exit 1 ;;
+*port-forward*pod/*)
+    name=${{6#pod/}}; name=$(echo "$*" | sed 's/.*pod\\/\\([^ ]*\\).*/\\1/')
+    echo "Forwarding from 127.0.0.1:$(cat {folder}/$name) -> 15000"
+    exec sleep 600 ;;
+*app=ztunnel*) cat {folder}/ztunnels ;;
+*app=web*) cat {folder}/webs ;;
+*) echo 'error: not expected' >&2; exit 1 ;;
+esac
+"""
+OTHER = {
+    **RUST,
+    "workloads": [{**RUST["workloads"][0], "status": "Unhealthy"}, *RUST["workloads"][1:]],
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two nodes with answers."""
+    first, second = (json.dumps(dump).encode() for dump in (RUST, OTHER))
+    with pages({"/config_dump": first}) as one, pages({"/config_dump": second}) as two:
+        script = tmp_path / "bin" / "kubectl"
+        script.parent.mkdir()
+        script.write_text(SCRIPT.format(folder=tmp_path))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+        for name, address in (("ztunnel-1", one), ("ztunnel-2", two)):
+            (tmp_path / name).write_text(address.rpartition(":")[2])
+        proxies(tmp_path, ("ztunnel-1", "n1"), ("ztunnel-2", "n2"))
+        yield tmp_path
+
+
+def proxies(folder: Path, *names: tuple[str, str]) -> None:
+    pods = [pod(name, "istio-system", node=node, labels={"app": "ztunnel"}) for name, node in names]
+    old = pod("ztunnel-0", "istio-system", node="n1", labels={"app": "ztunnel"}, created="2020-01-01T00:00:00Z")
+    (folder / "ztunnels").write_text(json.dumps({"items": [*pods, old]}))
+
+
+def told(capsys: Said) -> Any:
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, json.loads((SCHEMAS / f"{found['kind']}.json").read_text()))
+    return found
+
+
+def test_a_column_says_which_node(cluster: Path, capsys: Said) -> None:
+    assert main(["connections", "-A"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["NODE", "WORKLOAD"]
+    assert [line.split()[0] for line in lines[1:]] == ["n1", "n1", "n2", "n2"]
+    assert main(["connections", "-A", "-o", "json"]) == 0
+    assert [item["node"] for item in told(capsys)["items"]] == ["n1", "n1", "n2", "n2"]
+
+
+def test_a_silent_node_is_listed_and_is_the_exit_status(cluster: Path, capsys: Said) -> None:
+    proxies(cluster, ("ztunnel-1", "n1"), ("ztunnel-3", "n3"))
+    assert main(["certificates", "-A"]) == 2
+    said = capsys.readouterr()
+    assert {line.split()[0] for line in said.out.splitlines()[1:]} == {"n1"}
+    assert said.err.startswith("no answer from node n3: kubectl port-forward to istio-system/ztunnel-3: error: un")
+    assert main(["certificates", "-A", "-o", "json"]) == 2
+    assert [silent["node"] for silent in told(capsys)["silent"]] == ["n3"]
+
+
+def test_what_proxies_say_of_the_mesh_is_said_once(cluster: Path, capsys: Said) -> None:
+    assert main(["workloads", "-A", "-o", "wide"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(line[1], line[6], line[-1]) for line in lines] == [
+        ("a", "Healthy", "n1"),
+        ("c", "Healthy", "all"),
+        ("a", "Unhealthy", "n2"),
+    ]
+
+
+def test_labels_choose_nodes_and_connections(cluster: Path, capsys: Said) -> None:
+    (cluster / "webs").write_text(json.dumps({"items": [pod("a", "default", node="n2")]}))
+    assert main(["connections", "-l", "app=web"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["n2", "a.default"]] * 2
+    (cluster / "webs").write_text(json.dumps({"items": [pod("z", "default", node="n2")]}))
+    assert main(["connections", "-l", "app=web"]) == 0
+    assert capsys.readouterr().out == "No connections found.\n"
+
+
+def test_kubectls_flags_are_passed_on(cluster: Path, capsys: Said) -> None:
+    words = ["--context", "prod", "--kubeconfig", "/k", "--as", "bob", "--request-timeout", "7s"]
+    assert main(["services", "-A", *words]) == 0
+    calls = (cluster / "calls").read_text().splitlines()
+    assert all(call.startswith("--context prod --kubeconfig /k --as bob ") for call in calls)
+    with pytest.raises(SystemExit):
+        main(["services", "-A", "--request-timeout", "soon"])
+
+
+def test_no_proxy_at_all(cluster: Path, capsys: Said) -> None:
+    (cluster / "ztunnels").write_text('{"items": []}')
+    assert main(["status", "-A"]) == 2
+    assert capsys.readouterr().err == "ztunnel status: no ztunnel runs: no pod has the label app=ztunnel\n"
+
+
+def test_few_nodes_are_asked_at_a_time(cluster: Path) -> None:
+    port = (cluster / "ztunnel-1").read_text()
+    places = {f"n{number}": ("istio-system", f"many-{number}") for number in range(3 * MOST_AT_ONCE)}
+    for _, name in places.values():
+        (cluster / name).write_text(port)
+    running, most, lock = 0, 0, threading.Lock()
+    gate = threading.Barrier(MOST_AT_ONCE, timeout=60)
+
+    def ask(address: str) -> str:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait()
+        with lock:
+            running -= 1
+        return address
+
+    found = ask_all(Kubectl(), PROXY, places, ask)
+    assert list(found.by_node) == list(places)
+    assert not found.silent
+    assert most == MOST_AT_ONCE

@@ -1,0 +1,142 @@
+"""Asks one proxy, all of a cluster, or those in an archive, the same question."""
+
+from __future__ import annotations
+
+import argparse
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import msgspec
+
+from ztunnel.ask.inspect.archive import Archive, BadArchive
+from ztunnel.ask.inspect.source import AskFailed, LivePages, Pages, SavedDump
+from ztunnel.runtime.console.output import Item, Silent
+
+if TYPE_CHECKING:
+    from ztunnel.ask.inspect.kubectl import Daemon, Kubectl
+
+T = TypeVar("T")
+I = TypeVar("I", bound=Item)  # noqa: E741  an item
+
+#: The most port-forwards at a time: each is a process of kubectl and a stream through the API server.
+MOST_AT_ONCE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[T]):
+    """Answers by node.
+
+    Attributes:
+        by_node: the name is empty if one proxy was asked by its address or pod.
+        silent: nodes without an answer.
+        across: several nodes were meant.
+    """
+
+    by_node: Mapping[str, T]
+    silent: Sequence[Silent] = ()
+    across: bool = False
+
+
+def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool = False) -> Found[T]:
+    """Return what ``look`` finds in the pages of every proxy or agent that the flags mean.
+
+    ``look`` runs in threads, at most :data:`MOST_AT_ONCE` at a time.
+
+    Raises:
+        AskFailed: a single one does not answer, none of several is there, or the flags contradict each other.
+    """
+    file, selector = getattr(args, "file", None), getattr(args, "selector", "")
+    several = getattr(args, "all_nodes", False) or bool(selector)
+    if file is not None:
+        return _in_file(file, args, look, several=several)
+    if not several and args.pod is None and args.node is None:
+        return Found({"": look(LivePages(args.address, args.request_timeout))})
+    from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Unreachable, kubectl_of
+
+    kubectl, daemon = kubectl_of(args), AGENT if agent else PROXY
+    try:
+        if not several:
+            place = (
+                kubectl.of_pod(args.pod, daemon) if args.pod is not None else kubectl.of_node(args.node, daemon)
+            )
+            with kubectl.forwarded(*place, daemon.port) as address:
+                return Found({args.node or "": look(LivePages(address, args.request_timeout))})
+        places = kubectl.of_all_nodes(daemon)
+        if selector:
+            nodes = set(kubectl.pods(selector, getattr(args, "namespace", "")).values())
+            places = {node: place for node, place in places.items() if node in nodes}
+    except Unreachable as error:
+        raise AskFailed(str(error)) from None
+    return ask_all(kubectl, daemon, places, lambda address: look(LivePages(address, args.request_timeout)))
+
+
+def ask_all(
+    kubectl: Kubectl, daemon: Daemon, places: Mapping[str, tuple[str, str]], ask: Callable[[str], T]
+) -> Found[T]:
+    """Call ``ask`` with the address of every place, in threads. Places by node: namespace and name of a pod."""
+    from ztunnel.ask.inspect.kubectl import Unreachable
+
+    def one(node: str) -> T | Silent:
+        try:
+            with kubectl.forwarded(*places[node], daemon.port) as address:
+                return ask(address)
+        except (AskFailed, Unreachable) as error:
+            return Silent(node=node, reason=str(error))
+
+    with ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="node") as pool:
+        answers = dict(zip(places, pool.map(one, places), strict=True))
+    silent = [each for each in answers.values() if isinstance(each, Silent)]
+    return Found({n: each for n, each in answers.items() if not isinstance(each, Silent)}, silent, across=True)
+
+
+def _in_file(file: str, args: argparse.Namespace, look: Callable[[Pages], T], *, several: bool) -> Found[T]:
+    if args.pod is not None:
+        raise AskFailed("--file was saved: not with --pod")
+    try:
+        archive = None if file == "-" or not tarfile.is_tarfile(file) else Archive.read(file)
+    except OSError as error:
+        raise AskFailed(f"{file}: {error.strerror or error}") from None
+    except BadArchive as error:
+        raise AskFailed(f"{file}: {error}") from None
+    if archive is None:
+        if args.node is not None or several:
+            raise AskFailed("--file is a dump that was saved: not with --node, -A or -l")
+        return Found({"": look(SavedDump(file))})
+    if args.node is not None and args.node not in archive.nodes:
+        raise AskFailed(f"{file}: there is no node {args.node}; there are {', '.join(archive.nodes) or 'none'}")
+    by_node: dict[str, T] = {}
+    silent = []
+    for node in [args.node] if args.node is not None else archive.nodes:
+        try:
+            by_node[node] = look(archive.pages(node))
+        except AskFailed as error:
+            silent.append(Silent(node=node, reason=str(error)))
+    return Found(by_node, silent, across=args.node is None)
+
+
+def items_of(found: Found[Iterable[I]]) -> list[I]:
+    """Return the items of all nodes, each with the name of its node."""
+    if not found.across:
+        return [item for items in found.by_node.values() for item in items]
+    return [msgspec.structs.replace(item, node=node) for node, items in found.by_node.items() for item in items]
+
+
+def selected_pods(args: argparse.Namespace) -> set[tuple[str, str]] | None:
+    """Return namespace and name of the pods that ``--pod`` and ``-l`` mean; ``None`` means all.
+
+    Raises:
+        AskFailed: kubectl does not answer.
+    """
+    from ztunnel.ask.inspect.kubectl import Unreachable, kubectl_of, pod_name
+
+    if args.pod is not None:
+        return {pod_name(args.pod)}
+    if not getattr(args, "selector", ""):
+        return None
+    try:
+        return set(kubectl_of(args).pods(args.selector, args.namespace))
+    except Unreachable as error:
+        raise AskFailed(str(error)) from None

@@ -1,0 +1,320 @@
+"""The output of every command that reads: typed items of a kind, printed in the forms that kubectl has.
+
+A command returns an :class:`Answer`. This module prints it as ``-o table|wide|json|yaml|name|jsonpath=...|
+custom-columns=...`` and returns the exit status: 0 fine, 1 the answer is bad, 2 a node or cluster did not answer.
+JSON lists are ``{"apiVersion", "kind", "items"}``. Numbers are numbers, times RFC 3339 in UTC, durations seconds;
+``docs/schemas`` has a JSON schema for each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TextIO, TypeVar
+
+import msgspec
+
+from ztunnel.runtime.console import jsonpath
+from ztunnel.runtime.console.terminal import print_table
+
+API_VERSION: Final = "ztunnel/v1"
+FINE: Final = 0
+BAD: Final = 1
+NO_ANSWER: Final = 2
+
+_NONE: Final = "-"
+FORMS: Final = ("table", "wide", "json", "yaml", "name")
+_USAGE: Final = "table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-columns=HEADING:.path,..."
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """An item of a list. The schema of its kind is made of its fields.
+
+    Attributes:
+        node: the node whose proxy or agent answered; ``None`` where a single one was asked.
+    """
+
+    node: str | None = None
+
+
+T = TypeVar("T", bound=Item)
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[T]):
+    """A column of a table.
+
+    Attributes:
+        heading: in upper case.
+        cell: returns a text, or a value for :func:`shown`; the name of a field, or a function of the item.
+        wide: only with ``-o wide``.
+    """
+
+    heading: str
+    cell: str | Callable[[T], object]
+    wide: bool = False
+
+    def text(self, item: T) -> str:
+        """Return the cell of an item."""
+        value = getattr(item, self.cell) if isinstance(self.cell, str) else self.cell(item)
+        return shown(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A kind of items.
+
+    Attributes:
+        name: such as ``Connection``; lists are of the kind ``ConnectionList``.
+        several: in the sentence about an empty list.
+        item: the type of the items.
+        columns: of the table.
+        identity: returns the part of ``-o name`` after the kind.
+        heading: the table has one.
+        rows: items that need several rows yield one item a row.
+        volatile: fields that change by time alone, and do not make an item another one for ``--watch``.
+    """
+
+    name: str
+    several: str
+    item: type[T]
+    columns: tuple[Column[T], ...]
+    identity: Callable[[T], str]
+    heading: bool = True
+    rows: Callable[[T], Iterable[T]] | None = None
+    volatile: tuple[str, ...] = ()
+
+
+class Silent(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A node without an answer."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[T]):
+    """What a command found.
+
+    Attributes:
+        kind: of the items.
+        items: in the order in which they are printed.
+        silent: nodes that did not answer.
+        across: several nodes were asked, and the table has a column NODE.
+        bad: the exit status is 1.
+        notes: lines below a table, for people.
+        summary: the same for programs, beside the items.
+    """
+
+    kind: Kind[T]
+    items: Sequence[T]
+    silent: Sequence[Silent] = ()
+    across: bool = False
+    bad: bool = False
+    notes: Sequence[str] = ()
+    summary: Mapping[str, Any] | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return NO_ANSWER if self.silent else BAD if self.bad else FINE
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The value of ``-o``.
+
+    Attributes:
+        form: one of :data:`FORMS`, ``jsonpath`` or ``custom-columns``.
+        template: of ``jsonpath``.
+        columns: of ``custom-columns``: headings and expressions.
+    """
+
+    form: str = "table"
+    template: jsonpath.Template | None = None
+    columns: tuple[tuple[str, Any], ...] = field(default=())
+
+    @property
+    def for_people(self) -> bool:
+        """Whether a table or text is wanted."""
+        return self.form in ("table", "wide")
+
+    @property
+    def is_json(self) -> bool:
+        """Whether JSON is wanted."""
+        return self.form == "json"
+
+
+TABLE: Final = Format()
+JSON: Final = Format("json")
+
+
+def parse_format(text: str) -> Format:
+    """Read the value of ``-o``.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such form.
+    """
+    form, equals, rest = text.partition("=")
+    if text in FORMS:
+        return Format(text)
+    try:
+        if form == "jsonpath" and equals:
+            template = rest if "{" in rest else f"{{{rest}}}"
+            return Format("jsonpath", template=jsonpath.Template(template))
+        if form == "custom-columns" and rest:
+            return Format("custom-columns", columns=tuple(map(_custom_column, rest.split(","))))
+    except jsonpath.BadTemplate as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    raise argparse.ArgumentTypeError(f"must be {_USAGE}: {text!r}")
+
+
+def _custom_column(text: str) -> tuple[str, Any]:
+    heading, colon, expression = text.partition(":")
+    if not colon or not heading or not expression:
+        raise jsonpath.BadTemplate(f"custom-columns: must be HEADING:.path: {text!r}")
+    return heading, jsonpath.path(expression.strip("{}"))
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add ``-o`` and ``--json`` to a command that prints an :class:`Answer`."""
+    parser.add_argument(
+        *("-o", "--output"), type=parse_format, default=TABLE, metavar="FORM", help=f"{_USAGE} (default table)"
+    )
+    parser.add_argument("--json", action="store_const", const=JSON, dest="output", help="the same as -o json")
+
+
+def shown(value: object) -> str:
+    """Return a value of an item for a cell."""
+    if value is None or value in ("", [], (), {}):
+        return _NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{number} {name}" for name, number in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def table(answer: Answer[T], *, wide: bool = False) -> list[tuple[str, ...]]:
+    """Return the rows of a table, the heading first if its kind has one."""
+    kind = answer.kind
+    columns = [column for column in kind.columns if wide or not column.wide]
+    if answer.across:
+        columns.insert(0, Column("NODE", "node"))
+    rows = [tuple(column.heading for column in columns)] if kind.heading else []
+    for item in answer.items:
+        several = kind.rows(item) if kind.rows is not None else (item,)
+        rows += [tuple(column.text(each) for column in columns) for each in several]
+    return rows
+
+
+def document(answer: Answer[Any]) -> dict[str, Any]:
+    """Return an answer as a value of JSON."""
+    found = {
+        "apiVersion": API_VERSION,
+        "kind": f"{answer.kind.name}List",
+        **({"silent": answer.silent} if answer.silent else {}),
+        **({"summary": answer.summary} if answer.summary is not None else {}),
+        "items": answer.items,
+    }
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+    return plain
+
+
+def schema(kind: Kind[Any]) -> dict[str, Any]:
+    """Return the JSON schema (2020-12) of a kind's list."""
+    (item, _), definitions = msgspec.json.schema_components([kind.item, Silent], ref_template="#/$defs/{name}")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"{kind.name}List",
+        "type": "object",
+        "properties": {
+            "apiVersion": {"const": API_VERSION},
+            "kind": {"const": f"{kind.name}List"},
+            "silent": {"type": "array", "items": {"$ref": "#/$defs/Silent"}},
+            "summary": {"type": "object"},
+            "items": {"type": "array", "items": item},
+        },
+        "required": ["apiVersion", "kind", "items"],
+        "$defs": _plain(definitions),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a schema without descriptions and defaults. Every key is required, since every key is written."""
+    if isinstance(value, Mapping):
+        plain = {key: _plain(inner) for key, inner in value.items() if not (key in _OURS and _is_text(inner))}
+        if isinstance(plain.get("properties"), dict):
+            plain["required"] = list(plain["properties"])
+        return plain
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+_OURS: Final = ("description", "default", "title")
+
+
+def _is_text(value: Any) -> bool:
+    return not isinstance(value, Mapping)
+
+
+def emit(answer: Answer[T], form: Format, out: TextIO | None = None) -> int:
+    """Print an answer and return the exit status. Nodes without an answer are named on standard error."""
+    out = out if out is not None else sys.stdout
+    for line in _lines(answer, form, out):
+        print(line, file=out)
+    if form.form != "json":
+        for silent in answer.silent:
+            print(f"no answer from node {silent.node}: {silent.reason}", file=sys.stderr)
+    return answer.status
+
+
+def _lines(answer: Answer[T], form: Format, out: TextIO) -> Iterator[str]:
+    if form.for_people:
+        if answer.items:
+            print_table(table(answer, wide=form.form == "wide"), heading=answer.kind.heading, out=out)
+        elif not (answer.silent or answer.notes):
+            yield f"No {answer.kind.several} found."
+        yield from answer.notes
+    elif form.form == "name":
+        kind = answer.kind
+        for item in answer.items:
+            yield f"{kind.name.lower()}/{kind.identity(item)}"
+    elif form.form == "custom-columns":
+        print_table(_custom(answer, form), out=out)
+    else:
+        yield from rendered(document(answer), form)
+
+
+def _custom(answer: Answer[Any], form: Format) -> list[tuple[str, ...]]:
+    rows = [tuple(heading for heading, _ in form.columns)]
+    for item in document(answer)["items"]:
+        found = (jsonpath.select(steps, item) for _, steps in form.columns)
+        rows.append(tuple(",".join(map(_of_column, values)) or "<none>" for values in found))
+    return rows
+
+
+def _of_column(value: Any) -> str:
+    return "<none>" if value is None else jsonpath.shown(value)
+
+
+def rendered(value: Any, form: Format) -> Iterator[str]:
+    """Yield the lines of a value of JSON in one of the forms for programs."""
+    if form.form == "jsonpath":
+        assert form.template is not None
+        yield form.template.render(value)
+    elif form.form == "yaml":
+        import yaml  # for this form only
+
+        yield yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1000).rstrip("\n")
+    else:
+        yield msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def emit_object(value: Any, form: Format, out: TextIO | None = None) -> None:
+    """Print a value that is no list of a kind, such as a part of a dump: as JSON, YAML or by a JSONPath."""
+    for line in rendered(value, form if form.form in ("yaml", "jsonpath") else JSON):
+        print(line, file=out if out is not None else sys.stdout)
