@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ztunnel.runtime.console.proxy_flags import (
+    ADDON_FLAGS,
+    ADDON_VARIABLES,
     FLAGS,
     POLICY_FLAGS,
     SWITCH_FLAGS,
@@ -48,6 +50,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "policy.netpol": ("netpol",),
     "policy.policysync": ("policy",),
     "ask.simulate": ("simulate",),
+    "ask.addons": ("addons", "addon"),
 }
 
 
@@ -55,10 +58,11 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ask": (
         *("status", "connections", "denials", "policies", "certificates", "workloads", "services"),
-        *("explain", "simulate", "audit", "config", "log", "limits", "tap"),
+        *("explain", "simulate", "audit", "config", "log", "limits", "tap", "addons"),
     ),
     "Run": ("proxy", "agent", "control-plane", "authz", "policy", "netpol"),
     "Install": ("inject", "gate", "drain", "init", "intercept"),
+    "Extend": ("addon",),
     "This program": ("completion", "version"),
 }
 
@@ -108,6 +112,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     proxy.add_argument(
         "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
     )
+    for name, metavar, text in ADDON_FLAGS:
+        proxy.add_argument(name, action="append", default=[], metavar=metavar, help=text)
     for table in (FLAGS, SWITCH_FLAGS):
         for name, (variable, explanation) in table.items():
             flag = "--" + name.removesuffix("_s").replace("_", "-")
@@ -226,14 +232,15 @@ def _proxy(args: argparse.Namespace) -> int:
     descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*FLAGS, *SWITCH_FLAGS, "envoy_compat")}
+    env = _with_addons(args, os.environ)
     others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
     if not (names_a_source(flags, os.environ) or any(others)):
         given = {FLAGS[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
-        return _istio(args, {**os.environ, **given})
+        return _istio(args, {**env, **given})
     from ztunnel.proxy.envoy.config.settings import settings_from
 
     try:
-        settings = settings_from(flags, os.environ)
+        settings = settings_from(flags, env)
     except SettingsError as error:
         for fault in error.faults:
             print(f"ztunnel: {fault}", file=sys.stderr)
@@ -245,6 +252,16 @@ def _proxy(args: argparse.Namespace) -> int:
         else:
             log.warning(warning)
     return run_proxy(settings, validate=args.validate)
+
+
+def _with_addons(args: argparse.Namespace, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with the flags of addons under their variables."""
+    given = {}
+    for name, variable in ADDON_VARIABLES.items():
+        values = getattr(args, name)
+        if values:
+            given[variable] = "\n".join(values)
+    return {**env, **given} if given else env
 
 
 def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:

@@ -61,6 +61,7 @@ class Watchdog:
         delays: receives the counts.
         flush: called by the thread after a report. Log lines that wait for a timer of the loop would wait for the
             end of the stall, which may never come.
+        culprit: names what runs on the loop that is not the proxy's own code. Empty if nothing does.
         stall_s, beat_s: see the constants; tests give shorter ones.
     """
 
@@ -69,11 +70,13 @@ class Watchdog:
         delays: LoopDelays,
         *,
         flush: Callable[[], object] = lambda: None,
+        culprit: Callable[[], str] | None = None,
         stall_s: float = STALL_S,
         beat_s: float = BEAT_S,
     ) -> None:
         self._delays = delays
         self._flush = flush
+        self._culprit = culprit
         self._stall_s = stall_s
         self._beat_s = beat_s
         self._timer: asyncio.TimerHandle | None = None
@@ -133,7 +136,9 @@ class Watchdog:
     def _report(self) -> None:
         frame = sys._current_frames().get(self._watched)
         stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else "no frame\n"
-        log.error("event loop stands still for more than %gs, in:\n%s", self._stall_s, stack.rstrip())
+        named = self._culprit() if self._culprit is not None else ""
+        where = f"{named}, in" if named else "in"
+        log.error("event loop stands still for more than %gs, %s:\n%s", self._stall_s, where, stack.rstrip())
         self._flush()
 
 

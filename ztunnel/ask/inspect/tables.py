@@ -190,6 +190,19 @@ def denials(found: Any, namespace: str = "") -> Iterator[kinds.Denial]:
             )
 
 
+def addon_facts(found: Sequence[Dump]) -> Iterator[kinds.Fact]:
+    """Yield how many addons are active, and a line for each that is suspended or was not replaced."""
+    if not found:
+        return
+    yield fact("addons", counted(cell(each, "state").partition(" ")[0].rstrip(":") for each in found))
+    for each in found:
+        if each.get("state") != "active":
+            why = cell(each, "state").partition(": ")[2]
+            yield fact("addon suspended", f"{cell(each, 'name')}: {why}", "error")
+        if each.get("problem"):
+            yield fact("addon not replaced", f"{cell(each, 'name')}: {each['problem']}", "error")
+
+
 def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
     """Yield what a person looks at first: version, pods, connections, certificates, the mesh, and faults."""
     plane = dump.get("controlPlane") or {}
@@ -209,6 +222,7 @@ def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
         for way in ("inbound", "outbound")
     }
     yield fact("connections", f"{numbers['inbound']} inbound, {numbers['outbound']} outbound")
+    yield from addon_facts(dump.get("addons") or [])
     held = dump.get("certificates") or []
     yield fact("certificates", counted(cell(each, "state").partition(":")[0] for each in held))
     sizes = (_number(len(dump.get(name) or []), *words) for name, words in _COUNTED.items())

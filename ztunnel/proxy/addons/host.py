@@ -10,14 +10,15 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hbone.aio.relay import ByteCounts
-from ztunnel.addons import Cut, Delay, Facts, MeshSummary, Metric, Record
+from ztunnel.addons import Cut, Delay, Facts, MeshSummary, Record
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.decide import NOTHING, Labels, combined, cut_reason
 from ztunnel.proxy.addons.interrupt import CurrentCall
 from ztunnel.proxy.addons.load import LoadedAddon
+from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.addons.running import Hook, RunningAddon
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.dataplane.lives import Life
@@ -28,28 +29,6 @@ log = logging.getLogger(__name__)
 _LOOK_S: Final = 0.01
 #: The least time between two calls of the hook ``mesh_changed``.
 _MESH_EVERY_S: Final = 1.0
-
-
-class AddonState(NamedTuple):
-    """One addon, for status pages and ``ztunnel addons``.
-
-    Attributes:
-        name: of the addon.
-        source: as it was given.
-        sha256: of its file.
-        suspended: why it is not called. Empty if it is called.
-        on_error: ``deny`` or ``ignore``.
-        hooks: the names of its hooks.
-        problem: why a changed file has not replaced it. Empty if none has failed.
-    """
-
-    name: str
-    source: str
-    sha256: str
-    suspended: str
-    on_error: str
-    hooks: tuple[str, ...]
-    problem: str = ""
 
 
 class Asked:
@@ -237,11 +216,17 @@ class AddonHost:
 
     # Pages
 
-    def families(self) -> Iterator[tuple[str, Metric]]:
-        """Yield the addons' own families with the name of the addon."""
+    def report(self) -> AddonReport:
+        """Return what the addons of this process have counted, with their own families."""
+        report = AddonReport()
+        report.add(self.counts(), self.families(), self.states())
+        return report
+
+    def families(self) -> Iterator[AddonFamily]:
+        """Yield the addons' own families."""
         for addon in self.addons:
-            for family in addon.families():
-                yield addon.name, family
+            for each in addon.families():
+                yield AddonFamily(addon.name, each.name, each.help, each.kind, each.labels, dict(each.values))
 
     def counts(self) -> Iterator[HookCounts]:
         """Yield the counts of every hook."""

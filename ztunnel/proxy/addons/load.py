@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from xds.errors import ConfigError
 from ztunnel.addons import API_VERSION, DEPRECATED, HOOKS, Addon
 from ztunnel.proxy.addons.options import Common, OptionsError, read_options
 from ztunnel.proxy.addons.settings import AddonSettings, AddonSpec, Given
@@ -40,7 +41,7 @@ _NEAR: Final = 0.8
 _numbers = itertools.count(1)
 
 
-class AddonError(Exception):
+class AddonError(ConfigError):
     """An addon cannot be loaded.
 
     Attributes:
@@ -48,11 +49,8 @@ class AddonError(Exception):
     """
 
     def __init__(self, *faults: str) -> None:
-        super().__init__(faults)
+        super().__init__("\n".join(faults))
         self.faults = faults
-
-    def __str__(self) -> str:
-        return "\n".join(self.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +123,38 @@ def load(spec: AddonSpec, options: Mapping[str, Mapping[str, Given]]) -> LoadedA
     Raises:
         AddonError: it cannot be loaded.
     """
-    cls, digest = _class(spec, f"addon {spec.text}")
+    cls, digest = find_class(spec)
     return load_class(cls, options, spec, digest)
+
+
+def find_class(spec: AddonSpec) -> tuple[type, str]:
+    """Return the class of an addon and the digest of its file. Runs the code of its module and no hook.
+
+    Raises:
+        AddonError: there is none.
+    """
+    return _class(spec, f"addon {spec.text}")
+
+
+def faults_of(settings: AddonSettings) -> list[str]:
+    """Return what would keep addons from being loaded, without making one: their files, classes and options."""
+    faults: list[str] = []
+    names: set[str] = set()
+    for spec in settings.specs:
+        try:
+            cls, _ = find_class(spec)
+            place = f"addon {spec.text}"
+            name = _name(cls, place)
+            _hooks(cls, place)
+            _needs(cls, place)
+            read_options(name, cls, settings.options.get(name, {}))
+        except (AddonError, OptionsError) as error:
+            faults += error.faults
+        else:
+            names.add(name)
+    if not faults:
+        faults += [f"addon {name}: no loaded addon has this name" for name in settings.options.keys() - names]
+    return faults
 
 
 def load_class(
@@ -228,7 +256,7 @@ def _from_file(spec: AddonSpec, place: str) -> tuple[ModuleType, str]:
     module.__file__ = spec.file
     sys.modules[name] = module
     try:
-        exec(compile(source, spec.file, "exec"), module.__dict__)
+        exec(compile(source, spec.file, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):

@@ -99,6 +99,7 @@ class RunningAddon:
         self.hooks = {
             name: Hook(loaded.name, name, _with_argument(name, function), waits=name in loaded.waits)
             for name, function in loaded.hooks.items()
+            if name != "configured"  # which was called once, when it was loaded
         }
         self._current = current
         self._budget_ns = int(loaded.common.budget_us * 1000)

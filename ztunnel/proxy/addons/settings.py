@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-#: Specifications, separated by commas or white space: flag ``--addon``.
+#: Specifications, separated by commas or line breaks: flag ``--addon``.
 ADDONS: Final = "ZTUNNEL_ADDONS"
 #: ``name.key=value``, one on each line: flag ``--addon-option``.
 OPTION: Final = "ZTUNNEL_ADDON_OPTION"
@@ -100,7 +100,7 @@ def addon_settings(env: Mapping[str, str], file_options: object = None) -> tuple
     """
     faults: list[str] = []
     specs = []
-    for text in re.split(r"[\s,]+", env.get(ADDONS, "")):
+    for text in map(str.strip, re.split(r"[\n,]", env.get(ADDONS, ""))):
         if not text:
             continue
         try:
@@ -136,17 +136,3 @@ def _of_file(contents: object, path: str, faults: list[str]) -> Iterator[tuple[s
             continue
         for key, value in options.items():
             yield str(addon), str(key), Given(value, f"{path}: {addon}")
-
-
-def with_flags(
-    env: Mapping[str, str], addons: list[str] | None, option: list[str] | None, options_file: str | None
-) -> Mapping[str, str]:
-    """Return an environment in which given flags replace their variables."""
-    given = {}
-    if addons:
-        given[ADDONS] = "\n".join(addons)
-    if option:
-        given[OPTION] = "\n".join(option)
-    if options_file:
-        given[OPTIONS_FILE] = options_file
-    return {**env, **given} if given else env

@@ -44,6 +44,8 @@ from ztunnel.proxy.istio.certificates.manager import CertificateAuthority, Certi
 from ztunnel.proxy.istio.path.names import Names
 from ztunnel.proxy.istio.path.node import (
     Node,
+    addons_of,
+    check_addons,
     log_pressure,
     policies_in_force,
     taps_permitted,
@@ -64,6 +66,7 @@ from ztunnel.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.istio.accounting.exports import Exports
     from ztunnel.proxy.istio.workers.main import WorkerPod, Workers
     from ztunnel.proxy.otlp.settings import OtlpSettings
@@ -166,6 +169,11 @@ class IstioProxy:
             log_pressure=log_pressure(config, self.writer, self.clock),
             ask=self.control.ask if self.control.on_demand else None,
         )
+        self._addons: AddonProcess | None = None
+        if config.worker_threads > 1:
+            check_addons(config)
+        else:
+            self._addons = addons_of(self.node)
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
         awaited = {STATE_MANAGER}
         if config.proxy_mode is ProxyMode.SHARED:
@@ -296,6 +304,8 @@ class IstioProxy:
             if changes.local_identities_added:
                 self.certificates.prefetch(changes.local_identities_added)
         self._memory_trimmer.changed()
+        if self.node.addons is not None:
+            self.node.addons.mesh_changed(self.mesh)
 
     def _revocations_changed(self) -> None:
         self.node.live.review(Event.REVOCATIONS)
@@ -336,7 +346,7 @@ class IstioProxy:
 
         Raises:
             TproxyError: a port of the process is taken, or a capability is missing.
-            ConfigError: the local file cannot be used.
+            ConfigError: the local file, or an addon, cannot be used.
         """
         config = self.config
         heap.expect_growth()
@@ -348,7 +358,11 @@ class IstioProxy:
         reopen_on_rotation(self.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
-            stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
+            addons = self.node.addons
+            named = addons.host.current.name if addons is not None else None
+            stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush, culprit=named))
+            if self._addons is not None:
+                await stack.enter_async_context(self._addons)
             if config.otlp is not None:
                 stack.push_async_callback(self._exports(config.otlp).close)
             stack.callback(self.poller.close)

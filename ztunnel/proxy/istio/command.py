@@ -27,6 +27,7 @@ def validate(config: IstioConfig) -> int:
 
     files = Findings(config)
     warnings, faults, local = [*config.warnings, *files.warnings], list(files.faults), ""
+    faults += _faults_of_addons(config)
     try:
         local = _local_file(config)
     except ConfigError as error:
@@ -41,6 +42,14 @@ def validate(config: IstioConfig) -> int:
     return 1 if faults else 0
 
 
+def _faults_of_addons(config: IstioConfig) -> list[str]:
+    if config.addons is None:
+        return []
+    from ztunnel.proxy.addons.load import faults_of
+
+    return faults_of(config.addons)
+
+
 def described(config: IstioConfig, local: str, contexts: int, warnings: int) -> str:
     """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed."""
     parts = {
@@ -48,6 +57,7 @@ def described(config: IstioConfig, local: str, contexts: int, warnings: int) -> 
         "certificates from": config.ca_address,
         "local file": local,
         "Calico's policies from": (config.policies.directory or config.policies.sync) if config.policies else "",
+        "addons": str(len(config.addons.specs)) if config.addons else "",
         "TLS contexts": str(contexts) if contexts else "",
         "warnings": str(warnings) if warnings else "",
     }

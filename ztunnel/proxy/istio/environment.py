@@ -3,7 +3,8 @@
 Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
-``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, and those of
+``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
+``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, and those of
 :mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
 
@@ -27,6 +28,8 @@ from ztunnel.policy.calico.settings import (
     unknown_pods,
     waypoints,
 )
+from ztunnel.proxy.addons.settings import OPTIONS_FILE, AddonSettings, addon_settings
+from ztunnel.proxy.addons.settings import VARIABLES as ADDON_VARIABLES
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel, LogFilter
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.proxy.istio.certificates.credentials import Endpoint
@@ -167,7 +170,7 @@ def config_from(
     _control_plane(seen, values, proxy_config)
     _sockets(seen, values)
     _tunnels(seen, values)
-    _limits(seen, values, proxy_config, cpus)
+    _limits(seen, values, proxy_config, cpus, read_file)
     _dns(seen, values, metadata)
     values["log_filter"] = seen.get("RUST_LOG", _log_filter, "info")
     values["log_json"] = _log_json(seen)
@@ -437,7 +440,13 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)
 
 
-def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, Any], cpus: int) -> None:
+def _limits(
+    seen: _Environment,
+    values: dict[str, Any],
+    proxy_config: dict[str, Any],
+    cpus: int,
+    read_file: Callable[[str], str | None],
+) -> None:
     deadline: float | None = seen.get("CONNECTION_TERMINATION_DEADLINE", duration_s, None)
     grace: float | None = seen.get("TERMINATION_GRACE_PERIOD_SECONDS", duration_s, None)
     if deadline is None:
@@ -464,6 +473,7 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
     values["metric_labels_removed"] = seen.get("ZTUNNEL_METRIC_LABELS_REMOVED", _labels, no_labels)
     values["ui"] = seen.get(UI, page_setting, None)
     values["otlp"] = _otlp(seen)
+    values["addons"] = _addons(seen, read_file)
 
 
 def _otlp(seen: _Environment) -> OtlpSettings | None:
@@ -473,6 +483,24 @@ def _otlp(seen: _Environment) -> OtlpSettings | None:
     except SettingsError as error:
         seen.faults += error.faults
         return None
+
+
+def _addons(seen: _Environment, read_file: Callable[[str], str | None]) -> AddonSettings | None:
+    seen.names |= ADDON_VARIABLES
+    path, contents = seen.environment.get(OPTIONS_FILE, ""), None
+    if path:
+        from xds.proto import core_yaml  # 1 MiB, which proxies without this file save
+
+        try:
+            text = read_file(path)
+            if text is None:
+                raise ConfigError("no such file")
+            contents = core_yaml.load(text)
+        except (ConfigError, OSError, UnicodeDecodeError) as error:
+            seen.faults.append(f"{OPTIONS_FILE}: {path}: {error}")
+    found, faults = addon_settings(seen.environment, contents)
+    seen.faults += faults
+    return found
 
 
 def _policies(seen: _Environment) -> PolicySettings | None:

@@ -64,6 +64,24 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 #: The flags that also go with a proxy of an Istio mesh, which reads their variables.
 POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
 
+#: The flags of addons, which can be repeated: flag, metavar, help. They go with both dialects.
+ADDON_FLAGS: Final = (
+    (
+        "--addon",
+        "ADDON",
+        "FILE.py[:Class][@sha256:DIGEST], module:Class, or an entry point of ztunnel.addons; can be repeated,"
+        " asked in this order [ZTUNNEL_ADDONS]",
+    ),
+    ("--addon-option", "NAME.KEY=VALUE", "an option of an addon; can be repeated [ZTUNNEL_ADDON_OPTION]"),
+    ("--addon-options", "FILE", "options of addons in YAML: name: {key: value} [ZTUNNEL_ADDON_OPTIONS]"),
+)
+#: Their variables, by the names of arguments.
+ADDON_VARIABLES: Final[Mapping[str, str]] = {
+    "addon": "ZTUNNEL_ADDONS",
+    "addon_option": "ZTUNNEL_ADDON_OPTION",
+    "addon_options": "ZTUNNEL_ADDON_OPTIONS",
+}
+
 #: The same for the deliberate differences from Envoy.
 SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "route_timeouts": (

@@ -172,7 +172,7 @@ def test_observers_are_informed_and_a_fault_of_theirs_denies_nothing() -> None:
         seen = addons.addons[0].loaded.instance.seen
         addons.opened(Facts(connection=1))
         addons.ended(Record(Facts(connection=1)), was_open=True)
-        assert [(name, dict(each.values)) for name, each in addons.families()] == [("observes", {(): 2})]
+        assert [(each.addon, each.values) for each in addons.families()] == [("observes", {(): 2})]
         for number in range(5):
             addons.mesh_changed(lambda number=number: MeshSummary(workloads=number))  # type: ignore[misc]
         await asyncio.sleep(1.5)

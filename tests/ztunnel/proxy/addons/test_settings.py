@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ztunnel.proxy.addons.options import Common, OptionsError, read_options
-from ztunnel.proxy.addons.settings import AddonSpec, Given, addon_settings, parse_spec, with_flags
+from ztunnel.proxy.addons.settings import AddonSpec, Given, addon_settings, parse_spec
 
 _DIGEST = "ab" * 32
 
@@ -42,8 +42,8 @@ def test_an_environment_names_addons_in_their_order() -> None:
     assert settings.options["b"]["names"] == Given("x,y=z", "ZTUNNEL_ADDON_OPTION")
 
 
-def test_flags_replace_variables_and_win_over_the_file() -> None:
-    env = with_flags({"ZTUNNEL_ADDONS": "old.py"}, ["new.py"], ["new.rate=2"], "/o.yaml")
+def test_an_option_wins_over_the_file() -> None:
+    env = {"ZTUNNEL_ADDONS": "new.py", "ZTUNNEL_ADDON_OPTION": "new.rate=2", "ZTUNNEL_ADDON_OPTIONS": "/o.yaml"}
     settings, faults = addon_settings(env, {"new": {"rate": 1, "burst": 3}})
     assert not faults
     assert settings is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ztunnel.proxy.istio import command
+from ztunnel.runtime.settings import SettingsError
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,34 @@ def test_the_source_of_calicos_policies_is_described() -> None:
     assert "policies" not in _described(env)
     described = _described({**env, "POLICY_SYNC": "/run/node.sock"})
     assert described == "Calico's policies from unix:/run/node.sock"
+
+
+def test_addons_are_described_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    addon = tmp_path / "gate.py"
+    addon.write_text("class Gate:\n    def connecting(self, facts):\n        return None\n")
+    env = {"XDS_ADDRESS": "", "FAKE_CA": "true", "ZTUNNEL_ADDONS": str(addon)}
+    assert command.validate(command.check(env, "")) == 0
+    assert "addons 1" in capsys.readouterr().err
+    wrong = {**env, "ZTUNNEL_ADDON_OPTION": "gate.rate=5"}
+    assert command.validate(command.check(wrong, "")) == 1
+    said = capsys.readouterr().err
+    assert "Error: addon gate: option rate: the addon has no options (ZTUNNEL_ADDON_OPTION)" in said
+
+
+def test_options_of_addons_come_from_a_file(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("gate:\n  rate: 5\n")
+    env = {
+        "XDS_ADDRESS": "",
+        "FAKE_CA": "true",
+        "ZTUNNEL_ADDONS": "gate.py",
+        "ZTUNNEL_ADDON_OPTIONS": str(options),
+    }
+    addons = command.check(env, "").addons
+    assert addons is not None
+    assert addons.options["gate"]["rate"].value == 5
+    options.write_text("gate: [")
+    with pytest.raises(SettingsError, match=f"ZTUNNEL_ADDON_OPTIONS: {options}"):
+        command.check(env, "")
+    with pytest.raises(SettingsError, match="no such file"):
+        command.check({**env, "ZTUNNEL_ADDON_OPTIONS": "/nowhere"}, "")

@@ -21,6 +21,8 @@ from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
+from ztunnel.proxy.addons.budget import HookCounts
+from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.watchdog import LoopDelays
@@ -218,6 +220,9 @@ class Counts:
     exports_dropped: Mapping[str, int] = field(default_factory=dict)
     loop_stalls: int = 0
     loop_late_s: float = 0.0
+    addon_hooks: tuple[HookCounts, ...] = ()
+    addon_families: tuple[AddonFamily, ...] = ()
+    addon_states: tuple[AddonState, ...] = ()
 
 
 #: Counters that only the main process has.
@@ -290,6 +295,9 @@ class Metrics:
         #: Returns what an export of this process has dropped, by signal.
         self.dropped_here: Callable[[], Mapping[str, int]] = dict
         self._dropped_elsewhere: dict[str, int] = {}
+        #: Returns what the addons of this process have counted.
+        self.addons_here: Callable[[], AddonReport] = AddonReport
+        self._addons_elsewhere = AddonReport()
         self.gauges: dict[str, Gauge] = {}
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
@@ -389,6 +397,14 @@ class Metrics:
         _add(found, self._dropped_elsewhere)
         return found
 
+    @property
+    def addons(self) -> AddonReport:
+        """What addons have counted. Calls their hooks ``metrics``, so a page reads it once."""
+        report = self._addons_elsewhere.copy()
+        here = self.addons_here()
+        report.add(here.hooks.values(), here.families.values(), here.states)
+        return report
+
     # Several processes
 
     def counts(self) -> Iterator[Counts]:
@@ -406,6 +422,11 @@ class Metrics:
             loop_stalls=self.loop.stalls.value,
             loop_late_s=self.loop.late_s,
         )
+        addons = self.addons
+        if addons.states or addons.hooks:
+            yield Counts(addon_hooks=tuple(addons.hooks.values()), addon_states=tuple(addons.states))
+        for family in addons.families.values():
+            yield Counts(addon_families=(family,))
         every = list(self._traffic.values())
         for start in range(0, len(every), _SERIES_PER_PART):
             yield Counts(
@@ -462,6 +483,9 @@ class Metrics:
         _add(self._dropped_elsewhere, part.exports_dropped)
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s
+        # Gauges and states of a process end with it.
+        families = [each for each in part.addon_families if each.kind == "counter" or not lost]
+        self._addons_elsewhere.add(part.addon_hooks, families, () if lost else part.addon_states)
 
     def page_with(self) -> "Metrics":
         """Return a copy to which the counts of other processes are added for one page."""

@@ -14,6 +14,7 @@ import hbone
 from ztunnel import __version__
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.ledger import Use
+from ztunnel.proxy.addons.families import addon_families
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
     SIDE_LABELS,
@@ -176,6 +177,7 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
     yield from _of_rows(_AFTER_DURATIONS, metrics)
     for name, gauge in metrics.gauges.items():
         yield family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
+    yield from addon_families(metrics.addons)
 
 
 def _of_rows(rows: Iterable[_Row], metrics: Metrics) -> Iterator[Family]:

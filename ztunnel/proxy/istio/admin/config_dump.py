@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 import hbone
 from xds.model.address import SocketAddress
 from ztunnel import __version__
+from ztunnel.proxy.addons.report import page as addon_page
 from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED, Metrics
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.credentials import Roots
@@ -49,6 +50,8 @@ def pieces(
     """
     mesh, counted = proxy.mesh, metrics or proxy.metrics
     yield "{\n"
+    if proxy.config.addons is not None:
+        yield from _list("addons", addon_page(counted.addons))
     yield from _list("certificates", _certificates(proxy))
     yield from _value("config", config_entry(proxy.config))
     yield from _value("controlPlane", control_plane_entry(proxy))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
+from ztunnel.proxy.addons.report import page as addon_page
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel
 from ztunnel.proxy.istio.admin import config_dump
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy, InspectedWorkers
@@ -50,6 +51,7 @@ _NO_POLICIES = "no policies of Calico: give CALICO_POLICY_DIR or POLICY_SYNC\n"
 _METRICS_PATHS = ("/metrics", "/stats/prometheus")
 _SIDECAR_PATHS = ("/drain", "/quitquitquit")
 _PAGES = {
+    "/addons": "addons with their calls, time, denials and faults",
     "/config_dump": "everything this proxy knows",
     "/connections": "live connections, by pod",
     "/denials": "the last connections that policies denied or ended, by pair of workloads",
@@ -197,6 +199,8 @@ class Servers:
                 return text("jemalloc not enabled\n", 500, PLAIN)
             case "/connections":
                 return self._connections()
+            case "/addons":
+                return self._addons()
             case "/denials":
                 return self._denials()
             case "/explain":
@@ -230,6 +234,11 @@ class Servers:
         workers = self._proxy.workers
         carried = await workers.connections() if workers is not None else {}
         return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))
+
+    async def _addons(self) -> Page:
+        workers = self._proxy.workers
+        metrics = await workers.metrics() if workers is not None else self._proxy.metrics
+        return text(json.dumps(addon_page(metrics.addons), indent=2) + "\n", content_type=JSON)
 
     async def _denials(self) -> Page:
         workers = self._proxy.workers

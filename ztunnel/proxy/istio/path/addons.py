@@ -88,6 +88,10 @@ class PodAddons:
         asked = record.asked = await self.host.accepting(entry, self._inbound(record))
         _raise_denial(asked)
 
+    def mesh_changed(self, mesh: Mesh) -> None:
+        """Inform the addons of a change of the mesh, soon."""
+        self.host.mesh_changed(lambda: _summary(mesh))
+
     def rerouted(self, record: Record, protocol: str) -> None:
         """Give later hooks the facts of the endpoint of another attempt."""
         asked = record.asked
@@ -175,7 +179,7 @@ class PodAddons:
         )
 
 
-def summary(mesh: Mesh) -> MeshSummary:
+def _summary(mesh: Mesh) -> MeshSummary:
     """Return the size of a mesh."""
     counts = mesh.counts()
     return MeshSummary(counts["workloads"], counts["services"], counts["policies"])

@@ -35,6 +35,7 @@ from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.istio.path.addons import PodAddons
     from ztunnel.proxy.tap.taps import Taps
 
@@ -198,6 +199,39 @@ def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
     from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
 
     return Taps(clock)
+
+
+def addons_of(node: Node) -> AddonProcess | None:
+    """Load the addons of the configuration for a node, and return what runs them, or None without any.
+
+    Raises:
+        AddonError: one cannot be loaded.
+    """
+    if node.config.addons is None:
+        return None
+    # Most proxies have no addons, and save the memory.
+    from ztunnel.proxy.addons.process import AddonProcess
+    from ztunnel.proxy.istio.path.addons import PodAddons
+
+    process = AddonProcess(node.config.addons)
+    node.addons = PodAddons(process.host)
+    node.metrics.addons_here = process.host.report
+    return process
+
+
+def check_addons(config: IstioConfig) -> None:
+    """Check the addons of the configuration for a process that leaves connections to its workers.
+
+    Raises:
+        AddonError: one cannot be loaded.
+    """
+    if config.addons is None:
+        return
+    from ztunnel.proxy.addons.load import AddonError, faults_of
+
+    faults = faults_of(config.addons)
+    if faults:
+        raise AddonError(*faults)
 
 
 def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPressure | None:

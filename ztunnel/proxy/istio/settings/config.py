@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from ztunnel.policy.calico.settings import PolicySettings
+from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy
 from ztunnel.proxy.istio.settings.app_probes import AppProbe
 from ztunnel.proxy.otlp.settings import OtlpSettings
@@ -75,6 +76,7 @@ class IstioConfig:
         otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
+        addons: the addons to load; ``None``: none.
         worker_threads: processes that carry connections; with one, this process does and starts no other.
         warnings: messages for the log, which opens later.
     """
@@ -153,6 +155,7 @@ class IstioConfig:
     metric_labels_removed: frozenset[str] = frozenset()
     tap_socket: str = ""
     otlp: OtlpSettings | None = None
+    addons: AddonSettings | None = None
     ui: bool | None = None
     arguments: str = ""
     warnings: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.path.names import Names
 from ztunnel.proxy.istio.path.node import (
     Node,
+    addons_of,
     log_pressure,
     policies_in_force,
     taps_permitted,
@@ -157,10 +158,13 @@ class _Carrier:
             tell_open=partial(connection_counts.set, begin.index),
             ask=self._ask_about if config.xds_on_demand else None,
         )
+        self._addons = addons_of(self.node)
         self.pods: dict[int, _Pod] = {}
         self.replica = MeshReplica(self.mesh)
         self._stack = ExitStack()
-        self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
+        addons = self.node.addons
+        named = addons.host.current.name if addons is not None else None
+        self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush, culprit=named))
         self._exports = self._exported(config.otlp) if config.otlp is not None else None
         self._tasks = Tasks("worker")
         self._tasks.keep(self._sweep, "metrics sweep")
@@ -168,6 +172,11 @@ class _Carrier:
             self._tasks.keep(self.node.policies.run, "policies")
         self.mesh.watch(self._mesh_changed)
         connection_counts.set(begin.index, 0)
+
+    async def start(self) -> None:
+        """Start what needs the loop."""
+        if self._addons is not None:
+            await self._addons.__aenter__()
 
     async def _ask_about(self, key: str) -> None:
         try:
@@ -198,6 +207,8 @@ class _Carrier:
         if self.config.proxy_mode is ProxyMode.SHARED:
             self.certificates.forget(changes.local_identities_removed)
         self._memory_trimmer.changed()
+        if self.node.addons is not None:
+            self.node.addons.mesh_changed(self.mesh)
 
     async def change_revocations(self, encoded: tuple[bytes, ...]) -> None:
         """Replace the revocation lists; connections of revoked peers end."""
@@ -273,6 +284,8 @@ class _Carrier:
         for number in list(self.pods):
             await self.stop_pod(number)
         await self._tasks.close()
+        if self._addons is not None:
+            await self._addons.__aexit__()
         if self._exports is not None:
             await self._exports.close()
         self._memory_trimmer.close()
@@ -318,6 +331,7 @@ class Worker:
                 finally:
                     os.close(memory)
                 self._carrier = _Carrier(message, connection_counts, self._channel)
+                await self._carrier.start()
             case MeshChange():
                 self._begun.replica.receive(message)
             case CertificateIssued():

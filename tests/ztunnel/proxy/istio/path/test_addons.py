@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,15 @@ from tests.ztunnel.proxy.istio.pods import (
     shop,
     workload,
 )
-from ztunnel.addons import Addon, Cut, Delay, Deny, Direction, Facts, Prefer, Record, Verdict
+from ztunnel.addons import Addon, Cut, Delay, Deny, Direction, Facts, Metric, Prefer, Record, Verdict
 from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
+from ztunnel.proxy.addons.report import page
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.path.addons import PodAddons
+from ztunnel.proxy.istio.workers.messages import CountsPart, FrameDecoder, Response, encode
 
 NEAR = workload("client", CLIENT, canonical_name="client", canonical_revision="v1")
 
@@ -58,6 +62,9 @@ class Scripted(Addon):
     def refused(self, record: Record) -> None:
         self.said.append(("refused", record))
 
+    def metrics(self) -> Iterator[Metric]:
+        yield Metric("said", "Values", {("pod",): float(len(self.said))}, ("kind",), "gauge")
+
     def names(self) -> list[str]:
         return [name for name, _ in self.said]
 
@@ -66,6 +73,7 @@ def scripted(cluster: Cluster) -> Scripted:
     """Have an addon in the node."""
     host = AddonHost([load_class(Scripted, {})])
     cluster.node.addons = PodAddons(host)
+    cluster.node.metrics.addons_here = host.report
     instance = host.addons[0].loaded.instance
     assert isinstance(instance, Scripted)
     return instance
@@ -286,5 +294,50 @@ def test_a_connection_without_a_route_is_reported_as_refused(tmp_path: Path) -> 
         await cluster.until(lambda: addon.said)
         assert addon.names() == ["refused"]
         assert addon.said[0][1].reason.startswith("no healthy upstream")
+
+    play(tmp_path, body)
+
+
+def test_the_metrics_page_and_the_list_have_the_addon(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.connect = lambda facts: Deny("no")
+        await cluster.start(POD)
+        cluster.mesh.apply([REMOTE])
+        await cluster.dial(f"{SERVER}:{APP_PORT}").ask()
+        await cluster.line()
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families(cluster.node.metrics)
+            for sample in family.samples
+            if sample.name.startswith("ztunnel_addon")
+        }
+        assert samples["ztunnel_addon_calls_total", "scripted", "connecting", "deny"] == 1
+        assert samples["ztunnel_addon_calls_total", "scripted", "refused", "none"] == 1
+        assert samples["ztunnel_addon_suspended", "scripted"] == 0
+        assert samples["ztunnel_addon_call_seconds_count", "scripted", "connecting"] == 1
+        assert samples["ztunnel_addon_call_seconds_bucket", "scripted", "connecting", "+Inf"] == 1
+        assert samples["ztunnel_addon_scripted_said", "pod"] == 2
+        (entry,) = page(cluster.node.metrics.addons)
+        assert (entry["name"], entry["state"], entry["denials"], entry["faults"]) == ("scripted", "active", 1, 0)
+
+        total = Metrics("", 100)
+        for process in range(2):
+            for part in cluster.node.metrics.counts():
+                encoded = encode(Response(number=process, value=CountsPart(part)))
+                decoder = FrameDecoder(from_main=False)
+                decoder.receive(encoded)
+                ((message, _),) = list(decoder)
+                assert isinstance(message, Response)
+                assert isinstance(message.value, CountsPart)
+                total.add(message.value.counts)
+        (entry,) = page(total.addons)
+        assert (entry["processes"], entry["denials"]) == (2, 2)
+        assert cluster.node.addons is not None
+        cluster.node.addons.host.addons[0].suspend("for the test")
+        for part in cluster.node.metrics.counts():
+            total.add(part)
+        (entry,) = page(total.addons)
+        assert entry["state"] == "suspended in 1 of 3 processes: for the test"
 
     play(tmp_path, body)

@@ -1,0 +1,114 @@
+"""Addons of a process: a changed file replaces its addon, and a faulty one does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.hbone import virtual_time
+from tests.ztunnel.proxy.addons.test_host import connecting
+from ztunnel.proxy.addons.load import AddonError
+from ztunnel.proxy.addons.process import AddonProcess
+from ztunnel.proxy.addons.settings import AddonSettings, parse_spec
+
+ADDON = """
+from ztunnel.addons import Deny
+
+class Gate:
+    def configured(self, options):
+        {configured}
+
+    def connecting(self, facts):
+        return Deny("{version}")
+"""
+
+
+def write(path: Path, version: str, configured: str = "pass") -> str:
+    path.write_text(ADDON.format(version=version, configured=configured))
+    return str(path)
+
+
+def running(path: str, body: Callable[[AddonProcess], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with AddonProcess(AddonSettings(specs=(parse_spec(path),))) as process:
+            await body(process)
+
+    virtual_time.run(main)
+
+
+async def until(ready: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not ready():
+            await asyncio.sleep(0.1)
+
+
+def test_a_changed_file_replaces_its_addon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "gate.py"
+
+    async def body(process: AddonProcess) -> None:
+        host = process.host
+        assert (await connecting(host)).outcome.denied.endswith(": first")
+        before = host.addons[0]
+        write(path, "the second")
+        await until(lambda: host.addons[0] is not before)
+        assert (await connecting(host)).outcome.denied.endswith(": the second")
+        assert dict(next(each for each in host.counts() if each.hook == "connecting").results) == {"deny": 2}
+
+    running(write(path, "first"), body)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("class Gate:\n  def connecting(self, facts: return", "SyntaxError"),
+        (ADDON.format(version="x", configured="raise ValueError('no')"), "ValueError: no"),
+        ("class Other:\n  def connecting(self, facts): pass", "its name has changed from gate to other"),
+        (None, "no such file or directory"),
+    ],
+)
+def test_the_last_good_version_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None, fault: str
+) -> None:
+    path = tmp_path / "gate.py"
+
+    async def body(process: AddonProcess) -> None:
+        host = process.host
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+        await until(lambda: host.problems)
+        assert fault in host.states()[0].problem
+        assert (await connecting(host)).outcome.denied.endswith(": first")
+        write(path, "the repaired one")
+        await until(lambda: not host.problems)
+        assert (await connecting(host)).outcome.denied.endswith(": the repaired one")
+
+    with caplog.at_level(logging.ERROR):
+        running(write(path, "first"), body)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("addon gate: its changed file is not used: ")
+
+
+def test_a_changed_file_ends_a_suspension(tmp_path: Path) -> None:
+    path = tmp_path / "gate.py"
+    path.write_text("class Gate:\n  def connecting(self, facts): 1 / 0")
+
+    async def body(process: AddonProcess) -> None:
+        host = process.host
+        await connecting(host)
+        assert host.states()[0].suspended
+        write(path, "repaired")
+        await until(lambda: not host.states()[0].suspended)
+        assert (await connecting(host)).outcome.denied.endswith(": repaired")
+
+    running(str(path), body)
+
+
+def test_an_addon_that_cannot_be_loaded_prevents_the_start(tmp_path: Path) -> None:
+    with pytest.raises(AddonError, match="ValueError: no"):
+        AddonProcess(AddonSettings(specs=(parse_spec(write(tmp_path / "a.py", "x", "raise ValueError('no')")),)))

@@ -1,0 +1,95 @@
+"""The addons of one process from its start to its end: loaded, watched for changes, interrupted, ended.
+
+A changed file is loaded beside the running addon and replaces it when its hook ``configured`` has returned. If it
+cannot be loaded, the running one stays, and the log and ``ztunnel addons`` say why. Modules and entry points are
+loaded once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, Self
+
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.interrupt import Interrupter
+from ztunnel.proxy.addons.load import AddonError, find_class, load_all, load_class
+from ztunnel.proxy.addons.running import RunningAddon
+from ztunnel.proxy.addons.settings import AddonSettings
+from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watched_file import FileState, file_state
+
+log = logging.getLogger(__name__)
+
+#: Between two looks at the files.
+CHECK_EVERY_S: Final = 1.0
+
+
+class AddonProcess:
+    """Runs the addons of this process while entered.
+
+    Args:
+        settings: which.
+
+    Attributes:
+        host: calls them.
+
+    Raises:
+        AddonError: one cannot be loaded.
+    """
+
+    def __init__(self, settings: AddonSettings) -> None:
+        self._settings = settings
+        # Before the files are read: a change in between is loaded once more.
+        self._seen = {spec.text: _state(spec.file) for spec in settings.specs}
+        self.host = AddonHost(load_all(settings))
+        self._tasks = Tasks("addons")
+        self._stack = ExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._stack.enter_context(Interrupter(self.host.current))
+        if any(spec.file for spec in self._settings.specs):
+            self._tasks.keep(self._watch, "files of addons")
+        names = ", ".join(f"{each.name} ({each.loaded.spec.text})" for each in self.host.addons)
+        log.info("addons: %s", names)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._tasks.close()
+        self.host.close()
+        self._stack.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            for addon in self.host.addons:
+                spec = addon.loaded.spec
+                state = _state(spec.file)
+                if spec.file and state != self._seen[spec.text]:
+                    self._seen[spec.text] = state
+                    await self._replace(addon)
+
+    async def _replace(self, addon: RunningAddon) -> None:
+        spec = addon.loaded.spec
+        try:
+            # In a thread: an import can take long. The hook configured runs here, where later hooks run, too.
+            cls, digest = await asyncio.to_thread(find_class, spec)
+            if digest == addon.loaded.sha256 and not addon.suspended:
+                self.host.problems.pop(addon.name, None)
+                return
+            loaded = load_class(cls, self._settings.options, spec, digest)
+            if loaded.name != addon.name:
+                raise AddonError(f"addon {spec.text}: its name has changed from {addon.name} to {loaded.name}")
+        except AddonError as error:
+            text = "; ".join(error.faults)
+            self.host.problems[addon.name] = text
+            log.error("addon %s: its changed file is not used: %s", addon.name, text)
+            return
+        self.host.replace(addon, loaded)
+        log.info("addon %s: its changed file is used now, sha256:%s", addon.name, digest)
+
+
+def _state(path: str) -> FileState:
+    return file_state(Path(path)) if path else None
