@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ztunnel.ask.addons.listing import ADDON
+from ztunnel.ask.check.rules.model import CHECK_RESULT
 from ztunnel.ask.inspect.audit import POD_AUDIT
 from ztunnel.ask.inspect.kinds import KINDS
 from ztunnel.ask.limits.command import LIMIT
@@ -18,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 def kinds() -> Iterator[Kind[Any]]:
     """Yield every kind that a command prints."""
     yield from KINDS.values()
-    yield from (POD_AUDIT, LIMIT, PAIR, ADDON)
+    yield from (CHECK_RESULT, POD_AUDIT, LIMIT, PAIR, ADDON)
 
 
 def texts() -> dict[str, str]:

@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("explain", "config", "log", "completion", "tap", "audit"),
     ),
     "node.intercept": ("intercept",),
+    "ask.check": ("check",),
     "ask.limits": ("limits",),
     "policy.netpol": ("netpol",),
     "policy.policysync": ("policy",),
@@ -57,7 +58,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 #: The commands by what a person wants, in the order of the help.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ask": (
-        *("status", "connections", "denials", "policies", "certificates", "workloads", "services"),
+        *("check", "status", "connections", "denials", "policies", "certificates", "workloads", "services"),
         *("explain", "simulate", "audit", "config", "log", "limits", "tap", "addons"),
     ),
     "Run": ("proxy", "agent", "control-plane", "authz", "policy", "netpol"),

@@ -87,13 +87,17 @@ class WatchEvent:
 
 
 @contextlib.asynccontextmanager
-async def connect(kubeconfig: Path | None = None, *, context: str | None = None) -> AsyncIterator["Client"]:
+async def connect(
+    kubeconfig: Path | None = None, *, context: str | None = None, as_user: str = "", limit_s: float | None = None
+) -> AsyncIterator["Client"]:
     """Yield a client of the API server. The first request opens the connection.
 
     Args:
         kubeconfig: the file. None is the pod's service account if there is one, else $KUBECONFIG, else
             ~/.kube/config, in lightkube's order.
         context: a context of the file. None is its current one.
+        as_user: to impersonate. Empty for nobody.
+        limit_s: the time limit of a request; the default is 30 s.
 
     Raises:
         BadKubeconfig: before any request, with one line that names the file.
@@ -108,8 +112,11 @@ async def connect(kubeconfig: Path | None = None, *, context: str | None = None)
             raise ConfigError("it has no current context")
         place = str(config.fname or place)
         _check_ca(config.cluster.certificate_auth_data)
+        timeout = httpx2.Timeout(limit_s or _REQUEST_TIMEOUT_S)
         # Proxies of the environment are not used: an agent inside the cluster is close to its API server.
-        http = AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(_REQUEST_TIMEOUT_S), trust_env=False))
+        http = AsyncClient(config, ConnectionParams(timeout=timeout, trust_env=False))
+        if as_user:
+            http.headers["Impersonate-User"] = as_user
     except (ConfigError, yaml.YAMLError, msgspec.MsgspecError, httpx2.InvalidURL) as error:
         raise BadKubeconfig(place, " ".join(str(error).split())) from error
     except ssl.SSLError as error:
@@ -199,6 +206,36 @@ class Client:
                 raise BadAnswer(self.server, f"the watch of {path} has an error that is none ({error})") from error
             finally:
                 await response.aclose()
+
+    async def version(self) -> tuple[Object, str]:
+        """Return ``/version`` of the API server, and the ``Date`` of its answer. Empty if it has none."""
+        request = self._http.build_request("GET", "/version")
+        with self._translated("GET /version"):
+            response = await self._http.send(request)
+        if response.status_code != 200:
+            raise _refused("GET /version", response.status_code, response.content)
+        try:
+            found: Object = msgspec.json.decode(response.content, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise BadAnswer(self.server, f"/version is no object ({error})") from error
+        return found, response.headers.get("date", "")
+
+    async def list_all(self, selection: Selection) -> list[Object]:
+        """Return all objects, page by page; when the list expires meanwhile it starts over once."""
+        for attempt in (1, 2):
+            found: list[Object] = []
+            continued = ""
+            try:
+                while True:
+                    page = await self.list_page(selection, continued)
+                    found += page.items
+                    continued = page.continued
+                    if not continued:
+                        return found
+            except ApiRefused as error:
+                if error.status != 410 or attempt == 2:
+                    raise
+        raise AssertionError("unreachable")
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object:
         """Return one object."""

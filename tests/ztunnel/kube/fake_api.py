@@ -6,6 +6,7 @@ import json
 import re
 import ssl as ssl_module
 from collections.abc import AsyncIterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -175,6 +176,8 @@ class FakeApi:
             return await self._status(writer, *self.refuse)
         split = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(split.query).items()}
+        if split.path == "/version":
+            return await self._send(writer, 200, json.dumps({"major": "1", "minor": "32"}).encode())
         found = _PATH.match(split.path)
         if found is None or found["version"] not in self.versions:
             return await self._status(writer, 404, "NotFound", "the server could not find the requested resource")
@@ -259,7 +262,10 @@ class FakeApi:
         return await self._send(writer, code, json.dumps(status).encode())
 
     async def _send(self, writer: asyncio.StreamWriter, code: int, body: bytes) -> bool:
-        head = f"HTTP/1.1 {code} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {code} X\r\ndate: {formatdate(usegmt=True)}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
         writer.write(head.encode() + body)
         await writer.drain()
         return True

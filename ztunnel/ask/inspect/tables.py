@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from ztunnel.ask.inspect import kinds
 from ztunnel.ask.inspect.ages import shown_age
-from ztunnel.ask.inspect.effect import without_effect
+from ztunnel.policy.effect import without_effect
 from ztunnel.runtime.console.output import Kind
 
 Dump = Mapping[str, Any]

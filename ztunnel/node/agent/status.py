@@ -26,8 +26,9 @@ from ztunnel.runtime.http.page import (
     text,
 )
 from ztunnel.runtime.http.server import PageServer
+from ztunnel.runtime.kernel_facts import kernel_facts
 
-_PATHS = ("/healthz", "/readyz", "/metrics", "/pods", "/audit")
+_PATHS = ("/healthz", "/readyz", "/metrics", "/pods", "/audit", "/check")
 
 
 def status_server(
@@ -48,6 +49,8 @@ def status_server(
             case "/readyz":
                 missing = unready(enroller, informer)
                 return text(f"{missing}\n", 503) if missing else text("ready\n")
+            case "/check":
+                return check(request)
             case "/metrics":
                 return page(families(enroller, informer, auditor, cni), request)
             case "/pods":
@@ -67,6 +70,13 @@ async def audit(auditor: Auditor, request: PageRequest) -> Page:
         return text("only from this node, by a loopback address\n", 403)
     report = await auditor.report(repair=request.method == "POST")
     return text(json.dumps(report, indent=1) + "\n", content_type=JSON)
+
+
+def check(request: PageRequest) -> Page:
+    """Return facts of the node's kernel, from the agent's network namespace: the host's."""
+    if not request.local:
+        return text("only from this node, by a loopback address\n", 403)
+    return text(json.dumps({"kernel": kernel_facts()}, indent=1) + "\n", content_type=JSON)
 
 
 def unready(enroller: Enroller, informer: Informer) -> str:

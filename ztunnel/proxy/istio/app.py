@@ -54,6 +54,7 @@ from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName, ProxyMode
 from ztunnel.proxy.istio.xds.control import ControlPlane
+from ztunnel.proxy.istio.xds.mesh_dump import ineffective
 from ztunnel.proxy.istio.zds.manager import PodManager, check_privileges
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime import heap, tasks
@@ -252,6 +253,8 @@ class IstioProxy:
             ("ztunnel_tasks", "gauge", "Coroutines of everything else", lambda: len(asyncio.all_tasks())),
             ("ztunnel_allocated_blocks", "gauge", "Blocks of memory that Python objects have",
              sys.getallocatedblocks),
+            ("ztunnel_policies_without_effect", "gauge",
+             "Policies that can deny nothing, such as a DENY of HTTP attributes", lambda: ineffective(self.mesh)),
             ("ztunnel_xds_staleness_seconds", "gauge",
              "Seconds since the control plane was last connected; 0 while it is",
              lambda: round(control.staleness_s, 3)),

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from xds.model.authorization import AuthorizationPolicy
 from ztunnel import __version__
+from ztunnel.policy.effect import without_effect
 from ztunnel.policy.ledger import PolicyUse, Tally
 from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED, TRAFFIC_LABELS, UNKNOWN, Metrics, TrafficSeries
 from ztunnel.proxy.istio.accounting.outcome import Flags
@@ -20,6 +21,7 @@ from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.path.connections import PodConnection, Shown
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.settings.config import ProxyMode
+from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.proxy.istio.zds.pods import RunningPod
 from ztunnel.proxy.ui.seen import (
     Certificate,
@@ -317,7 +319,7 @@ def _policy(policy: AuthorizationPolicy, use: PolicyUse[str] | None) -> Policy:
         denied=tally.would_deny + tally.would_not_allow if dry else tally.denied,
         ended=tally.ended,
         last_s=use.last_s if use is not None else None,
-        faults=tuple(policy.faults),
+        faults=(*policy.faults, *filter(None, [without_effect(mesh_dump.shown_policy(policy))])),
     )
 
 

@@ -55,6 +55,7 @@ _PAGES = {
     "/config_dump": "everything this proxy knows",
     "/connections": "live connections, by pod",
     "/denials": "the last connections that policies denied or ended, by pair of workloads",
+    "/check": "facts of this node for ztunnel check; ?reach=ADDRESS tries port 15008 of a workload",
     "/explain": "what would become of a connection: ?source=NAMESPACE/POD&destination=SERVICE.NAMESPACE:PORT",
     "/ui": "the live page: the mesh of this node as it is now",
     "/policies": "Calico's policies in force, with their counts; /policies/explain?from=...&to=... says why",
@@ -203,6 +204,10 @@ class Servers:
                 return self._addons()
             case "/denials":
                 return self._denials()
+            case "/check":
+                from ztunnel.proxy.istio.admin.check_page import check_page  # asked seldom
+
+                return check_page(self._proxy, request)
             case "/explain":
                 from ztunnel.proxy.istio.admin.explain_page import explain_page
 

@@ -12,6 +12,7 @@ from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Endpoint, Mesh
 from xds.model.service import Service
 from xds.model.workload import GatewayAddress, Locality, Workload, WorkloadUid
+from ztunnel.policy.effect import without_effect
 
 Json = Any
 
@@ -35,6 +36,11 @@ def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
         made = decisions.get(policy.key)
         yield shown_policy(policy) | ({"decisions": made} if made is not None else {})
+
+
+def ineffective(mesh: Mesh) -> int:
+    """Return how many policies can deny nothing; see :mod:`ztunnel.policy.effect`."""
+    return sum(1 for policy in mesh.policies() if without_effect(shown_policy(policy)))
 
 
 def staged_services(mesh: Mesh) -> Json:

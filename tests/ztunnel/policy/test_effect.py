@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from xds.dialects.istio.rules import shown
-from ztunnel.ask.inspect.effect import EMPTY_MATCH, NEVER, NO_RULES, without_effect
+from ztunnel.policy.effect import EMPTY_MATCH, NEVER, NO_RULES, without_effect
 
 EMPTY = shown({})
 NAMESPACE = {"namespaces": [{"Exact": "shop"}]}

@@ -1,0 +1,183 @@
+"""``ztunnel check`` from end to end: objects of an API server, a running proxy, the handshake of port 15008."""
+
+import asyncio
+import json
+import ssl
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.hbone.certificates import Authority
+from tests.ports import free_port
+from tests.ztunnel.kube.fake_api import FakeApi
+from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.path.test_explain import policy
+from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
+from xds.model.authorization import Action
+from xds.model.policy import Never
+from ztunnel.ask.check.gather import clock, targets
+from ztunnel.cli import main
+from ztunnel.proxy.istio.admin.check_page import fingerprint, reach
+
+Said = pytest.CaptureFixture[str]
+SCHEMA = Path(__file__).parents[4] / "docs" / "schemas" / "CheckResultList.json"
+
+
+def told(capsys: Said) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    return found
+
+
+def by_id(found: dict[str, Any]) -> dict[str, Any]:
+    return {each["id"]: each for each in found["items"]}
+
+
+# A cluster
+
+
+def test_a_cluster_before_installation(tmp_path: Path, capsys: Said) -> None:
+    async def run() -> int:
+        api = FakeApi()
+        async with api.serve():
+            await api.put("namespaces", "", "shop", labels={"istio.io/dataplane-mode": "ambient"})
+            spec = {"action": "DENY", "rules": [{"to": [{"operation": {"methods": ["GET"]}}]}]}
+            await api.put("authorizationpolicies", "shop", "no-get", spec=spec)
+            await api.put("sidecars", "shop", "default", spec={})
+            words = ["check", "--pre", "-o", "json", "--kubeconfig", str(api.kubeconfig(tmp_path)), "--as", "bob"]
+            status = await asyncio.to_thread(main, words)
+            assert {headers.get("impersonate-user") for headers in api.headers} == {"bob"}
+            return status
+
+    assert asyncio.run(run()) == 1
+    found = by_id(told(capsys))
+    assert found["ACC1"]["severity"] == found["ACC3"]["severity"] == "ok"
+    assert found["POL1"]["severity"] == "error"
+    assert found["POL1"]["object"] == "authorizationpolicy shop/no-get"
+    assert found["OBJ4"]["object"] == "sidecar shop/default"
+    assert "IDN1" not in found
+
+
+def test_a_refusal_of_the_api_server_is_the_finding(tmp_path: Path, capsys: Said) -> None:
+    async def run() -> int:
+        api = FakeApi()
+        api.accept_token = "another"
+        async with api.serve():
+            words = ["check", "--only", "ACC", "-o", "json", "--kubeconfig", str(api.kubeconfig(tmp_path))]
+            return await asyncio.to_thread(main, [*words, "--pre"])
+
+    assert asyncio.run(run()) == 1
+    found = by_id(told(capsys))
+    assert "the token or certificate is expired" in found["ACC1"]["fact"]
+    assert found["ACC2"]["severity"] == "skipped"
+
+
+@pytest.mark.parametrize("words", [["--only", "NET99"], ["--wait", "soon"], ["--file", "/nonexistent"]])
+def test_a_wrong_command_line(words: list[str], capsys: Said) -> None:
+    assert main(["check", *words]) == 2
+    assert capsys.readouterr().err.startswith("ztunnel check: ")
+
+
+def test_checks_are_listed(capsys: Said) -> None:
+    assert main(["check", "--list", "--only", "IDN", "-o", "name"]) == 0
+    assert capsys.readouterr().out.split() == ["checkresult/IDN1", "checkresult/IDN2", "checkresult/IDN3"]
+
+
+# A proxy
+
+
+def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Said) -> None:
+    async def check(rig: Rig) -> None:
+        rig.proxy.mesh.apply([CLIENT, BACK, policy("nothing", Action.DENY, Never())])
+        address = str(rig.addresses["admin"][0])
+        words = ["check", "--no-cluster", "--address", address, "-o", "json"]
+        await asyncio.to_thread(main, words)
+
+    served(check)
+    found = by_id(told(capsys))
+    assert found["NET3"]["severity"] == "ok"  # this machine's clock against itself
+    assert found["ACC1"]["fact"] == "--no-cluster"
+    assert {found[name]["severity"] for name in ("KRN6", "XDS2", "IDN1")} <= {"ok", "warning"}
+
+
+def test_the_page_tries_only_what_takes_tunnels() -> None:
+    async def check(rig: Rig) -> None:
+        rig.proxy.mesh.apply([CLIENT, BACK])
+        for wanted, reason in (("x", "no address"), ("192.0.2.1", "no workload of the mesh takes tunnels")):
+            answer = await rig.ask("admin", f"/check?reach={wanted}")
+            assert answer.status == 400
+            assert reason in answer.text
+        page = json.loads((await rig.ask("admin", "/check")).text)
+        assert page["mesh"]["workloads"]["number"] == 2
+        assert page["kernel"]["process"]["descriptors"] > 0
+
+    served(check)
+
+
+def test_a_handshake_is_timed_and_a_closed_port_is_named(tmp_path: Path) -> None:
+    issued = Authority().issue("spiffe://td/ns/a/sa/b")
+    (tmp_path / "chain").write_bytes(issued.chain_pem)
+    (tmp_path / "key").write_bytes(issued.key_pem)
+    (tmp_path / "root").write_bytes(Authority().pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "chain", tmp_path / "key")
+    context.load_verify_locations(tmp_path / "root")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+
+    async def run() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            found = await reach("127.0.0.1", port)
+        assert found["error"] == ""
+        assert found["seconds"] > 0
+        closed = await reach("127.0.0.1", free_port())
+        assert closed["error"]
+
+    asyncio.run(run())
+
+
+# Parts
+
+
+def test_a_fingerprint_does_not_depend_on_the_order() -> None:
+    one, other = {"a": 1}, {"b": [1, 2]}
+
+    async def run() -> None:
+        first = await fingerprint(iter([one, other]))
+        assert await fingerprint(iter([other, one])) == first
+        assert (await fingerprint(iter([one])))["hash"] != first["hash"]
+        assert first["number"] == 2
+
+    asyncio.run(run())
+
+
+def test_one_pod_of_each_other_node_is_tried() -> None:
+    def workload(node: str, address: str, **more: Any) -> dict[str, Any]:
+        return {"node": node, "workloadIps": [address], "protocol": "HBONE", "status": "Healthy", **more}
+
+    dump = {
+        "config": {"localNode": "n1"},
+        "workloads": [
+            workload("n1", "10.0.1.1"),
+            workload("n2", "10.0.2.9", status="Unhealthy"),
+            workload("n2", "10.0.2.1"),
+            workload("n2", "10.0.2.2"),
+            workload("n3", "10.0.3.1", protocol="TCP"),
+            workload("n4", "10.0.0.4", networkMode="HostNetwork"),
+            *(workload(f"m{number:02}", f"10.1.0.{number}") for number in range(30)),
+        ],
+    }
+    found = targets(dump, most=5)
+    assert len(found) == 5
+    assert ("n2", "10.0.2.1") in targets(dump, most=99)
+    assert {node for node, _ in targets(dump, most=99)} == {"n2", *(f"m{number:02}" for number in range(30))}
+
+
+def test_a_servers_clock_is_compared_at_the_middle_of_the_request() -> None:
+    assert clock("Thu, 26 Nov 2026 12:00:00 GMT", 1795694399.5, 1795694401.5) == 0.0
+    assert clock("Thu, 26 Nov 2026 12:00:10 GMT", 1795694399.5, 1795694401.5) == 10.0
+    assert clock("soon", 0.0, 0.0) is None

@@ -1,0 +1,704 @@
+"""Each check, by the state that fails it: healthy facts of two nodes, with one thing changed."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hbone.certificates import Authority
+from xds.dialects.istio.rules import shown
+from ztunnel.ask.check.catalogue import CATALOGUE, UnknownCheck, chosen
+from ztunnel.ask.check.command import answer_of
+from ztunnel.ask.check.rules.model import CheckResult, Facts, NodeFacts, run
+
+PAGE = Path(__file__).parents[4] / "docs" / "check.md"
+NOW = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)
+NOW_S = NOW.timestamp()
+TD = "cluster.local"
+
+
+def at(**ago: float) -> str:
+    return (NOW - timedelta(**ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def item(
+    name: str, namespace: str = "", *, labels: Any = None, annotations: Any = None, **more: Any
+) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": name, "labels": labels or {}, "annotations": annotations or {}}
+    metadata |= {"namespace": namespace} if namespace else {}
+    return {"metadata": metadata | more.pop("metadata", {}), **more}
+
+
+def pod(name: str, namespace: str, node: str, **more: Any) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": "True"}]
+    spec = {
+        "nodeName": node,
+        "containers": [{"name": "app", "ports": [{"containerPort": 8080}]}],
+        **more.pop("spec", {}),
+    }
+    return item(name, namespace, spec=spec, status={"phase": "Running", "conditions": conditions}, **more)
+
+
+def daemon_set(app: str, **status: Any) -> dict[str, Any]:
+    numbers = {"desiredNumberScheduled": 2, "numberReady": 2, "updatedNumberScheduled": 2}
+    template = {"metadata": {"labels": {"app": app}}}
+    return item(app, "istio-system", spec={"template": template}, status=numbers | status)
+
+
+@cache
+def authority(which: int = 0) -> Authority:
+    return Authority()
+
+
+def encoded(pem: bytes) -> str:
+    return base64.b64encode(pem).decode()
+
+
+@cache
+def leaf(identity: str, which: int = 0) -> str:
+    return encoded(authority(which).issue(identity).chain_pem)
+
+
+def certificate(identity: str, which: int = 0) -> dict[str, Any]:
+    root = {"pem": encoded(authority(which).pem), "serialNumber": str(which), "validFrom": at(days=30)}
+    return {
+        "identity": identity,
+        "state": "Available",
+        "certChain": [
+            {
+                "pem": leaf(identity, which),
+                "serialNumber": "7",
+                "validFrom": at(hours=2),
+                "expirationTime": at(hours=-22),
+            }
+        ],
+        "rootCerts": [{**root, "expirationTime": at(days=-3000)}],
+    }
+
+
+def workload(name: str, node: str, address: str, **more: Any) -> dict[str, Any]:
+    found = {"name": name, "namespace": "shop", "node": node, "workloadIps": [address], "protocol": "HBONE"}
+    return found | {"status": "Healthy"} | more
+
+
+def dump(name: str) -> dict[str, Any]:
+    return {
+        "version": {"version": "0.9.0", "gitRevision": "abc", "istioVersion": "1.30.0"},
+        "config": {"localNode": name},
+        "controlPlane": {"address": "istiod:15012", "connected": True, "awaySeconds": 0.0},
+        "certificates": [certificate(f"spiffe://{TD}/ns/shop/sa/web-{name}")],
+        "policies": [
+            {
+                "name": "allow",
+                "namespace": "shop",
+                "action": "Allow",
+                "rules": [[[{"namespaces": [{"Exact": "shop"}]}]]],
+            }
+        ],
+        "services": [
+            {"namespace": "shop", "hostname": "wp.shop.svc.cluster.local", "vips": ["/10.96.0.9"], "name": "wp"}
+        ],
+        "workloads": [workload("web-n1", "n1", "10.0.1.1"), workload("web-n2", "n2", "10.0.2.1")],
+        "denials": [],
+        "workloadState": {
+            "uid": {
+                "info": {"name": f"web-{name}", "namespace": "shop"},
+                "state": "Up",
+                "connections": {
+                    "inbound": [],
+                    "outbound": [{"actualDst": "10.0.9.9:80", "protocol": "TCP", "ageSeconds": 1.0}],
+                },
+            }
+        },
+    }
+
+
+def kernel(**more: Any) -> dict[str, Any]:
+    process = {
+        "descriptors": 10,
+        "descriptorLimit": 1000,
+        "memoryBytes": 10,
+        "memoryLimitBytes": 1000,
+        "capabilities": "000001ffffffffff",
+        "throttling": {"periods": 100, "throttled": 1},
+    }
+    return {
+        "ipForward": 1,
+        "rpFilter": {"all": 0, "lo": 0, "eth0": 1},
+        "disableIpv6": {"all": 0, "lo": 0, "eth0": 0},
+        "localPortRange": [32768, 60999],
+        "reservedPorts": "",
+        "conntrack": {"count": 10, "maximum": 1000},
+        "cgroupVersion": 2,
+        "process": process,
+    } | more
+
+
+def check(name: str) -> dict[str, Any]:
+    mesh = {"number": 2, "hash": "00ff00ff00ff00ff"}
+    return {
+        "node": name,
+        "drainSeconds": 5.0,
+        "ipv6": True,
+        "pending": [],
+        "controlPlane": {"refused": []},
+        "mesh": {"workloads": mesh, "services": mesh, "policies": mesh},
+        "kernel": kernel(),
+    }
+
+
+def node(name: str) -> NodeFacts:
+    other = "n2" if name == "n1" else "n1"
+    return NodeFacts(
+        dump=dump(name),
+        check=check(name),
+        clock_s=0.1,
+        reached=[{"node": other, "address": "10.0.0.9", "seconds": 0.01, "error": ""}],
+        agent={"kernel": kernel()},
+        audit={"pods": [{"pod": f"shop/web-{name}", "findings": []}]},
+    )
+
+
+def healthy() -> Facts:
+    ambient = {"istio.io/dataplane-mode": "ambient"}
+    enabled = {"ambient.istio.io/redirection": "enabled"}
+    scraped = {"prometheus.io/scrape": "true"}
+    proxies = [
+        pod(f"ztunnel-{n}", "istio-system", n, labels={"app": "ztunnel"}, annotations=scraped)
+        for n in ("n1", "n2")
+    ]
+    webs = [pod(f"web-{n}", "shop", n, labels={"app": "web"}, annotations=enabled) for n in ("n1", "n2")]
+    waypoint = pod("wp-1", "edge", "n1", labels={"gateway.networking.k8s.io/gateway-name": "wp"})
+    injector = {
+        "name": "x",
+        "clientConfig": {"caBundle": encoded(authority().pem)},
+        "namespaceSelector": {"matchExpressions": []} | {"matchLabels": {"a": "b"}},
+    }
+    objects: dict[str, Any] = {
+        "Pod": [*proxies, *webs, waypoint, pod("istiod-1", "istio-system", "n1", labels={"app": "istiod"},
+                spec={"containers": [{"name": "discovery", "image": "pilot:1.30.1"}]})],
+        "Namespace": [
+            item("shop", labels=ambient), item("istio-system"),
+            item("edge", labels={"istio.io/use-waypoint": "wp"}),
+        ],
+        "Node": [item("n1"), item("n2")],
+        "Service": [
+            item("web", "shop", spec={
+                "clusterIP": "10.96.0.1", "selector": {"app": "web"},
+                "ports": [{"port": 80, "targetPort": 8080, "protocol": "TCP", "name": "http"}],
+            }),
+        ],
+        "DaemonSet": [daemon_set("ztunnel"), daemon_set("ztunnel-agent")],
+        "NetworkPolicy": [],
+        "MutatingWebhookConfiguration": [item("ztunnel-injector", webhooks=[injector])],
+        "AuthorizationPolicy": [
+            item("allow", "shop", spec={
+                "selector": {"matchLabels": {"app": "web"}},
+                "rules": [{"from": [{"source": {"principals": [f"{TD}/ns/shop/sa/web"]}}],
+                           "to": [{"operation": {"ports": ["8080"]}}]}],
+            }),
+        ],
+        "PeerAuthentication": [], "Sidecar": [], "EnvoyFilter": [], "Telemetry": [],
+        "Gateway": [item("wp", "edge", spec={"gatewayClassName": "istio-waypoint"})],
+        "PodMonitor": [], "PrometheusRule": [item("alerts", "istio-system", spec={"groups": "ztunnel_up"})],
+        "CustomResourceDefinition": [
+            item("gateways.gateway.networking.k8s.io",
+                 annotations={"gateway.networking.k8s.io/bundle-version": "v1.3.0"}),
+        ],
+    }  # fmt: skip
+    return Facts(
+        now_s=NOW_S,
+        version={"major": "1", "minor": "32+"},
+        clock_s=0.0,
+        objects=objects,
+        access={"list pods": True},
+        nodes={"n1": node("n1"), "n2": node("n2")},
+    )
+
+
+def test_everything_is_ok() -> None:
+    assert [(each.id, each.fact) for each in run(CATALOGUE, healthy()) if each.severity != "ok"] == []
+
+
+# What fails each
+
+
+def added(kind: str, *items: Any) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, objects={**facts.objects, kind: [*facts.objects[kind], *items]})
+
+
+def instead(kind: str, *items: Any) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, objects={**facts.objects, kind: list(items)})
+
+
+def on_node(change: Callable[[NodeFacts], Any], name: str = "n1") -> Callable[[Facts], Facts]:
+    """Change a deep copy of a node's facts; ``change`` returns new facts, or alters them in place."""
+
+    def changed(facts: Facts) -> Facts:
+        found = copy.deepcopy(facts.nodes[name])
+        answer = change(found)
+        return replace(facts, nodes={**facts.nodes, name: answer if isinstance(answer, NodeFacts) else found})
+
+    return changed
+
+
+def in_page(page: str, *path: Any, value: Any, name: str = "n1") -> Callable[[Facts], Facts]:
+    def change(found: NodeFacts) -> None:
+        place: Any = getattr(found, page)
+        for each in path[:-1]:
+            place = place[each]
+        place[path[-1]] = value
+
+    return on_node(change, name)
+
+
+def policy(**spec: Any) -> dict[str, Any]:
+    return item("p", "shop", spec=spec)
+
+
+METHODS = {"to": [{"operation": {"methods": ["GET"]}}]}
+ACCOUNT = {"from": [{"source": {"principals": [f"{TD}/ns/shop/sa/web"]}}]}
+STRICT_CLIENT = {
+    "direction": "inbound", "identity": "", "source": "10.0.0.9", "destination": "web.shop:8080", "count": 3,
+    "reason": "explicitly denied by: istio_converted_static_strict", "lastTime": at(minutes=5),
+}  # fmt: skip
+IDENTITY = f"spiffe://{TD}/ns/shop/sa/x"
+
+
+def isolating(**entry: Any) -> dict[str, Any]:
+    return item(
+        "np", "shop", spec={"podSelector": {}, "policyTypes": ["Ingress"], "ingress": [entry] if entry else []}
+    )
+
+
+PROBED = pod("web-n1", "shop", "n1", labels={"app": "web"},
+             annotations={"ambient.istio.io/redirection": "enabled"},
+             spec={"containers": [{"name": "a", "readinessProbe": {"httpGet": {"port": 80}}}]})  # fmt: skip
+RESTARTED = pod("ztunnel-n1", "istio-system", "n1", labels={"app": "ztunnel"},
+                annotations={"prometheus.io/scrape": "true"})  # fmt: skip
+RESTARTED["status"]["containerStatuses"] = [
+    {
+        "name": "proxy",
+        "lastState": {"terminated": {"finishedAt": at(minutes=3), "reason": "OOMKilled", "exitCode": 137}},
+    }
+]
+
+CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
+    ("ACC1", lambda facts: replace(facts, cluster_error="GET /version: Unauthorized"), "error", "Unauthorized"),
+    ("ACC2", lambda facts: replace(facts, access={"list pods": False}), "warning", "not allowed: list pods"),
+    ("ACC3", lambda facts: replace(facts, version={"minor": "24"}), "error", "older than 1.28"),
+    ("ACC3", lambda facts: replace(facts, version={"minor": "99"}), "warning", "was not tested"),
+    (
+        "ACC3",
+        instead(
+            "CustomResourceDefinition",
+            item(
+                "gateways.gateway.networking.k8s.io",
+                annotations={"gateway.networking.k8s.io/bundle-version": "v0.8.0"},
+            ),
+        ),
+        "warning",
+        "Gateway API v0.8.0",
+    ),
+    ("DEP1", instead("DaemonSet", daemon_set("ztunnel", numberReady=1)), "warning", "1 of 2 pods are ready"),
+    ("DEP1", instead("DaemonSet"), "error", "no DaemonSet with the label app=ztunnel"),
+    ("DEP1", added("Pod", pod("lonely", "shop", "n3")), "error", "1 pods of the mesh run here, and no proxy"),
+    ("DEP1", lambda facts: replace(facts, silent={"n2": "no answer"}), "error", "does not answer: no answer"),
+    (
+        "DEP2",
+        instead("Namespace", item("istio-system", labels={"pod-security.kubernetes.io/enforce": "baseline"})),
+        "error",
+        "enforces 'baseline'",
+    ),
+    (
+        "DEP2",
+        added(
+            "Pod",
+            pod("a", "istio-system", "n1", labels={"app": "ztunnel-agent"}),
+            pod("b", "istio-system", "n1", labels={"k8s-app": "istio-cni-node"}),
+        ),
+        "error",
+        "both enrol pods here",
+    ),
+    ("DEP3", in_page("dump", "version", "version", value="0.8.0"), "warning", "proxies of 2 versions"),
+    ("DEP3", in_page("dump", "version", "istioVersion", value="1.27.1"), "error", "of Istio 1.27, istiod of 1.30"),
+    (
+        "DEP4",
+        instead("MutatingWebhookConfiguration", item("ztunnel", webhooks=[{"name": "x"}])),
+        "error",
+        "no CA bundle",
+    ),
+    (
+        "KRN2",
+        in_page("check", "kernel", "process", "capabilities", value="0000000000003000"),
+        "error",
+        "the proxy lacks SYS_ADMIN",
+    ),
+    ("KRN3", in_page("agent", "kernel", "cgroupVersion", value=1), "warning", "version 1"),
+    ("KRN4", in_page("check", "kernel", "rpFilter", value={"all": 1}), "warning", "rp_filter is strict for lo"),
+    ("KRN4", in_page("agent", "kernel", "ipForward", value=0), "warning", "ip_forward is 0"),
+    ("KRN5", in_page("check", "kernel", "disableIpv6", value={"lo": 1, "eth0": 0}), "warning", "lo has not"),
+    ("KRN6", in_page("check", "kernel", "conntrack", value={"count": 750, "maximum": 1000}), "warning", "75%"),
+    ("KRN6", in_page("agent", "kernel", "conntrack", value={"count": 950, "maximum": 1000}), "error", "95%"),
+    ("KRN7", in_page("check", "kernel", "localPortRange", value=[10000, 60999]), "warning", "15000-15090"),
+    (
+        "KRN7",
+        in_page("check", "kernel", "localPortRange", value=[50000, 50000]),
+        "error",
+        "1 local ports are in use",
+    ),
+    (
+        "KRN8",
+        in_page("check", "kernel", "process", "descriptors", value=900),
+        "warning",
+        "90% of its limit of desc",
+    ),
+    (
+        "KRN8",
+        in_page("agent", "kernel", "process", "memoryBytes", value=900),
+        "warning",
+        "90% of its limit of memory",
+    ),
+    (
+        "KRN8",
+        in_page("check", "kernel", "process", "throttling", value={"periods": 100, "throttled": 20}),
+        "warning",
+        "throttled the proxy in 20%",
+    ),
+    (
+        "NET1",
+        on_node(lambda f: replace(f, reached=[{"node": "n2", "address": "10.0.0.9", "error": "timeout"}])),
+        "error",
+        "no TLS handshake with 10.0.0.9:15008 on node n2: timeout",
+    ),
+    (
+        "NET1",
+        on_node(
+            lambda f: replace(f, reached=[{"node": "n2", "address": "10.0.0.9", "seconds": 0.5, "error": ""}])
+        ),
+        "warning",
+        "took 0.500 s",
+    ),
+    ("NET3", on_node(lambda f: replace(f, clock_s=-9.0)), "warning", "9.0 s behind the API server's"),
+    ("NET3", on_node(lambda f: replace(f, clock_s=90.0)), "error", "90.0 s ahead of the API server's"),
+    (
+        "IDN1",
+        in_page("dump", "certificates", 0, "state", value="Unavailable: no way"),
+        "error",
+        "no certificate: no way",
+    ),
+    (
+        "IDN1",
+        in_page("dump", "certificates", 0, "certChain", 0, "expirationTime", value=at(hours=-1)),
+        "warning",
+        "33% of its certificate's life",
+    ),
+    (
+        "IDN1",
+        in_page("dump", "certificates", 0, "certChain", 0, "expirationTime", value=at(hours=1)),
+        "error",
+        "ended at",
+    ),
+    (
+        "IDN2",
+        in_page("dump", "certificates", 0, "rootCerts", 0, "expirationTime", value=at(days=-30)),
+        "warning",
+        "root 0",
+    ),
+    (
+        "IDN2",
+        in_page("dump", "certificates", 0, "rootCerts", 0, "expirationTime", value=at(days=-3)),
+        "error",
+        "root 0",
+    ),
+    ("IDN3", in_page("dump", "certificates", 0, value=certificate(IDENTITY, 1)), "error", "not trusted on n2"),
+    (
+        "IDN3",
+        on_node(
+            lambda f: f.dump["certificates"][0]["rootCerts"].append(  # type: ignore[index]  # it is there
+                certificate(IDENTITY, 1)["rootCerts"][0]
+            )
+        ),
+        "warning",
+        "2 different sets of roots",
+    ),
+    (
+        "XDS1",
+        in_page("dump", "controlPlane", value={"address": "i:1", "connected": False, "awaySeconds": 70}),
+        "warning",
+        "not connected to i:1 for 70 s",
+    ),
+    (
+        "XDS1",
+        in_page("dump", "controlPlane", value={"address": "i:1", "connected": False, "awaySeconds": 999}),
+        "error",
+        "for 999 s",
+    ),
+    ("XDS1", in_page("check", "pending", value=["state manager"]), "error", "waits for state manager"),
+    (
+        "XDS2",
+        in_page("check", "controlPlane", "refused", value=[{"type": "policy", "name": "a/b", "reason": "x"}]),
+        "warning",
+        "refused by 1 proxies: x",
+    ),
+    (
+        "XDS3",
+        in_page("check", "mesh", "policies", value={"number": 3, "hash": "11"}),
+        "warning",
+        "policies where 1 nodes have",
+    ),
+    ("XDS4", in_page("dump", "workloadState", value={}), "error", "the node's proxy does not serve it"),
+    (
+        "XDS4",
+        in_page("audit", "pods", 0, "findings", value=[{"reason": "MeshRulesChanged", "text": "2 differences"}]),
+        "error",
+        "2 differences (MeshRulesChanged)",
+    ),
+    (
+        "XDS5",
+        in_page("dump", "workloads", 0, "authorizationPolicies", value=["shop/gone"]),
+        "error",
+        "named by workload",
+    ),
+    (
+        "XDS5",
+        in_page("dump", "services", 0, "waypoint", value={"destination": "shop/gone.shop.svc"}),
+        "error",
+        "named by service",
+    ),
+    (
+        "POL1",
+        added("AuthorizationPolicy", policy(action="DENY", rules=[METHODS])),
+        "error",
+        "not enforced at the node",
+    ),
+    ("POL1", added("AuthorizationPolicy", policy(rules=[{**METHODS, **ACCOUNT}])), "warning", "allows less"),
+    (
+        "POL2",
+        in_page(
+            "dump",
+            "policies",
+            0,
+            value={"name": "d", "namespace": "shop", "action": "Deny", "rules": [[[shown({})]]]},
+        ),
+        "error",
+        "it denies nothing",
+    ),
+    (
+        "POL3",
+        added("AuthorizationPolicy", policy(selector={"matchLabels": {"app": "none"}})),
+        "warning",
+        "matches no pod",
+    ),
+    (
+        "POL3",
+        added("PeerAuthentication", item("pa", "edge", spec={"selector": {"matchLabels": {"app": "web"}}})),
+        "warning",
+        "pods of namespace shop have these labels",
+    ),
+    ("POL4", added("AuthorizationPolicy", policy(action="CUSTOM")), "error", "action CUSTOM is ignored"),
+    (
+        "POL4",
+        added("AuthorizationPolicy", policy(rules=[{"from": [{"source": {"principals": [IDENTITY]}}]}])),
+        "error",
+        "begins with spiffe://",
+    ),
+    (
+        "POL4",
+        added("AuthorizationPolicy", policy(rules=[{"from": [{"source": {"principals": ["td/ns/a/sa/b"]}}]}])),
+        "warning",
+        "not of the mesh's trust domain",
+    ),
+    (
+        "POL4",
+        added("AuthorizationPolicy", policy(rules=[{"to": [{"operation": {"ports": ["15008"]}}]}])),
+        "error",
+        "15008 is the tunnel's",
+    ),
+    (
+        "POL4",
+        added("AuthorizationPolicy", policy(rules=[{"to": [{"operation": {"ports": ["81"]}}]}])),
+        "warning",
+        "no selected pod declares port 81",
+    ),
+    (
+        "POL5",
+        added("AuthorizationPolicy", item("p", "edge", spec={"rules": [ACCOUNT]})),
+        "error",
+        "the waypoint edge/wp is in front, and no rule allows its account",
+    ),
+    (
+        "POL5",
+        added(
+            "AuthorizationPolicy",
+            item(
+                "p",
+                "edge",
+                spec={"action": "DENY", "rules": [{"from": [{"source": {"ipBlocks": ["10.0.0.0/8"]}}]}]},
+            ),
+        ),
+        "warning",
+        "these are the waypoint's",
+    ),
+    (
+        "POL6",
+        in_page("dump", "denials", value=[STRICT_CLIENT]),
+        "warning",
+        "3 connections without mTLS from 10.0.0.9",
+    ),
+    ("POL7", added("NetworkPolicy", isolating()), "error", "does not allow TCP port 15008"),
+    (
+        "POL7",
+        added("NetworkPolicy", isolating(ports=[{"port": 80, "endPort": 90}])),
+        "error",
+        "does not allow TCP port",
+    ),
+    (
+        "POL7",
+        lambda facts: added("NetworkPolicy", isolating(**{"from": [{"podSelector": {}}]}))(
+            added("Pod", PROBED)(facts)
+        ),
+        "warning",
+        "does not allow probes",
+    ),
+    (
+        "OBJ1",
+        instead("Gateway", item("unused", "edge", spec={"gatewayClassName": "istio-waypoint"})),
+        "warning",
+        "no namespace, service or pod",
+    ),
+    ("OBJ1", added("Namespace", item("far", labels={"istio.io/use-waypoint": "w2"})), "", ""),
+    (
+        "OBJ1",
+        lambda facts: instead("Pod", *[p for p in facts.listed("Pod") if p["metadata"]["name"] != "wp-1"])(facts),
+        "error",
+        "none of its pods is ready",
+    ),
+    (
+        "OBJ2",
+        added("Pod", pod("h", "shop", "n1", spec={"hostNetwork": True})),
+        "warning",
+        "h use the host's network",
+    ),
+    ("OBJ2", added("Service", item("bare", "shop", spec={"clusterIP": "None"})), "warning", "headless"),
+    (
+        "OBJ3",
+        added("Service", item("dns", "shop", spec={"ports": [{"port": 53, "protocol": "UDP"}]})),
+        "warning",
+        "UDP",
+    ),
+    (
+        "OBJ3",
+        added("Service", item("s", "shop", spec={"selector": {"app": "web"}, "ports": [{"port": 9}]})),
+        "warning",
+        "no selected pod declares target port 9",
+    ),
+    ("OBJ4", added("EnvoyFilter", item("ef", "shop", spec={})), "warning", "node proxies do not read it"),
+    ("OPS1", added("Pod", RESTARTED), "warning", "restarted 3 minutes ago: OOMKilled, exit status 137"),
+    (
+        "OPS2",
+        in_page("dump", "workloadState", "uid", "connections", "outbound", 0, "ageSeconds", value=99.0),
+        "warning",
+        "can cut 1 connections",
+    ),
+    ("OPS3", instead("PrometheusRule"), "warning", "no PrometheusRule names ztunnel"),
+    (
+        "OPS3",
+        lambda facts: instead(
+            "Pod", *[{**p, "metadata": {**p["metadata"], "annotations": {}}} for p in facts.listed("Pod")]
+        )(facts),
+        "warning",
+        "nothing reads the proxies' metrics",
+    ),
+]
+
+
+def results_of(facts: Facts, name: str) -> list[CheckResult]:
+    return [each for each in run(CATALOGUE, facts) if each.id == name]
+
+
+@pytest.mark.parametrize(("name", "change", "severity", "fact"), CASES, ids=[f"{c[0]}-{c[3][:30]}" for c in CASES])
+def test_what_fails_a_check(name: str, change: Callable[[Facts], Facts], severity: str, fact: str) -> None:
+    found = results_of(change(healthy()), name)
+    if not severity:
+        assert [each.severity for each in found] == ["ok"]
+        return
+    matching = [each for each in found if fact in each.fact]
+    assert [each.severity for each in matching[:1]] == [severity], found
+    assert matching[0].remedy
+
+
+def test_every_check_has_a_state_that_fails_it() -> None:
+    assert {check.id for check in CATALOGUE} == {name for name, _, severity, _ in CASES if severity}
+
+
+def test_a_missing_fact_skips_and_says_why() -> None:
+    facts = Facts(now_s=NOW_S, cluster_error="the kubeconfig: not found", no_nodes="no ztunnel runs")
+    for each in run(CATALOGUE, facts):
+        assert each.severity == ("error" if each.id == "ACC1" else "skipped"), each
+        assert "not found" in each.fact or "no ztunnel runs" in each.fact
+
+
+def test_a_rust_ztunnel_is_judged_by_its_dump() -> None:
+    def rust(found: NodeFacts) -> NodeFacts:
+        dump = dict(found.dump or {})
+        for ours in ("controlPlane", "denials"):
+            dump.pop(ours)
+        return NodeFacts(dump=dump)
+
+    facts = healthy()
+    for name in ("n1", "n2"):
+        facts = on_node(rust, name)(facts)
+    severities = {each.id: each.severity for each in run(CATALOGUE, facts)}
+    skipped = {name for name, severity in severities.items() if severity == "skipped"}
+    assert skipped == {
+        *(["KRN2", "KRN3", "KRN4", "KRN5", "KRN6", "KRN7", "KRN8", "NET1", "NET3", "XDS1", "XDS2", "POL6", "OPS2"])
+    }
+    assert set(severities.values()) == {"ok", "skipped"}
+
+
+def test_objects_of_another_shape_are_skipped_not_fatal() -> None:
+    facts = healthy()
+    broken = replace(facts, objects={kind: [{"metadata": 7}, {"spec": [1]}] for kind in facts.objects})
+    assert {each.severity for each in run(CATALOGUE, broken)} <= {"ok", "skipped", "warning", "error"}
+
+
+# Choice and summary
+
+
+def test_checks_are_chosen_by_id_and_category() -> None:
+    def names(only: str = "", skip: str = "", *, before: bool = False) -> set[str]:
+        return {check.id for check in chosen(only.split(), skip.split(), before=before)}
+
+    assert names("net3 IDN") == {"NET3", "IDN1", "IDN2", "IDN3"}
+    assert names("IDN", "IDN2") == {"IDN1", "IDN3"}
+    assert {"ACC1", "POL1"} < names(before=True) < names()
+    with pytest.raises(UnknownCheck, match="NET99"):
+        chosen(["NET99"], [], before=False)
+
+
+def test_a_sentence_sums_up_and_warnings_fail_only_if_asked() -> None:
+    results = run(CATALOGUE, on_node(lambda f: replace(f, clock_s=-9.0))(healthy()))
+    answer = answer_of(results)
+    assert (answer.status, answer_of(results, fail_on="warning").status) == (0, 1)
+    number = len(CATALOGUE)
+    assert answer.notes[-1] == f"{number} checks: 0 errors, 1 warning, {number - 1} ok, 0 skipped"
+    assert answer_of(results, {"n2": "no answer"}).status == 2
+
+
+def test_ids_are_documented_and_used_once() -> None:
+    def headings() -> Iterator[str]:
+        yield from re.findall(r"^### ([A-Z]{3}\d)$", PAGE.read_text(), re.MULTILINE)
+
+    ids = [check.id for check in CATALOGUE]
+    assert len(ids) == len(set(ids))
+    assert list(headings()) == ids

@@ -1,0 +1,115 @@
+"""The command ``ztunnel check``.
+
+Exit status: 0 without errors; 1 with an error, or with ``--fail-on warning`` a warning; 2 if a node does not
+answer or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ztunnel.ask.check.catalogue import UnknownCheck, chosen
+from ztunnel.ask.check.gather import ask_agents, gather_facts
+from ztunnel.ask.check.rules.model import CHECK_RESULT, Check, CheckResult, run
+from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_source, failed
+from ztunnel.runtime.console.output import Answer, Silent, emit
+from ztunnel.runtime.settings import duration_s
+
+#: Between two attempts of ``--wait``.
+_AGAIN_S: Final = 5.0
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``check`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run_command`."""
+    command = subparsers.add_parser(
+        "check",
+        help="say whether the cluster is fit for the mesh, before and after installation",
+        description="Check access, deployment, kernels, network, certificates, configuration and policies on all "
+        "nodes. Each finding has the cause and the remedy; docs/check.md explains the ids.",
+    )
+    add_source(command, across=True, saved=True)
+    command.add_argument("--pre", action="store_true", help="before installation: only what makes sense then")
+    command.add_argument("--only", default="", metavar="ID,...", help="only these checks or categories")
+    command.add_argument("--skip", default="", metavar="ID,...", help="without these checks or categories")
+    command.add_argument("--wait", metavar="DURATION", help="try again until nothing is wrong, at most this long")
+    command.add_argument(
+        "--fail-on", choices=("error", "warning"), default="error", help="what makes the exit status 1 (error)"
+    )
+    command.add_argument("--no-cluster", action="store_true", help="ask the proxy only, not the API server")
+    command.add_argument("--list", action="store_true", help="list the checks instead")
+    command.set_defaults(run=run_command)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Check, print and return the exit status."""
+    try:
+        checks = chosen(_names(args.only), _names(args.skip), before=args.pre)
+        until_s = time.monotonic() + (duration_s(args.wait) if args.wait else 0.0)
+    except (UnknownCheck, ValueError) as error:
+        return failed(args, str(error))
+    if args.list:
+        results = [
+            CheckResult(
+                id=check.id,
+                category=check.category,
+                severity="skipped",
+                fact=check.asks,
+                remedy=check.remedy,
+                reference=f"docs/check.md#{check.id.lower()}",
+            )
+            for check in checks
+        ]
+        return emit(Answer(kind=CHECK_RESULT, items=results), args.output)
+    # Without a choice all nodes are meant.
+    chose_one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.no_cluster
+    args.all_nodes = args.all_nodes or not (chose_one or args.file is not None)
+    while True:
+        try:
+            answer = checked(args, checks)
+        except AskFailed as error:
+            return failed(args, str(error))
+        if answer.status == 0 or time.monotonic() + _AGAIN_S > until_s:
+            return emit(answer, args.output)
+        time.sleep(_AGAIN_S)
+
+
+def _names(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def checked(args: argparse.Namespace, checks: Sequence[Check]) -> Answer[CheckResult]:
+    """Gather facts and judge them.
+
+    Raises:
+        AskFailed: ``--file`` cannot be read.
+    """
+    args.agents = {} if args.pre or args.file is not None or not args.all_nodes else ask_agents(args)
+    facts = gather_facts(args, before=args.pre)
+    return answer_of(run(checks, facts), facts.silent, fail_on=args.fail_on)
+
+
+def answer_of(results: Sequence[CheckResult], silent: Any = (), *, fail_on: str = "error") -> Answer[CheckResult]:
+    """Return the answer of results, with one sentence that sums up."""
+    counted = Counter(result.severity for result in results)
+    bad = counted["error"] > 0 or (fail_on == "warning" and counted["warning"] > 0)
+    ids = len({result.id for result in results})
+    sentence = (
+        f"{ids} checks: {_several(counted['error'], 'error')}, {_several(counted['warning'], 'warning')}, "
+        f"{counted['ok']} ok, {counted['skipped']} skipped"
+    )
+    return Answer(
+        kind=CHECK_RESULT,
+        items=results,
+        silent=[Silent(node=node, reason=reason) for node, reason in dict(silent).items()],
+        bad=bad,
+        notes=["", sentence],
+        summary={"checks": ids, **{name: counted[name] for name in ("error", "warning", "ok", "skipped")}},
+    )
+
+
+def _several(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"

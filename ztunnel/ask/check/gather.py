@@ -1,0 +1,272 @@
+"""Gathers facts: objects from the API server, pages from proxies and agents. Nothing is judged here."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Final
+
+from ztunnel.ask.check.rules.model import Facts, NodeFacts, Object
+from ztunnel.ask.inspect.archive import Archive
+from ztunnel.ask.inspect.fleet import gather
+from ztunnel.ask.inspect.source import AskFailed, Pages
+from ztunnel.ask.inspect.tables import is_envoy_dump
+from ztunnel.kube.errors import ApiRefused, KubeError
+from ztunnel.kube.kinds import (
+    DAEMON_SET,
+    MUTATING_WEBHOOK,
+    NAMESPACE,
+    NETWORK_POLICY,
+    NODE,
+    POD,
+    SERVICE,
+    Kind,
+    Selection,
+)
+
+#: The kinds that checks judge.
+KINDS: Final = (
+    *(POD, NAMESPACE, NODE, SERVICE, DAEMON_SET, NETWORK_POLICY, MUTATING_WEBHOOK),
+    Kind("AuthorizationPolicy", "security.istio.io/v1", "authorizationpolicies"),
+    Kind("PeerAuthentication", "security.istio.io/v1", "peerauthentications"),
+    Kind("Sidecar", "networking.istio.io/v1", "sidecars"),
+    Kind("EnvoyFilter", "networking.istio.io/v1alpha3", "envoyfilters"),
+    Kind("Telemetry", "telemetry.istio.io/v1", "telemetries"),
+    Kind("Gateway", "gateway.networking.k8s.io/v1", "gateways"),
+    Kind("PodMonitor", "monitoring.coreos.com/v1", "podmonitors"),
+    Kind("PrometheusRule", "monitoring.coreos.com/v1", "prometheusrules"),
+    Kind("CustomResourceDefinition", "apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False),
+)
+_ACCESS: Final = Kind(
+    "SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews", namespaced=False
+)
+#: What checks need beside lists.
+_VERBS: Final = (("create", "", "pods", "portforward"), ("get", "", "pods", "log"))
+#: The longest wait for the API server.
+_API_S: Final = 5.0
+#: Nodes that one node tries to reach.
+_MOST_REACHED: Final = 20
+_NOT_FOUND: Final = 404
+
+
+def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
+    """Return the facts of a cluster, or of an archive.
+
+    Args:
+        args: the command line; see :mod:`ztunnel.ask.check.command`.
+        before: proxies are not asked.
+    """
+    if args.file is not None:
+        return archived_facts(args)
+    with ThreadPoolExecutor(1, thread_name_prefix="cluster") as pool:
+        cluster = pool.submit(cluster_facts, args) if not args.no_cluster else None
+        facts = Facts(now_s=time.time())
+        nodes = facts if before else _with_nodes(args, facts)
+        if cluster is None:
+            return replace(nodes, cluster_error="--no-cluster")
+        found = cluster.result()
+    return replace(
+        found, nodes=nodes.nodes, silent=nodes.silent, no_nodes="before installation" if before else nodes.no_nodes
+    )
+
+
+# The cluster
+
+
+def cluster_facts(args: argparse.Namespace) -> Facts:
+    """Return what the API server says."""
+    try:
+        return asyncio.run(_cluster(args))
+    except KubeError as error:
+        return Facts(now_s=time.time(), cluster_error=str(error))
+
+
+async def _cluster(args: argparse.Namespace) -> Facts:
+    from ztunnel.kube.client import Client, connect
+
+    async def listed(client: Client, kind: Kind) -> Sequence[Object] | str:
+        try:
+            return await client.list_all(Selection(kind))
+        except ApiRefused as error:
+            if error.status == _NOT_FOUND:
+                return []  # the custom resource is not installed: there are none
+            return str(error)
+        except KubeError as error:
+            return str(error)
+
+    async def allowed(client: Client, verb: str, group: str, resource: str, sub: str = "") -> tuple[str, bool]:
+        attributes = {"verb": verb, "group": group, "resource": resource, "subresource": sub}
+        spec = {"resourceAttributes": attributes}
+        body = {"apiVersion": _ACCESS.api_version, "kind": _ACCESS.name, "metadata": {}, "spec": spec}
+        name = f"{verb} {resource}{f'/{sub}' if sub else ''}"
+        try:
+            answer = await client.create(_ACCESS, "", body)
+        except KubeError:
+            return name, True  # not known: the lists will say
+        return name, bool((answer.get("status") or {}).get("allowed", True))
+
+    kubeconfig = Path(args.kubeconfig) if args.kubeconfig else None
+    limit_s = args.request_timeout or _API_S
+    connecting = connect(kubeconfig, context=args.context or None, as_user=args.as_user, limit_s=limit_s)
+    async with connecting as client:
+        began_s = time.time()
+        version, date = await client.version()
+        clock_s = clock(date, began_s, time.time())
+        verbs = [*_VERBS, *(("list", _group(kind), kind.plural, "") for kind in KINDS)]
+        access = await asyncio.gather(*(allowed(client, *verb) for verb in verbs))
+        found = await asyncio.gather(*(listed(client, kind) for kind in KINDS))
+    objects = {kind.name: items for kind, items in zip(KINDS, found, strict=True)}
+    return Facts(now_s=time.time(), version=version, clock_s=clock_s, objects=objects, access=dict(access))
+
+
+def _group(kind: Kind) -> str:
+    return kind.api_version.rpartition("/")[0]
+
+
+def clock(date: str, began_s: float, ended_s: float) -> float | None:
+    """Return how far a server's clock is ahead of this machine's; ``None`` without a ``Date``.
+
+    A ``Date`` has whole seconds, so half a second is added to it.
+    """
+    try:
+        return parsedate_to_datetime(date).timestamp() + 0.5 - (began_s + ended_s) / 2
+    except ValueError:
+        return None
+
+
+# Nodes
+
+
+def _with_nodes(args: argparse.Namespace, facts: Facts) -> Facts:
+    try:
+        found = gather(args, look)
+    except AskFailed as error:
+        return replace(facts, no_nodes=str(error))
+    nodes = {node or str((each.check or {}).get("node") or "node"): each for node, each in found.by_node.items()}
+    if found.across:
+        nodes = {node: replace(each, **_agent(args, node)) for node, each in nodes.items()}
+    return replace(facts, nodes=nodes, silent={each.node: each.reason for each in found.silent})
+
+
+def _agent(args: argparse.Namespace, node: str) -> dict[str, Any]:
+    return dict(args.agents.get(node) or {})
+
+
+def ask_agents(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return ``/check`` and ``/audit`` of every node agent by node; empty where there are no agents."""
+
+    def pages(agent: Pages) -> dict[str, Any]:
+        return {"agent": _page(agent, "/check"), "audit": _page(agent, "/audit")}
+
+    try:
+        found = gather(args, pages, agent=True)
+    except AskFailed:
+        return {}
+    return {node: page for node, page in found.by_node.items() if node}
+
+
+def _page(pages: Pages, path: str) -> Any:
+    try:
+        found = pages.json(path)
+    except AskFailed:
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def look(pages: Pages) -> NodeFacts:
+    """Return what one proxy says, and have it try port 15008 on other nodes.
+
+    Raises:
+        AskFailed: it does not answer.
+    """
+    dump = pages.json("/config_dump")
+    if is_envoy_dump(dump) or not isinstance(dump, Mapping):
+        return NodeFacts()
+    began_s = time.time()
+    try:
+        check = pages.json("/check")
+    except AskFailed as error:
+        if error.status != _NOT_FOUND:
+            raise
+        return NodeFacts(dump=dump)
+    ended_s = time.time()
+    clock_s = None
+    if not pages.saved:
+        clock_s = _seconds(check.get("time")) - (began_s + ended_s) / 2
+    reached = [] if pages.saved else [_reach(pages, node, address) for node, address in targets(dump)]
+    return NodeFacts(dump=dump, check=check, clock_s=clock_s, reached=reached)
+
+
+def _seconds(time_: object) -> float:
+    from ztunnel.ask.check.rules.objects import seconds_of
+
+    return seconds_of(time_) or 0.0
+
+
+def targets(dump: Mapping[str, Any], most: int = _MOST_REACHED) -> list[tuple[str, str]]:
+    """Return one pod that takes tunnels on each other node: node and address."""
+    own = (dump.get("config") or {}).get("localNode")
+    found: dict[str, str] = {}
+    for each in dump.get("workloads") or ():
+        node, addresses = each.get("node"), each.get("workloadIps") or ()
+        takes = each.get("protocol") == "HBONE" and each.get("status", "Healthy") == "Healthy"
+        if node and node != own and takes and addresses and each.get("networkMode", "Standard") == "Standard":
+            found.setdefault(str(node), str(addresses[0]))
+    return sorted(found.items())[:most]
+
+
+def _reach(pages: Pages, node: str, address: str) -> dict[str, Any]:
+    try:
+        answer = dict(pages.json("/check", {"reach": address}))
+    except AskFailed as error:
+        return {"node": node, "address": address, "error": str(error)}
+    return {"node": node, **answer}
+
+
+# Archives
+
+
+def archived_facts(args: argparse.Namespace) -> Facts:
+    """Return the facts in an archive of ``ztunnel bug-report``, or in a single saved dump.
+
+    Raises:
+        AskFailed: the file cannot be read.
+    """
+    found = gather(args, look)
+    if not found.across:
+        return Facts(
+            now_s=time.time(),
+            cluster_error=f"{args.file} has no objects of a cluster",
+            nodes={node or "node": each for node, each in found.by_node.items()},
+        )
+    archive = Archive.read(args.file)
+    index = json.loads(archive.files["index.json"])
+    objects: dict[str, Sequence[Object] | str] = {kind.name: "not in the archive" for kind in KINDS}
+    for name, data in archive.files.items():
+        if name.startswith("objects/"):
+            items = json.loads(data).get("items")
+            objects[name.removeprefix("objects/").removesuffix(".json")] = items if isinstance(items, list) else []
+    nodes = {
+        node: replace(each, agent=_agent_page(archive, node, "check"), audit=_agent_page(archive, node, "audit"))
+        for node, each in found.by_node.items()
+    }
+    return Facts(
+        now_s=_seconds(index.get("time")) or time.time(),
+        cluster_error=str(index.get("clusterError") or ""),
+        version=index.get("kubernetes") or {},
+        objects=objects,
+        nodes=nodes,
+        silent={str(each.get("node")): str(each.get("reason")) for each in index.get("silent") or ()},
+    )
+
+
+def _agent_page(archive: Archive, node: str, page: str) -> Any:
+    found = archive.files.get(f"nodes/{node}/agent/{page}")
+    return None if found is None else json.loads(found)

@@ -1,0 +1,137 @@
+"""Certificates and roots, as each proxy's dump has them. Pure."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, error, warning
+from ztunnel.ask.check.rules.objects import seconds_of
+
+#: Renewal is due at half of a certificate's life; below this share it has failed for some time.
+_LEFT: Final = 0.4
+_ROOT_WARN_S: Final = 60 * 86400.0
+_ROOT_S: Final = 7 * 86400.0
+
+
+def certificates(facts: Facts) -> Iterator[Finding]:
+    """Judge the state of each identity, and how much of its certificate's life is left."""
+    for node, dump in facts.dumps():
+        for each in dump.get("certificates") or ():
+            identity, state = str(each.get("identity")), str(each.get("state"))
+            if state.startswith("Unavailable"):
+                yield error(f"no certificate: {state.partition(':')[2].strip() or state}", identity, node)
+            for leaf in (each.get("certChain") or ())[:1]:
+                left = _share_left(leaf, facts.now_s)
+                if left is not None and left <= 0:
+                    yield error(f"its certificate ended at {leaf.get('expirationTime')}", identity, node)
+                elif left is not None and left < _LEFT:
+                    yield warning(
+                        f"{left:.0%} of its certificate's life is left, until {leaf.get('expirationTime')}",
+                        identity,
+                        node,
+                    )
+
+
+def _share_left(entry: Mapping[str, Any], now_s: float) -> float | None:
+    begin, end = seconds_of(entry.get("validFrom")), seconds_of(entry.get("expirationTime"))
+    return None if begin is None or end is None or end <= begin else (end - now_s) / (end - begin)
+
+
+def authorities(facts: Facts) -> Iterator[Finding]:
+    """Judge intermediates and roots, each once."""
+    seen: dict[tuple[str, str], list[str]] = {}
+    ends: dict[tuple[str, str], str] = {}
+    for node, dump in facts.dumps():
+        for each in dump.get("certificates") or ():
+            for kind, entries in (
+                ("intermediate", (each.get("certChain") or ())[1:]),
+                ("root", each.get("rootCerts") or ()),
+            ):
+                for entry in entries:
+                    key = (kind, str(entry.get("serialNumber")))
+                    ends[key] = min(ends.get(key, "9999"), str(entry.get("expirationTime")))
+                    nodes = seen.setdefault(key, [])
+                    if node not in nodes:
+                        nodes.append(node)
+    for key, nodes in seen.items():
+        end = seconds_of(ends[key])
+        if end is not None and end - facts.now_s < _ROOT_WARN_S:
+            make = error if end - facts.now_s < _ROOT_S else warning
+            kind, serial = key
+            yield make(f"the {kind} {serial} ends at {ends[key]}; {len(nodes)} nodes have it", f"{kind} {serial}")
+
+
+def trust(facts: Facts) -> Iterator[Finding]:
+    """Judge whether each node's leaf verifies at the others, and whether their roots are the same."""
+    roots: dict[str, dict[bytes, x509.Certificate]] = {}
+    chains: dict[str, list[x509.Certificate]] = {}
+    for node, dump in facts.dumps():
+        for each in dump.get("certificates") or ():
+            held = [found for entry in each.get("rootCerts") or () if (found := _certificate(entry)) is not None]
+            roots.setdefault(node, {}).update({root.public_bytes(Encoding.DER): root for root in held})
+            chain = [found for entry in each.get("certChain") or () if (found := _certificate(entry)) is not None]
+            if chain:
+                chains.setdefault(node, chain)
+    if len(roots) < 2:
+        raise NotGathered("fewer than two nodes have certificates")
+    for node, chain in chains.items():
+        refusing = [
+            other for other, held in roots.items() if other != node and not _verifies(chain, held.values())
+        ]
+        if refusing:
+            yield error(
+                f"its certificates are not trusted on {_few(refusing)}: no root there has issued them", node=node
+            )
+    sets: dict[frozenset[bytes], list[str]] = {}
+    for node, of_node in roots.items():
+        sets.setdefault(frozenset(of_node), []).append(node)
+    if len(sets) > 1:
+        parts = (f"{len(each)} roots on {_few(nodes)}" for each, nodes in sets.items())
+        yield warning(f"nodes have {len(sets)} different sets of roots: {'; '.join(parts)}")
+
+
+def _certificate(entry: Mapping[str, Any]) -> x509.Certificate | None:
+    try:
+        return x509.load_pem_x509_certificate(base64.b64decode(str(entry.get("pem") or "")))
+    except ValueError:
+        return None
+
+
+def _verifies(chain: list[x509.Certificate], roots: Any) -> bool:
+    """Return whether a root has issued the last certificate of a chain, or is it."""
+    top = chain[-1]
+    for root in roots:
+        if root == top:
+            return True
+        try:
+            top.verify_directly_issued_by(root)
+        except (ValueError, TypeError, InvalidSignature):
+            continue
+        return True
+    return False
+
+
+def _few(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+CHECKS: Final = (
+    Check(
+        id="IDN1", asks="each identity has a certificate that is renewed", judge=certificates,
+        remedy="`ztunnel certificates` has the last error; see the token and the CA's address.",
+    ),
+    Check(
+        id="IDN2", asks="how long intermediates and roots last", judge=authorities,
+        remedy="Add the new root everywhere, then change the issuer.",
+    ),
+    Check(
+        id="IDN3", asks="nodes trust each other's certificates", judge=trust,
+        remedy="Roll the proxies that have the old set of roots.",
+    ),
+)  # fmt: skip

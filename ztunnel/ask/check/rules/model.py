@@ -1,0 +1,256 @@
+"""Checks as values: each has an id, a remedy and a pure function from gathered facts to findings. Pure.
+
+Ids are never used twice. A fact that could not be gathered raises :class:`NotGathered`, and the check counts as
+skipped, with the reason: neither good nor bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+from ztunnel.runtime.console.output import Column, Item, Kind
+
+Object = Mapping[str, Any]
+
+
+class Severity(StrEnum):
+    """What a finding means; of a check its worst finding."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+    SKIPPED = "skipped"
+
+
+class NotGathered(Exception):
+    """A fact is not known; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a check found.
+
+    Attributes:
+        fact: one sentence.
+        about: the object, such as ``pod shop/web``. Empty for the cluster.
+        node: empty if it is not about one.
+        severity: ``WARNING`` or ``ERROR``.
+    """
+
+    fact: str
+    about: str = ""
+    node: str = ""
+    severity: Severity = Severity.ERROR
+
+
+def warning(fact: str, about: str = "", node: str = "") -> Finding:
+    """Return a finding that is a warning."""
+    return Finding(fact, about, node, Severity.WARNING)
+
+
+def error(fact: str, about: str = "", node: str = "") -> Finding:
+    """Return a finding that is an error."""
+    return Finding(fact, about, node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a node's proxy and agent say.
+
+    Attributes:
+        dump: ``/config_dump`` of a proxy of an Istio mesh, ours or the Rust ztunnel's.
+        check: ``/check`` of our proxy; ``None`` of the Rust ztunnel.
+        clock_s: the proxy's clock less that of this machine at the middle of the request.
+        reached: trials of port 15008 on other nodes: node, address, seconds, error.
+        agent: ``/check`` of our node agent.
+        audit: ``/audit`` of our node agent.
+    """
+
+    dump: Mapping[str, Any] | None = None
+    check: Mapping[str, Any] | None = None
+    clock_s: float | None = None
+    reached: Sequence[Mapping[str, Any]] = ()
+    agent: Mapping[str, Any] | None = None
+    audit: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that checks judge.
+
+    Attributes:
+        now_s: Unix time.
+        cluster_error: why the API server does not answer. Empty if it does.
+        version: of the API server, its ``/version``.
+        clock_s: the API server's clock less that of this machine.
+        objects: by kind; a text says why they are not known.
+        access: verbs that checks need, such as ``list pods``, and whether they are allowed.
+        nodes: by name.
+        silent: nodes with a proxy that does not answer, and why.
+        no_nodes: why no proxy was asked. Empty if some were.
+        selected: the user's choice of nodes does not cover all of them.
+    """
+
+    now_s: float
+    cluster_error: str = ""
+    version: Mapping[str, Any] = field(default_factory=dict)
+    clock_s: float | None = None
+    objects: Mapping[str, Sequence[Object] | str] = field(default_factory=dict)
+    access: Mapping[str, bool] = field(default_factory=dict)
+    nodes: Mapping[str, NodeFacts] = field(default_factory=dict)
+    silent: Mapping[str, str] = field(default_factory=dict)
+    no_nodes: str = ""
+
+    def listed(self, kind: str) -> Sequence[Object]:
+        """Return the objects of a kind.
+
+        Raises:
+            NotGathered: they are not known.
+        """
+        if self.cluster_error:
+            raise NotGathered(self.cluster_error)
+        found = self.objects.get(kind, f"{kind} was not asked for")
+        if isinstance(found, str):
+            raise NotGathered(found)
+        return found
+
+    def dumps(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the dump of each node's proxy.
+
+        Raises:
+            NotGathered: there is none at all.
+        """
+        yield from self._of_nodes(lambda node: node.dump, "no proxy of an Istio mesh has answered")
+
+    def checks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield ``/check`` of each node's proxy.
+
+        Raises:
+            NotGathered: there is none at all.
+        """
+        yield from self._of_nodes(lambda node: node.check, "no proxy of this project has answered")
+
+    def kernels(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield node, ``proxy`` or ``agent``, and the facts of the kernel as that process sees them.
+
+        Raises:
+            NotGathered: there is none at all.
+        """
+        found = False
+        for name, node in self.nodes.items():
+            for who, page in (("proxy", node.check), ("agent", node.agent)):
+                if page is not None and isinstance(page.get("kernel"), Mapping):
+                    found = True
+                    yield name, who, page["kernel"]
+        if not found:
+            raise NotGathered(self.no_nodes or "no proxy or agent of this project has answered")
+
+    def _of_nodes(
+        self, get: Callable[[NodeFacts], Mapping[str, Any] | None], nothing: str
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        found = False
+        for name, node in self.nodes.items():
+            page = get(node)
+            if page is not None:
+                found = True
+                yield name, page
+        if not found:
+            raise NotGathered(self.no_nodes or nothing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check.
+
+    Attributes:
+        id: such as ``NET3``.
+        asks: what it looks at.
+        remedy: what a person does about its findings.
+        judge: yields findings; none is ok.
+        before: it makes sense before installation.
+    """
+
+    id: str
+    asks: str
+    remedy: str
+    judge: Callable[[Facts], Iterable[Finding]]
+    before: bool = False
+
+    @property
+    def category(self) -> str:
+        """The letters of the id."""
+        return self.id.rstrip("0123456789")
+
+
+class CheckResult(Item, frozen=True, kw_only=True):
+    """A finding of a check, or a check that is ok or skipped. ``reference`` is its anchor in docs/check.md."""
+
+    id: str
+    category: str
+    severity: Literal["ok", "warning", "error", "skipped"]
+    object: str | None = None
+    fact: str
+    remedy: str | None = None
+    reference: str
+
+
+_MARKS: Final = {"ok": "ok", "warning": "WARNING", "error": "ERROR", "skipped": "skipped"}
+
+CHECK_RESULT: Final[Kind[CheckResult]] = Kind(
+    name="CheckResult",
+    several="checks",
+    item=CheckResult,
+    identity=lambda item: item.id,
+    columns=(
+        Column("ID", "id"),
+        Column("RESULT", lambda item: _MARKS[item.severity]),
+        Column("NODE", "node"),
+        Column("OBJECT", "object"),
+        Column("FACT", "fact"),
+        Column("REMEDY", "remedy"),
+    ),
+)
+
+
+def run(checks: Iterable[Check], facts: Facts) -> list[CheckResult]:
+    """Return the results of checks, in their order."""
+    results: list[CheckResult] = []
+    for check in checks:
+        try:
+            findings = list(check.judge(facts))
+        except NotGathered as reason:
+            results.append(_result(check, Severity.SKIPPED, f"{check.asks}: not known: {reason}"))
+            continue
+        except (TypeError, AttributeError, KeyError, ValueError) as wrong:  # an object of another shape
+            results.append(_result(check, Severity.SKIPPED, f"{check.asks}: unexpected form: {wrong!r}"))
+            continue
+        if not findings:
+            results.append(_result(check, Severity.OK, check.asks))
+        results += [
+            _result(check, each.severity, each.fact, each.about or None, each.node or None, check.remedy)
+            for each in findings
+        ]
+    return results
+
+
+def _result(
+    check: Check,
+    severity: Severity,
+    fact: str,
+    about: str | None = None,
+    node: str | None = None,
+    remedy: str | None = None,
+) -> CheckResult:
+    return CheckResult(
+        id=check.id,
+        category=check.category,
+        severity=severity.value,
+        object=about,
+        node=node,
+        fact=fact,
+        remedy=remedy,
+        reference=f"docs/check.md#{check.id.lower()}",
+    )

@@ -1,0 +1,119 @@
+"""``/check``: facts for ``ztunnel check``, and with ``?reach=ADDRESS`` a trial of port 15008.
+
+The trial ends with the handshake: nothing is sent afterwards. Only addresses of workloads of the mesh that take
+tunnels are tried, so that the page is no scanner of ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import ssl
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import xxhash
+
+from xds.model.workload import Protocol
+from ztunnel.proxy.istio.admin import config_dump
+from ztunnel.proxy.istio.admin.inspected import InspectedProxy
+from ztunnel.proxy.istio.xds import mesh_dump
+from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, text
+from ztunnel.runtime.kernel_facts import kernel_facts
+
+HBONE_PORT: Final = 15008
+#: Longer than a SYN and two of its repetitions take.
+_REACH_S: Final = 8.0
+#: Entries of the mesh between two turns of the loop.
+_SLICE: Final = 64
+#: Refused resources that are listed.
+_MOST_REFUSED: Final = 100
+
+
+async def check_page(proxy: InspectedProxy, request: PageRequest) -> Page:
+    """Return the facts, or those of a trial."""
+    wanted = request.query.get("reach")
+    if wanted is None:
+        return text(json.dumps(await facts(proxy), indent=1) + "\n", content_type=JSON)
+    try:
+        address = str(ipaddress.ip_address(wanted))
+    except ValueError:
+        return text(f"reach: no address: {wanted!r}\n", 400, PLAIN)
+    if not _takes_tunnels(proxy, address):
+        return text(f"reach: no workload of the mesh takes tunnels at {address}\n", 400, PLAIN)
+    return text(json.dumps(await reach(address)) + "\n", content_type=JSON)
+
+
+async def facts(proxy: InspectedProxy) -> dict[str, Any]:
+    """Return the facts of the proxy and its node as values of JSON."""
+    control, config, mesh = proxy.control, proxy.config, proxy.mesh
+    refused = [dict(zip(("type", "name", "reason"), each, strict=True)) for each in control.refused()]
+    ago_s = control.updated_ago_s
+    return {
+        "time": datetime.fromtimestamp(proxy.clock.wall(), UTC).isoformat(timespec="milliseconds"),
+        "upSeconds": round(proxy.clock.monotonic() - proxy.started_s, 1),
+        "node": config.node,
+        "version": config_dump.version_entry(config.version_tag),
+        "drainSeconds": config.drain_s,
+        "ipv6": config.ipv6,
+        "ready": not proxy.readiness.pending,
+        "pending": sorted(proxy.readiness.pending),
+        "controlPlane": {
+            **config_dump.control_plane_entry(proxy),
+            "updatedSecondsAgo": None if ago_s is None else round(ago_s, 1),
+            "refused": refused[:_MOST_REFUSED],
+            "refusedTotal": len(refused),
+        },
+        "mesh": {
+            "workloads": await fingerprint(mesh_dump.workloads(mesh)),
+            "services": await fingerprint(mesh_dump.services(mesh)),
+            "policies": await fingerprint(mesh_dump.policies(mesh, {})),
+        },
+        "kernel": kernel_facts(),
+    }
+
+
+async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the number of entries of a dump, and a hash that does not depend on their order.
+
+    Connections get the loop after each :data:`_SLICE` entries.
+    """
+    total, number = 0, 0
+    for entry in entries:
+        total ^= xxhash.xxh64_intdigest(json.dumps(entry, sort_keys=True).encode())
+        number += 1
+        if not number % _SLICE:
+            await asyncio.sleep(0)
+    return {"number": number, "hash": f"{total:016x}"}
+
+
+def _takes_tunnels(proxy: InspectedProxy, address: str) -> bool:
+    workload = proxy.mesh.workload_at(proxy.config.network, address)
+    return workload is not None and workload.protocol is Protocol.HBONE
+
+
+async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
+    """Shake hands with an address as TLS 1.3 with ALPN h2, without a certificate of ours, and return how it went.
+
+    The server refuses us only after its own part, so that a finished handshake shows an open port and whose it is.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    error = ""
+    try:
+        async with asyncio.timeout(_REACH_S):
+            _, writer = await asyncio.open_connection(address, port, ssl=context)
+            writer.transport.abort()
+    except TimeoutError:
+        error = f"no answer in {_REACH_S:g} s"
+    except ssl.SSLError as failed:
+        error = f"TLS: {failed.reason or failed}"
+    except OSError as failed:
+        error = failed.strerror or str(failed)
+    return {"address": address, "port": port, "seconds": round(loop.time() - began_s, 4), "error": error}
