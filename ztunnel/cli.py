@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "sidecar.init": ("init",),
     "sidecar.inject": ("inject", "gate", "drain"),
     "ask.inspect": (
-        *("status", "connections", "workloads", "services", "policies", "certificates", "denials"),
+        *("status", "connections", "workloads", "services", "policies", "certificates", "denials", "nodes"),
         *("explain", "config", "log", "completion", "tap", "audit"),
     ),
     "node.intercept": ("intercept",),
@@ -58,7 +58,17 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 #: The commands by what a person wants, in the order of the help.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ask": (
-        *("check", "status", "connections", "denials", "policies", "certificates", "workloads", "services"),
+        *(
+            "check",
+            "nodes",
+            "status",
+            "connections",
+            "denials",
+            "policies",
+            "certificates",
+            "workloads",
+            "services",
+        ),
         *("explain", "simulate", "audit", "config", "log", "limits", "tap", "addons"),
     ),
     "Run": ("proxy", "agent", "control-plane", "authz", "policy", "netpol"),

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from xds.errors import ConfigError
-from ztunnel.ask.inspect import audit, explain, kinds, tap
+from ztunnel.ask.inspect import audit, explain, kinds, nodes, tap
 from ztunnel.ask.inspect.completion import SCRIPTS
 from ztunnel.ask.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.ask.inspect.fleet import Found, gather, items_of, selected_pods
@@ -33,14 +33,11 @@ from ztunnel.ask.inspect.tables import (
     is_envoy_dump,
     mesh_dump,
 )
-from ztunnel.ask.inspect.watch import watch
+from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.console.arguments import some_seconds
 from ztunnel.runtime.console.output import Answer, Kind, emit, emit_object
 
 _NOT_FOUND: Final = 404
-#: Between two looks of ``--watch``.
-_LOOK_S: Final = 2.0
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -53,6 +50,7 @@ def add_arguments(subparsers: Any) -> None:
         add_filters(table)
         add_watch(table)
         table.set_defaults(run=_table)
+    nodes.add_arguments(subparsers)
     explain.add_arguments(subparsers)
     config = subparsers.add_parser(
         "config",
@@ -90,18 +88,6 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="LABELS",
         help="by kubectl: the proxies of pods with these labels, and of connections only theirs",
-    )
-
-
-def add_watch(parser: argparse.ArgumentParser) -> None:
-    """Add ``--watch``."""
-    parser.add_argument(
-        *("-w", "--watch"),
-        nargs="?",
-        type=_interval_s,
-        const=_LOOK_S,
-        metavar="SECONDS",
-        help=f"again and again, each {_LOOK_S:g} s: the table on a terminal, else what comes and goes",
     )
 
 
@@ -155,14 +141,6 @@ def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
         item if len(nodes) == len(by_node) else msgspec.structs.replace(item, seen_by=tuple(nodes))
         for item, nodes in seen.values()
     ]
-
-
-def _interval_s(text: str) -> float:
-    """Read the argument of ``--watch``."""
-    value = some_seconds(text)
-    if value >= 86400:
-        raise argparse.ArgumentTypeError(f"must be less than a day: {text!r}")
-    return value
 
 
 def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any]]:

@@ -7,6 +7,7 @@ A terminal is redrawn. A pipe gets the existing items and then immediately a lin
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from ztunnel.ask.inspect.source import AskFailed
+from ztunnel.runtime.console.arguments import some_seconds
 from ztunnel.runtime.console.output import Answer, Format, Item, Kind, table
 from ztunnel.runtime.console.terminal import printable
 from ztunnel.runtime.console.text_table import aligned
@@ -25,7 +27,30 @@ from ztunnel.runtime.console.text_table import aligned
 _CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 _WORDS: Final = {" ": "open", "+": "opened", "-": "closed"}
 
+#: Between two looks.
+_LOOK_S: Final = 2.0
+
 Change = tuple[str, Any]
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Add ``--watch``."""
+    parser.add_argument(
+        *("-w", "--watch"),
+        nargs="?",
+        type=_interval_s,
+        const=_LOOK_S,
+        metavar="SECONDS",
+        help=f"again and again, each {_LOOK_S:g} s: the table on a terminal, else what comes and goes",
+    )
+
+
+def _interval_s(text: str) -> float:
+    """Read the argument of ``--watch``."""
+    value = some_seconds(text)
+    if value >= 86400:
+        raise argparse.ArgumentTypeError(f"must be less than a day: {text!r}")
+    return value
 
 
 def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> Iterator[Change]:

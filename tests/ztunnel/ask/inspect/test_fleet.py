@@ -14,7 +14,9 @@ from tests.ztunnel.ask.inspect.test_commands import RUST, pages
 from tests.ztunnel.ask.inspect.test_kubectl import pod
 from ztunnel.ask.inspect.fleet import MOST_AT_ONCE, ask_all
 from ztunnel.ask.inspect.kubectl import PROXY, Kubectl
+from ztunnel.ask.inspect.nodes import NODE_STATUS, of_mesh
 from ztunnel.cli import main
+from ztunnel.runtime.console.output import Answer, table
 
 Said = pytest.CaptureFixture[str]
 SCHEMAS = Path(__file__).parents[4] / "docs" / "schemas"
@@ -142,3 +144,44 @@ def test_few_nodes_are_asked_at_a_time(cluster: Path) -> None:
     assert list(found.by_node) == list(places)
     assert not found.silent
     assert most == MOST_AT_ONCE
+
+
+def test_a_line_for_each_node(cluster: Path, capsys: Said) -> None:
+    assert main(["nodes"]) == 1  # a certificate is missing
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["NODE", "VERSION", "READY"]
+    assert [line.split()[0] for line in lines] == ["n1", "n2"]
+    assert main(["nodes", "-o", "json"]) == 1
+    first, _ = told(capsys)["items"]
+    assert (first["podsUp"], first["pods"], first["certificates"], first["certificatesMissing"]) == (1, 2, 1, 1)
+    assert (first["ready"], first["denials"], first["connections"]) == (None, None, 2)
+    assert first["firstExpiry"] == "2026-11-22T11:25:15Z"
+
+
+def test_the_oldest_connection_of_our_proxy_is_named() -> None:
+    def connection(age: float, source: str) -> dict[str, Any]:
+        return {"src": source, "actualDst": "10.0.0.9:80", "ageSeconds": age}
+
+    dump = {
+        "workloads": [],
+        "certificates": [],
+        "controlPlane": {"address": "i:1", "connected": False, "awaySeconds": 70.0},
+        "denials": [{"count": 3}, {"count": 4}],
+        "workloadState": {
+            "u": {
+                "info": {"name": "a", "namespace": "shop"},
+                "connections": {"inbound": [connection(5.0, "x:1")], "outbound": [connection(90.0, "y:2")]},
+            }
+        },
+    }
+    check = {"ready": True, "controlPlane": {"updatedSecondsAgo": 12.5}}
+    found = of_mesh(dump, check)
+    assert (found.oldest_seconds, found.oldest) == (90.0, "shop/a y:2 to 10.0.0.9:80")
+    assert (found.ready, found.connected, found.away_seconds, found.last_update_seconds) == (
+        True,
+        False,
+        70.0,
+        12.5,
+    )
+    assert found.denials == 7
+    assert table(Answer(kind=NODE_STATUS, items=[found]))[1][3:5] == ("LOST 1m10s ago", "12s")
