@@ -313,6 +313,7 @@ LAYERS = {
         "policy/authz",
         "policy/netpol",
         "policy/policysync",
+        "proxy/addons",
         "proxy/envoy",
         "proxy/istio",
         "sidecar/init",

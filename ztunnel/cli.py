@@ -333,6 +333,10 @@ def run_proxy(settings: "Settings", *, validate: bool) -> int:
             )
             found = findings_of(bootstrap) if validate else Findings([])
         if validate:
+            if settings.addons is not None:
+                from ztunnel.proxy.addons.load import faults_of
+
+                found.faults.extend(faults_of(settings.addons))
             for fault in found.faults:
                 print(fault)
             summary = f"configuration is valid: {found.checked()}"

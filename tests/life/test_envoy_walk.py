@@ -48,8 +48,12 @@ from tests.ztunnel.proxy.envoy.rig import (
     tls,
 )
 from tests.ztunnel.proxy.envoy.test_lives import AnyPort, free_port
+from ztunnel.addons import Addon, Facts
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.dataplane.life import Event, State
 from ztunnel.proxy.envoy import app
+from ztunnel.proxy.envoy.path.addons import StreamAddons
 from ztunnel.proxy.envoy.path.dial import Dialler
 
 OTHER = "spiffe://td/ns/a/sa/other"
@@ -91,6 +95,26 @@ class Held(ABC):
                 return await connecting(self, cluster, address, options)
 
             monkeypatch.setattr(Dialler, "connect", slow)
+        if state is State.HELD:
+            self._hold_by_addon()
+
+    def _hold_by_addon(self) -> None:
+        """Have an addon whose answer waits for the release. Of a tunnel it holds the inbound half."""
+        gate, secured = self._gate, self.secured
+
+        class Waits(Addon):
+            time_limit_s = 60.0
+
+            async def connecting(self, facts: Facts) -> None:
+                if not secured:
+                    await gate.wait()
+
+            async def accepting(self, facts: Facts) -> None:
+                await gate.wait()
+
+        proxy = self.rig.proxy
+        host = AddonHost([load_class(Waits, {})])
+        proxy.connections.addons = StreamAddons(host, proxy.decisions)
 
     # Configuration
 
@@ -347,9 +371,9 @@ async def through(tunnel: Tunnel) -> Open:
 carrying: set[asyncio.Future[None]] = set()
 
 KINDS: dict[type[Held], list[State]] = {
-    Plain: [State.ACCEPTED, State.DIALING, State.OPEN],
-    Wire: [State.HANDSHAKE, State.DIALING, State.OPEN],
-    Joined: [State.DIALING, State.JOINED],
+    Plain: [State.ACCEPTED, State.HELD, State.DIALING, State.OPEN],
+    Wire: [State.HANDSHAKE, State.HELD, State.DIALING, State.OPEN],
+    Joined: [State.HELD, State.DIALING, State.JOINED],
 }
 EVENTS = [
     (Event.POLICIES, ""),

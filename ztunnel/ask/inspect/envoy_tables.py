@@ -14,6 +14,7 @@ from ztunnel.ask.inspect import kinds
 from ztunnel.ask.inspect.ages import shown_span
 from ztunnel.ask.inspect.tables import (
     Dump,
+    addon_facts,
     cell,
     control_plane,
     counted,
@@ -105,6 +106,7 @@ def status(pages: Pages) -> Iterator[kinds.Fact]:
     yield fact("clusters", str(len(clusters)))
     if pages["/connections"] is not None:
         yield fact("connections", str(len(pages["/connections"].get("connections") or [])))
+    yield from addon_facts(pages.get("/addons") or [])
     leaves = [each for each in certificates(pages) if each.type == "Leaf"]
     first = f", the first ends {min(each.not_after or '-' for each in leaves)}" if leaves else ""
     yield fact("certificates", f"{len(leaves)}{first}")
@@ -207,7 +209,7 @@ ENVOY_TABLES: Final = {
         ("/server_info", "/clusters", "/certs", "/init_dump"),
         status,
         kinds.FACT,
-        optional=("/connections", "/denials", "/stats"),
+        optional=("/connections", "/denials", "/stats", "/addons"),
     ),
 }
 

@@ -63,6 +63,7 @@ from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.taps import Taps
 
@@ -91,6 +92,7 @@ class Proxy:
         self.failing_health_checks = False
         self.policies: LivePolicies | None = None
         self.taps: Taps | None = None
+        self.addons: AddonProcess | None = None
         self._state = State.PRE_INITIALIZING
         self._stop = asyncio.Event()
         self._tasks = Tasks("proxy")
@@ -112,6 +114,7 @@ class Proxy:
         self._build_clusters()
         table = ListenerTable()
         self._build_data_path(table)
+        self._build_addons()
         self._build_listeners(table)
         self._server_stats()
 
@@ -221,6 +224,16 @@ class Proxy:
             clock=self.clock,
         )
 
+    def _build_addons(self) -> None:
+        if self.settings.addons is None:
+            return
+        # Most proxies have no addons, and save the memory.
+        from ztunnel.proxy.addons.process import AddonProcess
+        from ztunnel.proxy.envoy.path.addons import StreamAddons
+
+        self.addons = AddonProcess(self.settings.addons)
+        self.connections.addons = StreamAddons(self.addons.host, self.decisions)
+
     def _build_listeners(self, table: ListenerTable) -> None:
         self.listeners = ListenerManager(
             table,
@@ -324,7 +337,10 @@ class Proxy:
             delays = LoopDelays(
                 misses=server.counter("watchdog_miss"), stalls=server.counter("watchdog_mega_miss")
             )
-            stack.enter_context(Watchdog(delays))
+            named = self.addons.host.current.name if self.addons is not None else None
+            stack.enter_context(Watchdog(delays, culprit=named))
+            if self.addons is not None:
+                await stack.enter_async_context(self.addons)
             if self.settings.otlp is not None:
                 await stack.enter_async_context(self._exported(self.settings.otlp))
             stack.callback(self.poller.close)

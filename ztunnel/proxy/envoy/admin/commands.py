@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
+from ztunnel.proxy.addons.report import page as addon_page
 from ztunnel.proxy.envoy.admin import (
     certs,
     clusters,
@@ -70,6 +71,12 @@ def _home(_: Asked) -> Page:
 
 def _help(_: Asked) -> Page:
     return text(help_text(COMMANDS))
+
+
+def _addons(asked: Asked) -> Page:
+    addons = asked.proxy.addons
+    shown = addon_page(addons.host.report()) if addons is not None else []
+    return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
 
 
 def _certs(asked: Asked) -> Page:
@@ -321,6 +328,7 @@ _STATS_PARAMETERS = (
 
 COMMANDS: tuple[Command, ...] = (
     Command("/", "Admin home page", _home),
+    Command("/addons", "print addons with their calls, time, denials and faults", _addons),
     Command("/certs", "print certs on machine", _certs),
     Command(
         "/clusters",

@@ -24,6 +24,7 @@ from ztunnel.runtime.http.page import Page, Query
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
+    from ztunnel.proxy.addons.process import AddonProcess
 
 
 class InspectedProxy(Protocol):
@@ -50,6 +51,7 @@ class InspectedProxy(Protocol):
     secrets: SecretStore
     logs: AccessLogs
     policies: LivePolicies | None
+    addons: AddonProcess | None
     descriptors: Descriptors
     failing_health_checks: bool
 

@@ -72,7 +72,10 @@ class AdminServer:
                 stack, "readiness", proxy.settings.readiness, lambda request: readiness.page(proxy, request)
             )
             self.metrics = await self._serve(
-                stack, "metrics", proxy.settings.metrics, lambda request: metrics.page(proxy.stats, request)
+                stack,
+                "metrics",
+                proxy.settings.metrics,
+                lambda request: metrics.page(proxy.stats, request, proxy.addons),
             )
             self._stack = stack.pop_all()
         return self

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from xds.errors import ConfigError
 from xds.model.address import SocketAddress
 from ztunnel.policy.calico.settings import (
     PolicySettings,
@@ -13,6 +14,7 @@ from ztunnel.policy.calico.settings import (
     sync_target,
     unknown_pods,
 )
+from ztunnel.proxy.addons.settings import OPTIONS_FILE, VARIABLES, AddonSettings, addon_settings
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.proxy.ui.setting import page_setting
 from ztunnel.runtime.console.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
@@ -23,6 +25,7 @@ from ztunnel.runtime.settings import (
     count,
     duration_s,
     is_service_link,
+    plain_reason,
     socket_path,
 )
 
@@ -77,6 +80,7 @@ class Settings:
         policies: where Calico's policies come from; ``None``: there are none.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
         otlp: where metrics are sent; ``None``: nowhere.
+        addons: the addons to load; ``None``: none.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         warnings: messages for the log, which opens later.
     """
@@ -97,6 +101,7 @@ class Settings:
     tap_socket: str = ""
     policies: PolicySettings | None = None
     otlp: OtlpSettings | None = None
+    addons: AddonSettings | None = None
     ui: bool | None = None
     switches: Switches = Switches()
     warnings: tuple[str, ...] = ()
@@ -207,6 +212,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
         values["otlp"] = otlp_settings(env, access=False)
     except SettingsError as error:
         faults += error.faults
+    values["addons"] = _addons(env, faults)
     switches: dict[str, Any] = {}
     compat = flags.get("envoy_compat") or env.get(COMPAT_VARIABLE, "false")
     if compat not in ("true", "false"):
@@ -214,7 +220,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     if compat == "true":
         switches |= _COMPAT
     switches |= read(SWITCH_FLAGS, _SWITCH_READERS)
-    known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | {COMPAT_VARIABLE}
+    known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | {COMPAT_VARIABLE} | VARIABLES
     faults.extend(
         f"{name}: no such variable; see ztunnel proxy --help"
         for name, value in sorted(env.items())
@@ -232,6 +238,20 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     if faults:
         raise SettingsError(faults)
     return Settings(**values, switches=Switches(**switches), warnings=tuple(_misspelt(env, known)))
+
+
+def _addons(env: Mapping[str, str], faults: list[str]) -> AddonSettings | None:
+    path, contents = env.get(OPTIONS_FILE, ""), None
+    if path:
+        from xds.proto import core_yaml  # for proxies with such a file only
+
+        try:
+            contents = core_yaml.load(Path(path).read_text())
+        except (ConfigError, OSError, UnicodeDecodeError) as error:
+            faults.append(f"{OPTIONS_FILE}: {path}: {plain_reason(error)}")
+    found, wrong = addon_settings(env, contents)
+    faults.extend(wrong)
+    return found
 
 
 def _misspelt(env: Mapping[str, str], known: Collection[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hbone.aio.relay import ByteCounts
 from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
@@ -21,14 +21,34 @@ from ztunnel.runtime.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from xds.model.address import SocketAddress
+    from ztunnel.proxy.addons.host import Asked
     from ztunnel.proxy.envoy.listeners.chains import LiveChain
     from ztunnel.proxy.envoy.listeners.listener import LiveListener
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+    from ztunnel.proxy.envoy.upstream.host import Host
 
 #: The reason of a connection whose listener no longer has a chain for it.
 NOT_SERVED = "connection closed: its destination is no longer served"
 #: The reason of a connection whose peer is on a revocation list now.
 REVOKED = "connection closed: peer certificate revoked by CRL"
+
+
+class HopAddons(Protocol):
+    """The addons of this process: :class:`ztunnel.proxy.envoy.path.addons.StreamAddons`."""
+
+    async def connecting(
+        self, hop: LiveHop, host: Host, *, tunnelled: bool
+    ) -> tuple[frozenset[tuple[str, str]], ...] | None:
+        """Ask about a connection whose host is chosen; see there."""
+
+    async def accepting(self, hop: LiveHop, application: SocketAddress | None) -> None:
+        """Ask about a connection to an application; see there."""
+
+    def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
+        """Give later hooks the facts of another host."""
+
+    def ended(self, hop: LiveHop) -> None:
+        """Inform the addons of the end of a hop."""
 
 
 class LiveHop(Life):
@@ -52,11 +72,15 @@ class LiveHop(Life):
         filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
         application: the application that a tunnel's request names, once it is known.
         also: further judges, for example of Calico's policies.
+        addons: informed of its end; ``None``: none are loaded, or they are informed by another hop.
+        asked: what addons have said. ``None`` if none was asked.
     """
 
     __slots__ = (
+        "addons",
         "also",
         "application",
+        "asked",
         "chain",
         "clock",
         "cluster",
@@ -88,6 +112,8 @@ class LiveHop(Life):
         self.listener_sinks: Sequence[Sink] = ()
         self.application: SocketAddress | None = None
         self.also: tuple[Callable[[], Verdict], ...] = ()
+        self.addons: HopAddons | None = None
+        self.asked: Asked | None = None
 
     def judge(self) -> Verdict:
         """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`: by the chain that would be chosen for it now."""
@@ -162,6 +188,8 @@ class LiveHop(Life):
             super().close()
         finally:
             info.duration_s = self.clock.monotonic() - info.started
+            if self.addons is not None:
+                self.addons.ended(self)
             write_all((*self.filter_sinks, *self.listener_sinks), info)
 
 
@@ -272,12 +300,14 @@ class Connections(Lives[LiveConnection]):
     Attributes:
         table: all live connections of this process.
         hops: hops that are no accepted connection: requests, hops behind internal listeners, joined halves.
+        addons: of this process; ``None``: none are loaded.
     """
 
-    __slots__ = ("_numbers", "hops", "quota", "table")
+    __slots__ = ("_numbers", "addons", "hops", "quota", "table")
 
     def __init__(self, quota: PodQuota) -> None:
         self.quota = quota
+        self.addons: HopAddons | None = None
         self.table = LiveTable()
         # In the order in which a review visits them, because the streams of a tunnel connection end with its
         # reason.

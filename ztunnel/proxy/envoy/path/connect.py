@@ -73,6 +73,8 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 #: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
 _Key = PoolKey[LiveContext | None, UpstreamOptions]
+#: Labels that a host must have all of, see :mod:`ztunnel.proxy.addons.decide`.
+Labels = frozenset[tuple[str, str]]
 #: A further decision about a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
@@ -144,13 +146,24 @@ class Connector:
         subset = proxy.subsets.get(name, model.metadata_match)
         # Like Envoy's ``max_connect_attempts``: a number and a back-off, without a time limit.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
+        prefer: tuple[Labels, ...] = ()
         while True:
-            host = cluster.choose(
-                info, subset=subset, hash_source=model.hash_source_ip, avoid=attempts.avoid, drops=False
-            )
+            avoid = attempts.avoid
+            if prefer:
+                avoid = _not_preferred(prefer, cluster, subset, avoid)
+            host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, avoid=avoid, drops=False)
             if host is None:
                 cluster.stats.cx_none_healthy.value += 1
                 raise NoHealthyHost()
+            if hop.addons is not None:
+                if hop.asked is not None:
+                    hop.addons.rehosted(hop, host, tunnelled=tunnelled)
+                else:
+                    info.upstream_host = str(host.endpoint.address)
+                    wanted = await hop.addons.connecting(hop, host, tunnelled=tunnelled)
+                    if wanted is not None:
+                        prefer = wanted
+                        continue
             transport = cluster.transport(host)
             info.attempts += 1
             try:
@@ -465,6 +478,20 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
         elif header.action != AppendAction.OVERWRITE_IF_EXISTS:
             added.append((header.name, value))
     return authority, [*overwritten.items(), *added]
+
+
+def _not_preferred(
+    prefer: tuple[Labels, ...],
+    cluster: LiveCluster,
+    subset: Mapping[str, object] | None,
+    failed: frozenset[Host],
+) -> frozenset[Host]:
+    """Return the hosts to avoid: those that addons do not prefer, unless every other one has failed."""
+    from ztunnel.proxy.envoy.path.addons import without_labels  # most proxies have no addons
+
+    candidates = cluster.candidates(subset)
+    avoid = failed | without_labels(prefer, candidates)
+    return failed if avoid.issuperset(candidates) else avoid
 
 
 def _is_repeatable(error: Exception) -> bool:

@@ -109,6 +109,7 @@ class Datapath:
             connection.state = State.FILTERED
             if chain.manager is None:
                 connection.filter_sinks = chain.sinks
+                connection.addons = self._connections.addons
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:

@@ -223,6 +223,7 @@ class InternalListeners:
         hop = LiveHop(self.connections.hops, info, listener, self.clock, abort, port_known=not judges_ports)
         hop.chain = chain
         hop.filter_sinks = chain.sinks
+        hop.addons = self.connections.addons
         try:
             return await self._open_joined(hop, chain, manager)
         except BaseException:

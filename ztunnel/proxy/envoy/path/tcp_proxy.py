@@ -111,6 +111,9 @@ class TcpProxies:
         connection.opened(running.abort, finish=running.finish)
         for inner in upstream.hops:
             inner.opened(running.abort, state=State.JOINED, finish=running.finish)
+        for each in hops:
+            if each.asked is not None:
+                each.asked.opened(each, counts)
         connection.counts = counts
         limit = None
         if settings.max_duration_s:

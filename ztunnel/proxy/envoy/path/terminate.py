@@ -165,6 +165,8 @@ class Terminator:
             hop.current_chain().judge_port(info, address)
         if self._admit is not None:
             await self._admit(hop, address)
+        if hop.addons is not None:
+            await hop.addons.accepting(hop, address)
         hop.state = State.DIALING
         try:
             upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport(host))

@@ -203,6 +203,7 @@ class TunnelServer:
         hop = LiveRequest(self._connections.hops, info, connection.owner, self._clock, cancel)
         hop.chain = chain
         hop.filter_sinks = manager.sinks
+        hop.addons = self._connections.addons
         carried[hop] = None
         hop.own(partial(carried.pop, hop))
         manager.rq_total.value += 1
@@ -271,6 +272,8 @@ class TunnelServer:
             application = application_of(self._taps, info, upstream, tunnel)
         running = relay(tunnel, application, counts, idle_timeout_s=idle or None)
         hop.opened(running.abort, finish=running.finish)
+        if hop.asked is not None:
+            hop.asked.opened(hop, counts)
         timers: list[asyncio.TimerHandle] = []
         if limit:
 

@@ -219,6 +219,7 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
     lookups = {path for path in theirs if "recentlookups" in path}
     assert theirs - ours == profilers | lookups
     assert ours - theirs == {
+        "  /addons",
         "  /connections",
         "  /denials",
         "  /explain",

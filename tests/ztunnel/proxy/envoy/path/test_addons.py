@@ -1,0 +1,189 @@
+"""Addons and the connections of Envoy's dialect: what they are told, and that each verdict has its effect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.proxy.envoy.rig import (
+    CLIENT,
+    SERVER,
+    Identities,
+    Open,
+    Rig,
+    access_log,
+    application,
+    ask,
+    chain,
+    cluster,
+    listener,
+    page,
+    run,
+    tcp,
+    tunnel,
+)
+from tests.ztunnel.proxy.istio.path.test_addons import Scripted
+from ztunnel.addons import Cut, Deny, Direction, Prefer, Workload
+from ztunnel.addons import Path as Way
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.load import load_class
+from ztunnel.proxy.addons.process import AddonProcess
+from ztunnel.proxy.addons.settings import AddonSettings
+from ztunnel.proxy.envoy.config.settings import settings_from
+from ztunnel.proxy.envoy.path.addons import METADATA, StreamAddons, host_workload
+from ztunnel.runtime.settings import SettingsError
+
+
+def scripted(rig: Rig) -> Scripted:
+    """Have an addon in the proxy."""
+    process = AddonProcess(AddonSettings())
+    process.host = AddonHost([load_class(Scripted, {})])
+    rig.proxy.addons = process
+    rig.proxy.connections.addons = StreamAddons(process.host, rig.proxy.decisions)
+    instance = process.host.addons[0].loaded.instance
+    assert isinstance(instance, Scripted)
+    return instance
+
+
+def log_of(folder: Path) -> dict[str, Any]:
+    log = access_log(folder)
+    form = {"details": "%CONNECTION_TERMINATION_DETAILS%", "addon": f"%DYNAMIC_METADATA({METADATA}:name)%"}
+    log[0]["typed_config"]["log_format"] = {"json_format": form}
+    return log
+
+
+async def line(rig: Rig) -> dict[str, Any]:
+    path = rig.folder / "log"
+    await rig.until(lambda: path.exists() and path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
+    return found
+
+
+def test_a_plain_connection_from_question_to_end(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        addon = scripted(rig)
+        async with application() as port:
+            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            await rig.until(lambda: len(addon.said) == 3)
+            assert addon.names() == ["connecting", "opened", "closed"]
+            facts = addon.said[0][1]
+            assert (facts.dialect, facts.direction, facts.path) == ("envoy", Direction.OUTBOUND, Way.DIRECT)
+            assert (facts.source_address, facts.destination_port) == ("127.0.0.1", rig.port("l"))
+            assert (facts.endpoint, facts.service) == (f"127.0.0.1:{port}", "app")
+            record = addon.said[2][1]
+            assert (record.bytes_sent, record.bytes_received, record.reason) == (4, 4, "")
+            assert (await line(rig))["addon"] is None
+
+    run(tmp_path, body)
+
+
+def test_a_denied_connection_has_details_metadata_and_a_denial(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        addon = scripted(rig)
+        addon.connect = lambda facts: Deny("not today")
+        async with application() as port:
+            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
+            assert await ask(rig.port("l")) == b""
+            found = await line(rig)
+            assert found["details"] == "connection_refused_by_addon_scripted:_not_today"
+            assert found["addon"] == "scripted"
+            await rig.until(lambda: len(addon.said) == 2)
+            assert addon.names() == ["connecting", "refused"]
+            assert addon.said[1][1].addon == "scripted"
+            denials = json.loads(page(rig, "/denials"))
+            assert denials[0]["reason"] == "connection refused by addon scripted: not today"
+            (entry,) = json.loads(page(rig, "/addons"))
+            assert (entry["name"], entry["denials"]) == ("scripted", 1)
+
+    run(tmp_path, body)
+
+
+def test_a_preference_narrows_the_hosts(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        addon = scripted(rig)
+        addon.connect = lambda facts: Prefer({"version": "v2"})
+        async with application() as one, application() as two:
+            document = cluster(one)
+            name, found = document
+            endpoints = found["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            other = json.loads(json.dumps(endpoints[0]))
+            other["endpoint"]["address"]["socket_address"]["port_value"] = two
+            other["metadata"] = {"filter_metadata": {"istio": {"workload": "b;ns;app;v2;c"}}}
+            endpoints.append(other)
+            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), (name, found))
+            for _ in range(4):
+                assert await ask(rig.port("l")) == b"ping"
+            await rig.until(lambda: addon.names().count("closed") == 4)
+            opened = [facts for name, facts in addon.said if name == "opened"]
+            assert {facts.endpoint for facts in opened} == {f"127.0.0.1:{two}"}
+            assert opened[0].destination == Workload("b", "ns", cluster="c", labels=opened[0].destination.labels)
+
+    run(tmp_path, body)
+
+
+def test_a_connection_is_cut(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        addon = scripted(rig)
+        addon.connect = lambda facts: Cut("chaos", after_bytes=8)
+        async with application() as port:
+            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
+            client = await Open.to(rig.port("l"))
+            assert await client.say(b"ping") == b"ping"
+            assert (await line(rig))["details"] == "connection_cut_by_addon_scripted:_chaos"
+            await client.close()
+
+    run(tmp_path, body)
+
+
+def test_a_tunnel_can_be_denied_where_it_ends(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        addon = scripted(rig)
+        addon.accept = lambda facts: Deny("no tunnels")
+        async with application() as port:
+            await tunnel(rig, port, Identities())
+            assert await ask(rig.port("l")) == b""
+            await rig.until(lambda: addon.names().count("refused") == 2)
+            accepted = next(facts for name, facts in addon.said if name == "accepting")
+            assert (accepted.direction, accepted.path) == (Direction.INBOUND, Way.TUNNEL)
+            assert (accepted.source_identity, accepted.destination_identity) == (CLIENT, SERVER)
+            assert (accepted.source.namespace, accepted.source.service_account) == ("a", "client")
+            assert accepted.destination_port == port
+
+    run(tmp_path, body)
+
+
+def test_an_inbound_listener_asks_the_inbound_hook(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        addon = scripted(rig)
+        async with application() as port:
+            await rig.published(listener(chain(tcp()), traffic_direction="INBOUND"), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            await rig.until(lambda: len(addon.said) == 3)
+            assert addon.names() == ["accepting", "opened", "closed"]
+
+    run(tmp_path, body)
+
+
+def test_endpoints_are_described_by_metadata() -> None:
+    found = host_workload({"envoy.lb": {"version": "v3", "canary": True}, "istio": {"workload": "w;n;a;v1;c"}})
+    assert found == Workload("w", "n", cluster="c", labels=found.labels)
+    assert dict(found.labels) == {"app": "a", "version": "v3"}
+    assert host_workload({}) == Workload(labels=host_workload({}).labels)
+
+
+def test_settings_have_addons_and_their_options(tmp_path: Path) -> None:
+    options = tmp_path / "o.yaml"
+    options.write_text("gate: {rate: 2}\n")
+    env = {"ZTUNNEL_ADDONS": "gate.py", "ZTUNNEL_ADDON_OPTIONS": str(options)}
+    flags = {"control_plane": "x:1", "node": "n"}
+    found = settings_from(flags, env).addons
+    assert found is not None
+    assert found.options["gate"]["rate"].value == 2
+    with pytest.raises(SettingsError, match="ZTUNNEL_ADDONS: addon /etc/passwd"):
+        settings_from(flags, {"ZTUNNEL_ADDONS": "/etc/passwd"})
+    with pytest.raises(SettingsError, match="no such file"):
+        settings_from(flags, {**env, "ZTUNNEL_ADDON_OPTIONS": "/nowhere"})

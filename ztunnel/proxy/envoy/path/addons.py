@@ -1,0 +1,246 @@
+"""Asks and informs addons about the connections of Envoy's dialect; see :mod:`ztunnel.proxy.addons.host`.
+
+=================  ====================================================================================
+hook               when
+=================  ====================================================================================
+``connecting``     a TCP proxy has chosen a host, before it is dialled; not for a listener whose
+                   ``traffic_direction`` is INBOUND, and not for hops behind internal listeners
+``accepting``      an application is chosen: for a tunnel that ends here, or by a TCP proxy of an
+                   INBOUND listener. Policies have allowed it
+``opened``         the relay runs
+``closed``         the access lines are written, after ``opened``
+``refused``        the access lines are written, without ``opened``
+=================  ====================================================================================
+
+Less is known than in an Istio mesh: a side is described by its certificate's identity and by the baggage of its
+proxy, and an endpoint by its metadata. The service is the cluster's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from hbone.headers import parse_baggage
+from xds.model.address import SocketAddress
+from xds.model.metadata import Metadata
+from ztunnel.addons import Direction, Facts, Path, Record, Workload
+from ztunnel.proxy.addons.decide import Labels
+from ztunnel.proxy.addons.host import AddonHost, Asked
+from ztunnel.proxy.envoy.stream.outcome import Denied
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.telemetry.decisions import Decisions
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.envoy.listeners.connections import LiveHop
+    from ztunnel.proxy.envoy.upstream.host import Host
+
+#: Dynamic metadata with the names of addons that said something: ``%DYNAMIC_METADATA(ztunnel.addon:name)%``.
+METADATA: Final = "ztunnel.addon"
+_BAGGAGE: Final = "envoy.filters.listener.workload_metadata"
+#: ``workload`` of this metadata is ``name;namespace;canonical name;canonical revision;cluster`` (Istio).
+_ISTIO: Final = "istio"
+_LB: Final = "envoy.lb"
+_NOBODY: Final = Workload()
+
+
+class StreamAddons:
+    """The addons of this process, for hops.
+
+    Args:
+        host: calls them.
+        decisions: lists what they deny.
+    """
+
+    def __init__(self, host: AddonHost, decisions: Decisions) -> None:
+        self.host = host
+        self._decisions = decisions
+
+    async def connecting(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> tuple[Labels, ...] | None:
+        """Ask about a connection whose host is chosen.
+
+        Returns:
+            What narrows another choice of its host. ``None``: the host stays.
+
+        Raises:
+            Denied: an addon denies it.
+        """
+        if hop.owner.model.direction == "inbound":
+            await self.accepting(hop, None)
+            return None
+        facts = self._outbound(self.host.next_number(), hop.info, host, tunnelled=tunnelled)
+        asked = hop.asked = await self.host.connecting(hop, facts)
+        self._note(hop.info, asked)
+        return asked.prefer if asked.prefer or asked.waited else None
+
+    async def accepting(self, hop: LiveHop, application: SocketAddress | None) -> None:
+        """Ask about a connection to an application.
+
+        Raises:
+            Denied: an addon denies it.
+        """
+        asked = hop.asked = await self.host.accepting(hop, self._inbound(hop.info, application))
+        self._note(hop.info, asked)
+
+    def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
+        """Give later hooks the facts of the host of another choice or attempt."""
+        asked = hop.asked
+        if asked is not None and asked.facts.direction is Direction.OUTBOUND:
+            asked.facts = self._outbound(asked.facts.connection, hop.info, host, tunnelled=tunnelled)
+
+    def ended(self, hop: LiveHop) -> None:
+        """Inform the addons of the end of a hop."""
+        info, asked = hop.info, hop.asked
+        if asked is None:  # refused before a hook was asked
+            inbound = hop.owner.model.direction == "inbound" or bool(info.method)
+            facts = (
+                self._inbound(info, None)
+                if inbound
+                else self._outbound(self.host.next_number(), info, None, tunnelled=False)
+            )
+            asked = Asked(self.host, facts)
+        asked.ended(
+            Record(
+                asked.facts,
+                info.bytes_received,
+                info.bytes_sent,
+                info.duration_s or 0.0,
+                _reason(info),
+                asked.addon,
+            )
+        )
+
+    def _note(self, info: StreamInfo, asked: Asked) -> None:
+        """Put the names of addons that said something into the metadata.
+
+        Raises:
+            Denied: one of them denies the connection.
+        """
+        if asked.addon:
+            # A copy: the tunnels of one connection share its facts, and each has a line of its own.
+            info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: {"name": asked.addon}})
+        denied = asked.outcome.denied
+        if denied:
+            self._decisions.denied(info, info.facts, denied)
+            raise Denied(denied)
+
+    # Facts
+
+    def _outbound(self, number: int, info: StreamInfo, host: Host | None, *, tunnelled: bool) -> Facts:
+        source, destination = info.source, info.destination
+        there = host_workload(host.endpoint.metadata) if host is not None else _NOBODY
+        return Facts(
+            connection=number,
+            dialect="envoy",
+            direction=Direction.OUTBOUND,
+            path=Path.TUNNEL
+            if tunnelled or (host is not None and _TUNNEL in host.endpoint.metadata)
+            else Path.DIRECT,
+            source=_source(info),
+            source_address=source.host,
+            source_port=source.port,
+            source_identity=_peer(info),
+            destination=there,
+            destination_address=destination.host,
+            destination_port=destination.port,
+            endpoint=str(host.endpoint.address) if host is not None else "",
+            service=info.upstream_cluster,
+            server_name=info.facts.server_name,
+        )
+
+    def _inbound(self, info: StreamInfo, application: SocketAddress | None) -> Facts:
+        source, destination = info.source, application or info.destination
+        own = info.tls.local_uri_sans if info.tls is not None else ()
+        return Facts(
+            connection=self.host.next_number(),
+            dialect="envoy",
+            direction=Direction.INBOUND,
+            path=Path.TUNNEL if info.method else Path.DIRECT,
+            source=_source(info),
+            source_address=source.host,
+            source_port=source.port,
+            source_identity=_peer(info),
+            destination=_of_identity(own[0]) if own else _NOBODY,
+            destination_address=destination.host,
+            destination_port=destination.port,
+            destination_identity=own[0] if own else "",
+            service=info.upstream_cluster,
+        )
+
+
+#: Metadata of an endpoint that is reached through a tunnel behind an internal listener.
+_TUNNEL: Final = "tunnel"
+
+
+def without_labels(prefer: Iterable[Labels], hosts: Iterable[Host]) -> frozenset[Host]:
+    """Return the hosts that preferences do not want. Empty if no preference fits any host. Pure.
+
+    Each preference narrows what the ones before have left. One that would leave nothing has no effect.
+    """
+    every = {host: host_workload(host.endpoint.metadata).labels for host in hosts}
+    left: frozenset[Host] = frozenset()
+    for labels in prefer:
+        fitting = frozenset(host for host in left or every if labels <= every[host].items())
+        left = fitting or left
+    return frozenset(every) - left if left else frozenset()
+
+
+def host_workload(metadata: Metadata) -> Workload:
+    """Return the workload at an endpoint, by its metadata. Texts of ``envoy.lb`` are labels, too."""
+    named = metadata.get(_ISTIO, {}).get("workload")
+    labels = {key: value for key, value in metadata.get(_LB, {}).items() if isinstance(value, str)}
+    return _named(named if isinstance(named, str) else "", tuple(sorted(labels.items())))
+
+
+@lru_cache(maxsize=4096)
+def _named(text: str, more: tuple[tuple[str, str], ...]) -> Workload:
+    name, namespace, app, version, cluster, *_ = [*text.split(";"), "", "", "", "", ""]
+    labels: Mapping[str, str] = {**_filled(app=app, version=version), **dict(more)}
+    return Workload(name=name, namespace=namespace, cluster=cluster, labels=MappingProxyType(labels))
+
+
+def _filled(**labels: str) -> dict[str, str]:
+    return {key: value for key, value in labels.items() if value}
+
+
+def _source(info: StreamInfo) -> Workload:
+    """Return the client by the baggage that was sent or configured for it, else by its identity."""
+    baggage = info.facts.metadata.get(_BAGGAGE, {}).get("baggage")
+    if not isinstance(baggage, str):
+        baggage = next((value for name, value in info.request_headers if name == "baggage"), "")
+    return _described(baggage, _peer(info)) if baggage else _of_identity(_peer(info))
+
+
+@lru_cache(maxsize=4096)
+def _described(baggage: str, identity: str) -> Workload:
+    found = parse_baggage(((b"baggage", baggage.encode("latin-1", "replace")),))
+    return _of_identity(identity)._replace(
+        name=found.workload_name,
+        namespace=found.namespace,
+        cluster=found.cluster_id,
+        labels=MappingProxyType(_filled(app=found.service_name, version=found.revision)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _of_identity(identity: str) -> Workload:
+    parts = identity.removeprefix("spiffe://").split("/")
+    if len(parts) != 5:
+        return _NOBODY
+    return Workload(namespace=parts[2], service_account=parts[4])
+
+
+def _peer(info: StreamInfo) -> str:
+    peer = info.facts.peer
+    return str(peer.identity) if peer is not None and peer.identity is not None else ""
+
+
+def _reason(info: StreamInfo) -> str:
+    if info.termination_details:
+        return info.termination_details
+    if info.upstream_failure:
+        return info.upstream_failure
+    return info.response_details if info.response_code not in (0, 200) else info.downstream_failure
