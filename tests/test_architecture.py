@@ -92,6 +92,7 @@ PURE_APPLICATION = (
     "ztunnel/ask/check/rules/operations.py",
     "ztunnel/ask/check/rules/policies.py",
     "ztunnel/ask/check/rules/workloads.py",
+    "ztunnel/ask/report/scrub.py",
     "ztunnel/policy/effect.py",
     "ztunnel/ask/inspect/kinds.py",
     "ztunnel/runtime/console/jsonpath.py",
@@ -298,6 +299,7 @@ LAYERS = {
     "ask/addons": {"runtime", "addons", "addons/testing", "proxy/addons", "ask/inspect"},
     "ask/inspect": {"runtime", "policy", "proxy/istio", "proxy/envoy", "proxy/dataplane", "proxy/tap"},
     "ask/check": {"runtime", "kube", "policy", "ask/inspect"},
+    "ask/report": {"runtime", "kube", "ask/check", "ask/inspect"},
     "ask/limits": {"runtime", "policy", "policy/calico", "proxy/dataplane", "proxy/istio", "proxy/otlp"},
     "ask/simulate": {"runtime", "policy", "proxy/istio", "ask/inspect"},
     "cli": {
@@ -306,6 +308,7 @@ LAYERS = {
         "ask/check",
         "ask/inspect",
         "ask/limits",
+        "ask/report",
         "ask/simulate",
         "control_plane",
         "node/agent",

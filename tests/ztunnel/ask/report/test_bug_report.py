@@ -1,0 +1,146 @@
+"""``ztunnel bug-report`` of two nodes through a script in place of kubectl; then commands read the archive."""
+
+import json
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.ask.inspect.test_commands import RUST, pages
+from tests.ztunnel.ask.inspect.test_kubectl import pod
+from tests.ztunnel.ask.report.test_scrub import KEY, TOKEN
+from ztunnel.ask.inspect.archive import Archive, BadArchive
+from ztunnel.ask.report import collect
+from ztunnel.cli import main
+
+Said = pytest.CaptureFixture[str]
+SCRIPT = """#!/bin/sh
+case "$*" in
+*port-forward*pod/gone*) echo 'error: the pod does not run' >&2; exit 1 ;;
+*port-forward*) echo "Forwarding from 127.0.0.1:{port} -> 15000"; exec sleep 600 ;;
+*"logs --namespace"*--previous*) echo 'previous terminated container not found' >&2; exit 1 ;;
+*"logs --namespace"*) cat {folder}/log ;;
+*app=ztunnel-agent*) cat {folder}/agents ;;
+*app=ztunnel*) cat {folder}/ztunnels ;;
+*) echo 'error: not expected' >&2; exit 1 ;;
+esac
+"""
+LINE = f"error: could not use {TOKEN}\n{KEY}"
+#: What must be in no archive.
+SECRETS = re.compile(rb"PRIVATE KEY|eyJ[\w-]{8,}\.|(?i:bearer) \w{16}")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    bodies = {
+        "/config_dump": json.dumps({**RUST, "leak": KEY}).encode(),
+        "/check": json.dumps({"node": "n1", "kernel": {}, "time": "2026-11-26T00:00:00Z"}).encode(),
+        "/audit": b'{"pods": []}',
+        "/metrics": b"# TYPE a counter\na_total 1\n# EOF\n",
+    }
+    with pages(bodies) as address:
+        script = tmp_path / "bin" / "kubectl"
+        script.parent.mkdir()
+        script.write_text(SCRIPT.format(folder=tmp_path, port=address.rpartition(":")[2]))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+        monkeypatch.setattr(collect, "BETWEEN_S", 0.0)
+        (tmp_path / "log").write_text(LINE)
+        listed(tmp_path, "ztunnels", ("z1", "n1"), ("z2", "n2"))
+        listed(tmp_path, "agents", ("a1", "n1"))
+        yield tmp_path
+
+
+def listed(folder: Path, file: str, *names: tuple[str, str]) -> None:
+    items = [pod(name, "istio-system", node=node) for name, node in names]
+    (folder / file).write_text(json.dumps({"items": items}))
+
+
+def made(cluster: Path, *words: str, status: int = 0) -> Archive:
+    path = cluster / "report.tar.gz"
+    assert main(["bug-report", str(path), "--no-cluster", *words]) == status
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    return Archive.read(str(path))
+
+
+def test_an_archive_has_pages_logs_and_an_index_and_no_secrets(cluster: Path, capsys: Said) -> None:
+    archive = made(cluster)
+    names = set(archive.files)
+    for node in ("n1", "n2"):
+        wanted = {"proxy/config_dump", "proxy/check", "proxy/metrics", "proxy/metrics_later", "logs/proxy.log"}
+        assert names >= {f"nodes/{node}/{name}" for name in wanted}
+    assert names >= {"index.json", "checks.json", "nodes/n1/agent/audit", "nodes/n1/logs/agent.log"}
+    index = json.loads(archive.files["index.json"])
+    assert index["silent"] == []
+    assert set(index["files"]) == names - {"index.json"}
+    assert any("log before its restart" in each for each in index["missing"]["n1"])
+    assert b"could not use" in archive.files["nodes/n1/logs/proxy.log"]
+    assert [name for name, data in archive.files.items() if SECRETS.search(data)] == []
+    assert "files of 2 nodes" in capsys.readouterr().out
+
+
+def test_every_table_reads_an_archive(cluster: Path, capsys: Said) -> None:
+    made(cluster, "--quick")
+    capsys.readouterr()
+    file = str(cluster / "report.tar.gz")
+    assert main(["connections", "--file", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["NODE", "n1", "n1", "n2", "n2"]
+    assert main(["workloads", "--file", file, "--node", "n2"]) == 0
+    assert "default    a " in capsys.readouterr().out
+    assert main(["nodes", "--file", file, "-o", "name"]) == 1
+    assert capsys.readouterr().out.split() == ["nodestatus/n1", "nodestatus/n2"]
+    assert main(["check", "--file", file, "--only", "IDN1", "-o", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {each["node"] for each in found["items"]} == {"n1", "n2"}
+    assert main(["services", "--file", file, "--node", "n9"]) == 2
+    assert "there is no node n9; there are n1, n2" in capsys.readouterr().err
+
+
+def test_a_silent_node_is_in_the_index_and_the_exit_status(cluster: Path, capsys: Said) -> None:
+    listed(cluster, "ztunnels", ("z1", "n1"), ("gone", "n2"))
+    archive = made(cluster, "--quick", status=2)
+    assert [each["node"] for each in json.loads(archive.files["index.json"])["silent"]] == ["n2"]
+    assert capsys.readouterr().err.startswith("no answer from node n2: proxy: kubectl port-forward")
+
+
+def test_names_are_replaced_on_request(cluster: Path) -> None:
+    archive = made(cluster, "--redact", "--quick")
+    assert archive.nodes
+    assert not {"n1", "n2"} & set(archive.nodes)
+    for name, data in archive.files.items():
+        assert b"10.0.0.3" not in data, name
+        assert b"10.96.0.7" not in data, name
+
+
+def test_one_proxy_without_a_cluster(tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "one.tar.gz"
+    with pages({"/config_dump": json.dumps(RUST).encode(), "/metrics": b"a 1\n"}) as address:
+        words = [str(path), "--no-cluster", "--address", address, "--stats-address", address]
+        assert main(["bug-report", *words, "--limit", "5s"]) == 0
+    assert "nodes/node/proxy/metrics" in Archive.read(str(path)).files
+
+
+def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = tmp_path / "none.tar.gz"
+    assert main(["bug-report", str(path), "--no-cluster"]) == 2
+    assert not path.exists()
+    assert "kubectl" in capsys.readouterr().err
+
+
+def test_foreign_archives_are_refused(tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "other.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(__file__, arcname="a/b")
+    with pytest.raises(BadArchive, match=r"no index\.json"):
+        Archive.read(str(path))
+    assert main(["status", "--file", str(path)]) == 2
+    path.write_bytes(path.read_bytes()[:-40])
+    answer: Any = main(["status", "--file", str(path)])
+    assert answer == 2

@@ -1,0 +1,90 @@
+"""No keys and no tokens in an archive, and on request no names and addresses."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.hbone.certificates import Authority
+from ztunnel.ask.report.scrub import REMOVED, Redaction, names_in, names_of, reduced, scrub
+
+KEY = Authority().issue("spiffe://td/ns/a/sa/b").key_pem.decode()
+TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJzeXN0ZW0ifQ.c2lnbmF0dXJlLW9mLWl0"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (f"a\n{KEY}b", f"a\n{REMOVED}\nb"),
+        (KEY[:80], REMOVED),  # cut by a limit
+        (f"token={TOKEN} x", f"token={REMOVED} x"),
+        ("Authorization: Bearer abcdefghijklmnopqrstuvwx", f"Authorization: Bearer {REMOVED}"),
+        (json.dumps({"key": KEY}), json.dumps({"key": KEY}).replace(json.dumps(KEY)[1:-1], REMOVED + "\\n")),
+        ("a bearer of news", "a bearer of news"),
+    ],
+    ids=["key", "cut", "token", "header", "json", "words"],
+)
+def test_keys_and_tokens_go_by_their_form(text: str, kept: str) -> None:
+    assert scrub(text) == kept
+
+
+def test_objects_lose_what_can_hold_secrets() -> None:
+    pod = {
+        "metadata": {
+            "name": "p",
+            "managedFields": [1],
+            "annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{password}", "a": TOKEN},
+        },
+        "spec": {
+            "containers": [
+                {"name": "c", "env": [{"name": "PASSWORD", "value": "hunter2"}], "args": ["--token=hunter2"],
+                 "command": ["sh", "-c", "hunter2"], "ports": [{"containerPort": 80}]}
+            ]
+        },
+    }  # fmt: skip
+    assert reduced([pod]) == [
+        {
+            "metadata": {"name": "p", "annotations": {"a": REMOVED}},
+            "spec": {"containers": [{"name": "c", "ports": [{"containerPort": 80}]}]},
+        }
+    ]
+
+
+def dump() -> dict[str, Any]:
+    return {
+        "workloads": [
+            {"name": "bank", "namespace": "gold", "workloadIps": ["192.0.2.7", "2001:db8::7"], "node": "vault"}
+        ],
+        "services": [{"hostname": "bank.gold.svc.cluster.local", "name": "bank", "namespace": "gold"}],
+        "workloadState": {"u": {"info": {"name": "bank-1", "namespace": "gold"}}},
+        "certificates": [{"identity": "spiffe://cluster.local/ns/gold/sa/teller", "certChain": [{"pem": "QUJD"}]}],
+    }
+
+
+def test_names_and_addresses_are_others_but_the_same_everywhere() -> None:
+    found = dump()
+    redaction = Redaction(b"k" * 32, names_in(found) | {"teller"})
+    page = redaction.page(json.dumps(found))
+    for name in ("bank", "gold", "vault", "192.0.2.7", "2001:db8", "teller", "QUJD"):
+        assert name not in page
+    value = json.loads(page)
+    workload, service = value["workloads"][0], value["services"][0]
+    assert workload["name"] == service["name"] == service["hostname"].partition(".")[0]
+    assert workload["workloadIps"][0].startswith("10.")
+    line = redaction.page("error from 192.0.2.7:80 (bank.gold), 127.0.0.1")
+    assert (
+        line
+        == f"error from {workload['workloadIps'][0]}:80 ({workload['name']}.{workload['namespace']}), 127.0.0.1"
+    )
+    assert Redaction(b"x" * 32, names_in(found)).name("bank") != workload["name"]
+
+
+def test_common_names_stay_readable() -> None:
+    redaction = Redaction(b"k" * 32, ["default", "ztunnel", "istio-system", "shop"])
+    assert redaction.text("istio-system/ztunnel default") == "istio-system/ztunnel default"
+    assert redaction.text("default/shop") != "default/shop"
+
+
+def test_names_of_objects() -> None:
+    pod = {"metadata": {"name": "p", "namespace": "n"}, "spec": {"nodeName": "w", "serviceAccountName": "s"}}
+    assert names_of([pod]) == {"p", "n", "w", "s"}

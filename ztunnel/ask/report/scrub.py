@@ -1,0 +1,170 @@
+"""Keeps keys and tokens out of archives, and on request names and addresses. Pure.
+
+Objects are reduced to fields that hold no secrets by their kind: containers lose their environment, commands and
+arguments, where people put passwords. Texts of any origin, such as logs, lose private keys and tokens by form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ztunnel.ask.check.rules.model import Object
+
+REMOVED: Final = "(removed)"
+_KEY: Final = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+)
+_TOKEN: Final = re.compile(r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
+_BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/-]{16,}=*")
+_SECRET_KEYS: Final = frozenset(("env", "envFrom", "command", "args", "data", "stringData", "token", "password"))
+_SECRET_ANNOTATIONS: Final = ("kubectl.kubernetes.io/last-applied-configuration",)
+
+_IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
+_IPV6: Final = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])")
+_WORD: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
+#: Names that tell nothing about their owner, or that checks know.
+_COMMON: Final = frozenset(
+    [
+        "default",
+        "istio-system",
+        "kube-system",
+        "kube-public",
+        "ztunnel",
+        "ztunnel-agent",
+        "istiod",
+        "istio-cni-node",
+        "Pod",
+        "Node",
+        "Service",
+        "spiffe",
+        "cluster",
+        "local",
+        "svc",
+        "ns",
+        "sa",
+        "cluster.local",
+        "HBONE",
+        "TCP",
+        "Up",
+        "Healthy",
+        "app",
+        "name",
+    ]
+)
+_PEM_KEYS: Final = frozenset(("pem", "caBundle"))
+
+
+def scrub(text: str) -> str:
+    """Return a text without private keys and tokens."""
+    text = _KEY.sub(REMOVED, text)
+    text = _TOKEN.sub(REMOVED, text)
+    return _BEARER.sub(lambda found: f"{found[1]} {REMOVED}", text)
+
+
+def reduced(item: Any) -> Any:
+    """Return an object of the API server without what can hold secrets."""
+    if isinstance(item, Mapping):
+        found = {key: reduced(value) for key, value in item.items() if key not in _SECRET_KEYS}
+        for key in _SECRET_ANNOTATIONS:
+            found.pop(key, None)
+        found.pop("managedFields", None)
+        return found
+    if isinstance(item, list):
+        return [reduced(each) for each in item]
+    return scrub(item) if isinstance(item, str) else item
+
+
+class Redaction:
+    """Replaces names and addresses by others that are the same within one archive, and mean nothing outside it.
+
+    Args:
+        key: makes the replacements of this archive.
+        names: of namespaces, workloads, services, accounts and nodes.
+    """
+
+    def __init__(self, key: bytes, names: Iterable[str]) -> None:
+        self._key = key
+        parts = {part for name in names for part in (name, *name.split("."))}
+        self._names = {name for name in parts if name and name not in _COMMON and len(name) > 1}
+
+    def name(self, text: str) -> str:
+        """Return the replacement of a name, or the name itself if it is common."""
+        return f"n-{self._digest(text)[:8]}" if text in self._names else text
+
+    def text(self, text: str) -> str:
+        """Return a text with other names and addresses."""
+        text = _IPV4.sub(lambda found: self._ipv4(found[0]), text)
+        text = _IPV6.sub(lambda found: self._ipv6(found[0]), text)
+        return _WORD.sub(lambda found: self.name(found[0]), text)
+
+    def value(self, value: Any) -> Any:
+        """Return a value of JSON with other names and addresses, and without certificates, which have names."""
+        if isinstance(value, Mapping):
+            return {
+                (self.text(key) if "/" in key else self.name(key)): REMOVED
+                if key in _PEM_KEYS
+                else self.value(inner)
+                for key, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [self.value(each) for each in value]
+        return self.text(value) if isinstance(value, str) else value
+
+    def page(self, text: str) -> str:
+        """Return a page, JSON or not, with other names and addresses."""
+        try:
+            return json.dumps(self.value(json.loads(text)), indent=1)
+        except ValueError:
+            return self.text(text)
+
+    def _digest(self, text: str) -> str:
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+    def _ipv4(self, text: str) -> str:
+        try:
+            address = ipaddress.IPv4Address(text)
+        except ValueError:
+            return text
+        if address.is_loopback or address.is_unspecified or address.is_link_local:
+            return text
+        digest = bytes.fromhex(self._digest(text))
+        return f"10.{digest[0]}.{digest[1]}.{digest[2]}"
+
+    def _ipv6(self, text: str) -> str:
+        try:
+            address = ipaddress.IPv6Address(text)
+        except ValueError:
+            return text
+        if address.is_loopback or address.is_unspecified:
+            return text
+        return str(ipaddress.IPv6Address(bytes.fromhex("fd00" + self._digest(text)[:28])))
+
+
+def names_in(dump: Mapping[str, Any]) -> set[str]:
+    """Return the names in a dump of a proxy that a redaction replaces."""
+    found: set[str] = set()
+    for each in (*(dump.get("workloads") or ()), *(dump.get("services") or ()), *(dump.get("policies") or ())):
+        for key in ("name", "namespace", "serviceAccount", "node", "workloadName", "canonicalName", "hostname"):
+            if each.get(key):
+                found.add(str(each[key]))
+    for state in (dump.get("workloadState") or {}).values():
+        found.update(str(value) for value in (state.get("info") or {}).values() if value)
+    return found
+
+
+def names_of(objects: Iterable[Object]) -> set[str]:
+    """Return the names of objects and of their namespaces, nodes and accounts."""
+    found: set[str] = set()
+    for item in objects:
+        metadata, spec = item.get("metadata") or {}, item.get("spec") or {}
+        for value in (metadata.get("name"), metadata.get("namespace"), spec.get("nodeName"),
+                      spec.get("serviceAccountName")):  # fmt: skip
+            if value:
+                found.add(str(value))
+    return found
