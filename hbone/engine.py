@@ -90,6 +90,16 @@ _OVERSIZED: Final = Malformed("header list over the limit")
 _ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
 
 
+def field(name: bytes, value: bytes) -> bytes:
+    """Return one header field for :meth:`Engine.open_tunnel` of any connection; ``name`` is in lower case."""
+    return _ENCODER.field((name, value))
+
+
+def fields(headers: Iterable[Header]) -> bytes:
+    """Return header fields for :meth:`Engine.open_tunnel` of any connection, in their order."""
+    return b"".join([_ENCODER.field(header) for header in headers])
+
+
 def _block_units(fields: int, octets: int) -> int:
     """Return the cost of a header block of this decoded length."""
     return HEADERS_UNITS + fields * FIELD_UNITS + octets // OCTETS_PER_UNIT
@@ -234,6 +244,20 @@ class Engine:
         """
         if self._server or not self.accepts_streams:
             raise LocalProtocolError("no stream may be opened on this connection")
+        return self._open(_ENCODER.encode(headers), ended=ended, tunnel=tunnel)
+
+    def open_tunnel(self, block: bytes) -> int:
+        """Client: like :meth:`open_stream`, with the header block of a CONNECT from :func:`field` and
+        :func:`fields`.
+
+        Raises:
+            LocalProtocolError: no stream can be opened now, see :attr:`accepts_streams`.
+        """
+        if self._server or not self.accepts_streams:
+            raise LocalProtocolError("no stream may be opened on this connection")
+        return self._open(block, ended=False, tunnel=True)
+
+    def _open(self, block: bytes, *, ended: bool, tunnel: bool) -> int:
         stream_id = self._next_id
         self._next_id += 2
         state = SENT[StreamState.IDLE][StreamFrame.HEADERS_END if ended else StreamFrame.HEADERS]
@@ -241,7 +265,7 @@ class Engine:
         stream.tunnel = tunnel
         self._streams[stream_id] = stream
         self._window.opened(len(self._streams))
-        self._send_headers(stream_id, headers, ended=ended)
+        self._send_block(stream_id, block, ended=ended)
         return stream_id
 
     def respond(
@@ -885,8 +909,12 @@ class Engine:
         return limit if limit < allowed else allowed
 
     def _send_headers(self, stream_id: int, headers: Iterable[Header], *, ended: bool) -> None:
-        # The prefix belongs to this connection, so it stays out of the cache, which is shared by all connections.
-        block, self._block_prefix = self._block_prefix + _ENCODER.encode(headers), b""
+        self._send_block(stream_id, _ENCODER.encode(headers), ended=ended)
+
+    def _send_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
+        # The prefix belongs to this connection. Blocks are shared by all connections.
+        if self._block_prefix:
+            block, self._block_prefix = self._block_prefix + block, b""
         self.output.append(
             frames.header_frames(stream_id, block, ended=ended, max_frame_bytes=self.peer_max_frame_bytes)
         )

@@ -335,7 +335,7 @@ class BlockEncoder:
         for header in key:
             encoded = fields.get(header)
             if encoded is None:
-                encoded = self._field(header)
+                encoded = self.field(header)
                 if header[0] in _ONE_OFF:
                     recurs = False
                 elif header[0] == _OF_THE_MOMENT:
@@ -354,7 +354,8 @@ class BlockEncoder:
             self._blocks[key] = whole
         return whole
 
-    def _field(self, header: Header) -> bytes:
+    def field(self, header: Header) -> bytes:
+        """Return one field, which leaves the peer's table unchanged; its name must be in lower case."""
         name, value = header
         beginning = self._names.get(name)
         if beginning is None:

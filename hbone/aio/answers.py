@@ -2,58 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.poller import Poller
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, TlsError, TunnelBroken
 from hbone.events import Headers
 
+#: Called once with the tunnel after its 200, or with the error that there will be none. It runs in the middle of a
+#: read, so it only takes a note, and has the poller call its owner.
+OnAnswer: TypeAlias = Callable[[Tunnel | None, Exception | None], None]
+
+
+class _Waiter:
+    """Who waits for an answer: a coroutine by its future, or an object by its callback."""
+
+    __slots__ = ("_future", "_on_answer", "tunnel")
+
+    def __init__(self, tunnel: Tunnel, future: OneShotFuture[Tunnel] | None, on_answer: OnAnswer | None) -> None:
+        self.tunnel = tunnel
+        self._future = future
+        self._on_answer = on_answer
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the coroutine was cancelled meanwhile."""
+        return self._future is not None and self._future.done()
+
+    def settle(self, tunnel: Tunnel | None, error: Exception | None) -> None:
+        future, on_answer = self._future, self._on_answer
+        if on_answer is not None:
+            on_answer(tunnel, error)
+        elif future is not None and not future.done():
+            if tunnel is not None:
+                future.set_result(tunnel)
+            elif error is not None:
+                future.set_exception(error)
+
 
 class PendingAnswers:
-    """One future per request that has no answer yet; each is resolved once, and forgotten then."""
+    """One waiter per request that has no answer yet; each is told once, and forgotten then."""
 
     __slots__ = ("_poller", "_waiting")
 
     def __init__(self, poller: Poller) -> None:
         self._poller = poller
-        self._waiting: dict[int, tuple[Tunnel, OneShotFuture[Tunnel]]] = {}
+        self._waiting: dict[int, _Waiter] = {}
 
     def expect(self, tunnel: Tunnel) -> OneShotFuture[Tunnel]:
         """Return the future of a request that was just sent."""
         answer: OneShotFuture[Tunnel] = OneShotFuture(self._poller)
-        self._waiting[tunnel.stream_id] = tunnel, answer
+        self._waiting[tunnel.stream_id] = _Waiter(tunnel, answer, None)
         return answer
 
+    def tell(self, tunnel: Tunnel, on_answer: OnAnswer) -> None:
+        """Call ``on_answer`` with the answer to a request that was just sent."""
+        self._waiting[tunnel.stream_id] = _Waiter(tunnel, None, on_answer)
+
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
-        """Resolve with the tunnel for a 200. Otherwise fail with :class:`ConnectRefused` and close the tunnel."""
-        entry = self._waiting.pop(stream_id, None)
-        if entry is None or entry[1].done():
-            return  # the caller was cancelled meanwhile
-        tunnel, answer = entry
+        """Settle with the tunnel for a 200, else with :class:`ConnectRefused`, and close the tunnel then."""
+        waiter = self._waiting.pop(stream_id, None)
+        if waiter is None or waiter.is_gone:
+            return
+        tunnel = waiter.tunnel
         if status == 200:
             tunnel.headers = headers
             # From here on the server has the early data for good: no other attempt may send it again.
             if tunnel.early_sent is not None:
                 source, size = tunnel.early_sent
                 source.discard(size)
-            answer.set_result(tunnel)
+            waiter.settle(tunnel, None)
         else:
-            answer.set_exception(ConnectRefused(status, headers))
+            waiter.settle(None, ConnectRefused(status, headers))
             tunnel.close()
 
     def broken(self, stream_id: int, error: TunnelBroken) -> None:
-        """Raise ``error`` in the waiter: there will be no answer. Nothing for a request that has its answer."""
-        entry = self._waiting.pop(stream_id, None)
-        if entry is not None and not entry[1].done():
-            early = entry[0].early_sent is not None
-            entry[1].set_exception(error.after_early_data() if early else error)
+        """Settle with ``error``: there will be no answer. Nothing for a request that has its answer."""
+        waiter = self._waiting.pop(stream_id, None)
+        if waiter is not None:
+            early = waiter.tunnel.early_sent is not None
+            waiter.settle(None, error.after_early_data() if early else error)
 
     def refused_by_tls(self, error: TlsError) -> None:
-        """Raise ``error`` in every waiter whose request the peer cannot have acted on.
+        """Settle with ``error`` each request that the peer cannot have acted on.
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
         under way. It has not read them, so early data is not lost with them, unless the failure is ours.
         """
-        for tunnel, answer in self._waiting.values():
-            if not answer.done() and (error.by_peer or tunnel.early_sent is None):
-                answer.set_exception(error)
+        for stream_id, waiter in list(self._waiting.items()):
+            if error.by_peer or waiter.tunnel.early_sent is None:
+                del self._waiting[stream_id]
+                waiter.settle(None, error)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from hbone.aio import waits
-from hbone.aio.answers import PendingAnswers
+from hbone.aio.answers import OnAnswer, PendingAnswers
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.keepalive import Keepalive
 from hbone.aio.link import Link, LinkClosed
@@ -604,13 +604,30 @@ class Connection(TunnelCarrier):
                 # not ``unprocessed``.
                 raise ConnectionBroken(f"connection ended: {self.error}")
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
-        stream_id = self.engine.open_stream(headers)
+        tunnel = self._requested(self.engine.open_stream(headers), client)
+        return waits.answer(tunnel, self._answers.expect(tunnel))
+
+    def open_now(self, block: bytes, client: EarlySource | None, on_answer: OnAnswer) -> Tunnel:
+        """Client: like :meth:`open`, without a coroutine. The caller closes the tunnel, with or without an answer.
+
+        Args:
+            block: the CONNECT as :meth:`hbone.engine.Engine.open_tunnel` takes it.
+            client: see :meth:`open`.
+            on_answer: gets the errors that :meth:`open` raises. A tunnel that is closed before gets no answer.
+
+        Raises:
+            LocalProtocolError: no stream can be opened, see :attr:`accepts_streams`.
+        """
+        tunnel = self._requested(self.engine.open_tunnel(block), client)
+        self._answers.tell(tunnel, on_answer)
+        return tunnel
+
+    def _requested(self, stream_id: int, client: EarlySource | None) -> Tunnel:
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
-        answer = self._answers.expect(tunnel)
         if client is not None and self.engine.peer_early_bytes:
             self._send_early(tunnel, client)
         self.poller.schedule_flush(self)
-        return waits.answer(tunnel, answer)
+        return tunnel
 
     def _send_early(self, tunnel: Tunnel, client: EarlySource) -> None:
         room = self.engine.reserve(tunnel.stream_id, self.engine.peer_early_bytes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
+from hbone.aio.answers import OnAnswer
 from hbone.aio.connection import Connection
 from hbone.aio.fiber import Fiber, OneShotFuture
 from hbone.aio.poller import Poller
@@ -134,6 +135,30 @@ class Pool:
                 tunnel.on_close = partial(self._released, connection_id)
                 return tunnel
         raise AssertionError("unreachable")
+
+    def open_now(
+        self, key: Hashable, block: bytes, client: PlainSocket | None, on_answer: OnAnswer
+    ) -> Tunnel | None:
+        """Like :meth:`open`, if an open connection of ``key`` has room; otherwise return None and do nothing.
+
+        Args:
+            key: see :meth:`open`.
+            block: the CONNECT, see :meth:`hbone.engine.Engine.open_tunnel`.
+            client: see :meth:`open`.
+            on_answer: see :meth:`hbone.aio.connection.Connection.open_now`. Here a request that the peer did not
+                process is not repeated.
+        """
+        connection_id = self._state.reserve(key)
+        if connection_id is None:
+            return None
+        connection = self._connections.get(connection_id)
+        if connection is None or not connection.accepts_streams:
+            self._released(connection_id)
+            return None
+        tunnel = connection.open_now(block, client, on_answer)
+        self._opened += 1
+        tunnel.on_close = partial(self._released, connection_id)
+        return tunnel
 
     def drain(self) -> None:
         """No new tunnels; waiting ones fail; connections close with their last stream."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hbone.aio import waits
 from hbone.aio.end import End, RelayObserver
@@ -67,8 +68,15 @@ class RelayEnd:
     timed_out: bool = False
 
 
+#: Called once with the end of a relay. It runs in the middle of an end's work, so it only takes a note, and has
+#: the poller call its owner.
+OnRelayEnd: TypeAlias = Callable[[RelayEnd], None]
+
+
 class Relay(RelayObserver):
-    """A running relay: await it once for its :class:`RelayEnd`; cancelling that aborts it."""
+    """A running relay. It reports its end to ``on_end``; without one, await it once for its :class:`RelayEnd`.
+    Cancelling that aborts it.
+    """
 
     __slots__ = (
         "_a",
@@ -80,18 +88,22 @@ class Relay(RelayObserver):
         "_idle_timer",
         "_linger",
         "_loop",
+        "_on_end",
         "_open_sinks",
         "_quiet",
         "_seen",
         "on_half_close",
     )
 
-    def __init__(self, a: End, b: End, counts: ByteCounts, idle_timeout_s: float | None) -> None:
+    def __init__(
+        self, a: End, b: End, counts: ByteCounts, idle_timeout_s: float | None, on_end: OnRelayEnd | None
+    ) -> None:
         self._a: End | None = a
         self._b: End | None = b
         self._counts = counts
         self._loop = a.poller.loop
-        self._done: OneShotFuture[RelayEnd] = OneShotFuture(a.poller)
+        self._on_end = on_end
+        self._done: OneShotFuture[RelayEnd] | None = OneShotFuture(a.poller) if on_end is None else None
         self._first: End | None = None
         self._error: Exception | None = None
         self._open_sinks = {a, b}
@@ -108,10 +120,14 @@ class Relay(RelayObserver):
             self._idle_timer = a.poller.interval_timer(idle_timeout_s / _CHECKS_PER_TIMEOUT)
             self._idle_timer.register(self, a.poller.now_s)
         a.start()
-        if not self._done.done():  # of ``self._a`` the compiler believes that it still is what it was
+        if self._is_running():
             b.start()
 
+    def _is_running(self) -> bool:
+        return self._a is not None  # a call: type checkers remember what an attribute was
+
     def __await__(self) -> Generator[object, None, RelayEnd]:
+        assert self._done is not None
         return waits.relay_end(self, self._done).__await__()
 
     def abort(self, reason: str) -> None:
@@ -190,12 +206,23 @@ class Relay(RelayObserver):
         b.leave_relay()
         self._open_sinks.clear()
         self.on_half_close = None
-        if not self._done.done():
-            self._done.set_result(RelayEnd(first=self._first, error=self._error, timed_out=timed_out))
+        ended = RelayEnd(first=self._first, error=self._error, timed_out=timed_out)
         self._first = None
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(ended)
+        elif self._done is not None and not self._done.done():
+            self._done.set_result(ended)
 
 
-def relay(a: End, b: End, counts: ByteCounts, *, idle_timeout_s: float | None = None) -> Relay:
+def relay(
+    a: End,
+    b: End,
+    counts: ByteCounts,
+    *,
+    idle_timeout_s: float | None = None,
+    on_end: OnRelayEnd | None = None,
+) -> Relay:
     """Start to copy between two ends and return the running relay; half-closes are passed on.
 
     Args:
@@ -203,5 +230,6 @@ def relay(a: End, b: End, counts: ByteCounts, *, idle_timeout_s: float | None = 
         b: the other end.
         counts: follows the bytes from now on.
         idle_timeout_s: end when no byte came from either side for this time, or up to a seventh more.
+        on_end: told of the end, possibly before this returns; ``None``: the caller awaits the relay.
     """
-    return Relay(a, b, counts, idle_timeout_s)
+    return Relay(a, b, counts, idle_timeout_s, on_end)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.fiber import Fiber
@@ -24,9 +24,12 @@ logger = logging.getLogger(__name__)
 class Request:
     """One request that waits for its answer. Not only CONNECT: the handler itself answers 404 or 400."""
 
-    __slots__ = ("_tunnel", "answered", "connection", "ended", "head")
+    __slots__ = ("_requests", "_tunnel", "answered", "connection", "ended", "head")
 
-    def __init__(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
+    def __init__(
+        self, requests: Requests, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool
+    ) -> None:
+        self._requests = requests
         self.connection = connection
         self.head = head
         self.ended = ended
@@ -80,6 +83,10 @@ class Request:
         self.connection.reset(self._tunnel, code)
         self._tunnel.close()
 
+    def over(self) -> None:
+        """Release the stream. Whoever took the request by :data:`TakeNow` calls this once, as its last step."""
+        self._requests._over(self, self._tunnel)
+
     def _answer(self) -> None:
         if self.answered:
             raise LocalProtocolError("the request was answered before")
@@ -91,17 +98,74 @@ class Request:
 Handler: TypeAlias = Callable[[Request], Awaitable[None]]
 
 
-class Requests:
-    """The running handlers of one connection."""
+class Cancellable(Protocol):
+    """What works on a request: a fiber, or an object that took it by :data:`TakeNow`."""
 
-    def __init__(self, handler: Handler) -> None:
+    def cancel(self, msg: str | None = None) -> object:
+        """End the work soon: the stream has ended before its answer, or the connection is over."""
+
+
+#: Takes a request without a coroutine, and calls :meth:`Request.over` when it is done with it, possibly before it
+#: returns. ``None`` leaves the request to the handler.
+TakeNow: TypeAlias = Callable[[Request], Cancellable | None]
+
+
+class _Waiting:
+    """A request that nobody works on yet: the read that brought it goes on."""
+
+    __slots__ = ("_request", "_requests", "_tunnel", "cancelled")
+
+    def __init__(self, requests: Requests, request: Request, tunnel: Tunnel) -> None:
+        self._requests = requests
+        self._request = request
+        self._tunnel = tunnel
+        self.cancelled: str | None = None
+
+    def cancel(self, msg: str | None = None) -> None:
+        self.cancelled = msg or "cancelled"
+
+    def step(self) -> None:
+        self._requests._begin(self._request, self._tunnel, self.cancelled)
+
+
+class Requests:
+    """The requests of one connection that are being worked on."""
+
+    def __init__(self, handler: Handler, take_now: TakeNow | None = None) -> None:
         self._handler = handler
-        self._running: dict[Tunnel, tuple[Request, Fiber]] = {}
+        self._take_now = take_now
+        self._running: dict[Tunnel, tuple[Request, Cancellable]] = {}
+        self._emptied: asyncio.Future[None] | None = None
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
-        request = Request(connection, tunnel, head, ended=ended)
-        fiber = Fiber(connection.poller, self._run(request, tunnel), f"request {tunnel.stream_id}")
+        request = Request(self, connection, tunnel, head, ended=ended)
+        if self._take_now is None:
+            self._handle(request, tunnel)
+        else:
+            waiting = _Waiting(self, request, tunnel)
+            self._running[tunnel] = request, waiting
+            connection.poller.call_soon(waiting)
+
+    def _begin(self, request: Request, tunnel: Tunnel, cancelled: str | None) -> None:
+        if cancelled is not None:
+            self._handle(request, tunnel).cancel(cancelled)
+            return
+        assert self._take_now is not None
+        try:
+            taken = self._take_now(request)
+        except Exception:
+            logger.exception("request handler failed")
+            self._over(request, tunnel)
+            return
+        if taken is None:
+            self._handle(request, tunnel)
+        elif tunnel in self._running:
+            self._running[tunnel] = request, taken
+
+    def _handle(self, request: Request, tunnel: Tunnel) -> Fiber:
+        fiber = Fiber(request.connection.poller, self._run(request, tunnel), f"request {tunnel.stream_id}")
         self._running[tunnel] = request, fiber
+        return fiber
 
     def cancel(self, tunnel: Tunnel) -> None:
         """See :class:`hbone.aio.connection.RequestSink`.
@@ -127,22 +191,26 @@ class Requests:
         except Exception:
             logger.exception("request handler failed")
         finally:
-            if not (request.answered or request.gone):
-                request.reset(ErrorCode.INTERNAL_ERROR)
-            else:
-                tunnel.close()
-            self._running.pop(tunnel, None)
+            self._over(request, tunnel)
+
+    def _over(self, request: Request, tunnel: Tunnel) -> None:
+        if not (request.answered or request.gone):
+            request.reset(ErrorCode.INTERNAL_ERROR)
+        else:
+            tunnel.close()
+        self._running.pop(tunnel, None)
+        if self._emptied is not None and not self._running and not self._emptied.done():
+            self._emptied.set_result(None)
 
     async def wait(self, *, cancel: bool, timeout_s: float | None = None) -> None:
-        """Wait until every handler has returned; ``cancel``: cancel them, else let them deliver what came."""
-        fibers = []
-        for tunnel, (_, fiber) in list(self._running.items()):
-            fibers.append(fiber)
+        """Wait until every request is over; ``cancel``: cancel them, else let them deliver what came."""
+        for tunnel, (_, work) in list(self._running.items()):
             tunnel.end_discarding()
             if cancel:
-                fiber.cancel()
-        if fibers:
-            await asyncio.wait(fibers, timeout=timeout_s)
+                work.cancel()
+        if self._running:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._emptied], timeout=timeout_s)
 
 
 async def serve_connection(
@@ -152,6 +220,7 @@ async def serve_connection(
     poller: Poller,
     on_request: Handler,
     *,
+    take_now: TakeNow | None = None,
     on_established: Callable[[Connection], None] | None = None,
 ) -> None:
     """Serve one accepted, non-blocking socket until the connection and all its handlers are over.
@@ -163,6 +232,7 @@ async def serve_connection(
         poller: of this loop.
         on_request: runs as a fiber per request; must answer it, owns the tunnel it accepted, which is closed
             when the handler returns. Cancelled when the stream ends before the answer.
+        take_now: asked first about each request; what it takes is not given to ``on_request``.
         on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is read, or sent but
             SETTINGS; may keep it for ``drain``, ``abort`` or ``close``; may raise to close it without an answer.
 
@@ -170,7 +240,7 @@ async def serve_connection(
         TlsError, PeerSilent, ConnectionBroken: the handshake failed.
         Exception: what ``on_established`` raised.
     """
-    requests = Requests(on_request)
+    requests = Requests(on_request, take_now)
     connection = Connection(
         Role.SERVER, sock, tls_context, settings, poller, requests=requests, on_established=on_established
     )
