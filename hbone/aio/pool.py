@@ -136,17 +136,11 @@ class Pool:
                 return tunnel
         raise AssertionError("unreachable")
 
-    def open_now(
-        self, key: Hashable, block: bytes, client: PlainSocket | None, on_answer: OnAnswer
-    ) -> Tunnel | None:
-        """Like :meth:`open`, if an open connection of ``key`` has room; otherwise return None and do nothing.
+    def reserve(self, key: Hashable) -> ConnectionId | None:
+        """Reserve a place on an open connection of ``key`` for :meth:`open_on`, which follows at once.
 
-        Args:
-            key: see :meth:`open`.
-            block: the CONNECT, see :meth:`hbone.engine.Engine.open_tunnel`.
-            client: see :meth:`open`.
-            on_answer: see :meth:`hbone.aio.connection.Connection.open_now`. Here a request that the peer did not
-                process is not repeated.
+        Returns:
+            None: no open connection has room, so a tunnel would have to wait.
         """
         connection_id = self._state.reserve(key)
         if connection_id is None:
@@ -155,7 +149,21 @@ class Pool:
         if connection is None or not connection.accepts_streams:
             self._released(connection_id)
             return None
-        tunnel = connection.open_now(block, client, on_answer)
+        return connection_id
+
+    def open_on(
+        self, connection_id: ConnectionId, block: bytes, client: PlainSocket | None, on_answer: OnAnswer
+    ) -> Tunnel:
+        """Request a tunnel on a reserved place, without a coroutine; the caller closes it, answered or not.
+
+        Args:
+            connection_id: from :meth:`reserve`.
+            block: the CONNECT, see :meth:`hbone.engine.Engine.open_tunnel`.
+            client: see :meth:`open`.
+            on_answer: see :meth:`hbone.aio.connection.Connection.open_now`. Here a request that the peer did not
+                process is not repeated.
+        """
+        tunnel = self._connections[connection_id].open_now(block, client, on_answer)
         self._opened += 1
         tunnel.on_close = partial(self._released, connection_id)
         return tunnel

@@ -402,6 +402,8 @@ class Mesh:
         self._authorization = _Authorization()
         self._watchers: dict[int, Callable[[Changes], None]] = {}
         self._watched = 0
+        #: Of the whole mesh: a new number after each batch that changed it.
+        self.version = 0
 
     # Changes
 
@@ -456,6 +458,7 @@ class Mesh:
 
     def _tell(self, changes: Changes) -> None:
         if changes:
+            self.version += 1
             for changed in tuple(self._watchers.values()):
                 changed(changes)
 

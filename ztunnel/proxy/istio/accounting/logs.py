@@ -132,13 +132,19 @@ class Bare(str):
 
 
 class Recurring:
-    """Fields that many lines have in common; they are rendered once."""
+    """Fields that many lines have in common; they are rendered once.
 
-    __slots__ = ("fields", "plain")
+    Attributes:
+        fields: names and values.
+        plain, json: as a part of a line of either format.
+    """
+
+    __slots__ = ("fields", "json", "plain")
 
     def __init__(self, fields: Iterable[Field]) -> None:
         self.fields = tuple(fields)
         self.plain = " ".join([_plain_field(name, value) for name, value in self.fields])
+        self.json = ",".join([_json_field(name, value) for name, value in self.fields])
 
 
 Fields = Iterable[Field | Recurring]
@@ -160,13 +166,15 @@ def _plain_field(name: str, value: str | int) -> str:
 
 def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """Return a line as a JSON object; numbers stay numbers."""
-    entry: dict[str, str | int] = {"level": level, "time": time, "scope": target, "message": message}
-    for part in fields:
-        if isinstance(part, Recurring):
-            entry.update(part.fields)
-        else:
-            entry[part[0]] = part[1]
-    return _encode(entry) + "\n"
+    shown = "".join(
+        [f",{part.json}" if isinstance(part, Recurring) else f",{_json_field(*part)}" for part in fields]
+    )
+    head = f'"level":"{level}","time":"{time}","scope":{_encode(target)},"message":{_encode(message)}'
+    return f"{{{head}{shown}}}\n"
+
+
+def _json_field(name: str, value: str | int) -> str:
+    return f"{_encode(name)}:{_encode(value)}"
 
 
 def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:

@@ -273,6 +273,8 @@ class Metrics:
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
+        #: The number of series that were dropped so far.
+        self.forgotten = 0
         self.sockets_open = {"source": 0, "destination": 0}
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
@@ -340,6 +342,15 @@ class Metrics:
             self._gone.add(series)
         return series
 
+    def opened_in(self, series: TrafficSeries, counts: ByteCounts, now_s: float) -> None:
+        """Count an opened connection in the series that :meth:`opened` has returned for the same labels.
+
+        Valid until :attr:`forgotten` changes.
+        """
+        series.opened += 1
+        series.used_s = now_s
+        series.running.add(counts)
+
     def _new(self, labels: tuple[str, ...]) -> TrafficSeries:
         if len(self._traffic) >= self._budget:
             if not self.over_budget:
@@ -374,6 +385,7 @@ class Metrics:
         if not self._expiry_s:
             return 0
         old = [series for series in self._gone if series.idle and now_s - series.used_s > self._expiry_s]
+        self.forgotten += len(old)
         for series in old:
             self._gone.discard(series)
             self._traffic.pop(series.labels, None)

@@ -3,7 +3,7 @@
 A connection within the node has two records, one per reporter, which count the same bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol
@@ -84,6 +84,49 @@ class Observer(Protocol):
         """Inform them of the end of a connection, with the text of its access line."""
 
 
+class Described:
+    """What the records of many connections have in common, with what is made of it once.
+
+    Attributes:
+        shown: its fields in access lines, which follow the source's address.
+        series: where the connections are counted; ``None`` until the first one is.
+        forgotten: :attr:`Metrics.forgotten` when ``series`` was found.
+
+    The other attributes are those of :class:`Record`.
+    """
+
+    __slots__ = (
+        "destination",
+        "destination_identity",
+        "destination_labels",
+        "destination_workload",
+        "forgotten",
+        "hbone_authority",
+        "secured",
+        "series",
+        "service",
+        "shown",
+        "source_identity",
+        "source_labels",
+        "source_workload",
+    )
+
+    def __init__(self, record: "Record") -> None:
+        self.destination = record.destination
+        self.destination_identity = record.destination_identity
+        self.destination_labels = record.destination_labels
+        self.destination_workload = record.destination_workload
+        self.hbone_authority = record.hbone_authority
+        self.secured = record.secured
+        self.service = record.service
+        self.source_identity = record.source_identity
+        self.source_labels = record.source_labels
+        self.source_workload = record.source_workload
+        self.shown = Recurring(_flattened(record.fields()[1:]))
+        self.series: TrafficSeries | None = None
+        self.forgotten = 0
+
+
 class Record:
     """See the module.
 
@@ -98,6 +141,7 @@ class Record:
         source_identity, destination_identity: proven by the peer or, on our side, our own.
         dry_run: the hypothetical decision of dry-run policies, if it differs.
         http_left: the rule of a policy about requests, and the waypoint that judges them.
+        described: where the attributes came from by :meth:`describe`; whoever changes one sets it to ``None``.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
         asked: what addons have said. ``None`` if none was asked.
         counts: bytes moved, from the requesting side to the answering side and back.
@@ -109,6 +153,7 @@ class Record:
         "_series",
         "asked",
         "counts",
+        "described",
         "destination",
         "destination_identity",
         "destination_labels",
@@ -138,6 +183,7 @@ class Record:
         self._node = node
         self._opened = False
         self._series: TrafficSeries | None = None
+        self.described: Described | None = None
         self.direction = direction
         self.source = source
         self.destination = destination
@@ -157,6 +203,20 @@ class Record:
         self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
 
+    def describe(self, described: Described) -> None:
+        """Take over what many connections have in common."""
+        self.described = described
+        self.destination = described.destination
+        self.destination_identity = described.destination_identity
+        self.destination_labels = described.destination_labels
+        self.destination_workload = described.destination_workload
+        self.hbone_authority = described.hbone_authority
+        self.secured = described.secured
+        self.service = described.service
+        self.source_identity = described.source_identity
+        self.source_labels = described.source_labels
+        self.source_workload = described.source_workload
+
     # Life
 
     def opened(self, *, settled: bool = True) -> None:
@@ -171,7 +231,7 @@ class Record:
         if settled:
             self.settled()
         if node.logs.access_level <= _DEBUG:
-            node.logs.write_access(node.clock.wall(), "debug", "connection opened", self._fields(), self.trace)
+            node.logs.write_access(node.clock.wall(), "debug", "connection opened", self.fields(), self.trace)
 
     def _labels(self) -> tuple[str, ...]:
         return traffic_labels(
@@ -194,10 +254,18 @@ class Record:
 
     def settled(self) -> None:
         """Count the connection, because its far side does not change any more; idempotent."""
-        if self._series is None:
-            node, workloads, foreign = self._node, self._workloads(), self._has_foreign_labels()
-            now_s = node.clock.monotonic()
-            self._series = node.metrics.opened(self._labels(), workloads, self.counts, now_s, foreign=foreign)
+        if self._series is not None:
+            return
+        node, described = self._node, self.described
+        metrics, now_s = node.metrics, node.clock.monotonic()
+        if described is not None and described.series is not None and described.forgotten == metrics.forgotten:
+            self._series = described.series
+            metrics.opened_in(described.series, self.counts, now_s)
+            return
+        workloads, foreign = self._workloads(), self._has_foreign_labels()
+        self._series = metrics.opened(self._labels(), workloads, self.counts, now_s, foreign=foreign)
+        if described is not None:
+            described.series, described.forgotten = self._series, metrics.forgotten
 
     def complete(self, failure: Failed | None = None) -> None:
         """Count the end of an opened connection and write its line. Idempotent; does nothing if it
@@ -213,7 +281,7 @@ class Record:
         now_s = node.clock.monotonic()
         flags = failure.flags if failure is not None else Flags.NONE
         logged = node.logs.access_level <= (_INFO if failure is None else _ERROR)
-        fields = self._fields() if logged else []
+        fields = self.fields() if logged else []
         series.used_s = now_s
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
@@ -268,7 +336,10 @@ class Record:
             reason=reason,
         )
 
-    def _fields(self) -> list[Field | Recurring]:
+    def fields(self) -> list[Field | Recurring]:
+        """Return the fields of access lines, the source's address first, without what is known at the end."""
+        if self.described is not None:
+            return [("src.addr", Bare(self.source)), self.described.shown]
         source, destination = self.source_labels, self.destination_labels
         source_name = self.source_workload.name if self.source_workload is not None else source.canonical_service
         destination_name = (
@@ -285,6 +356,14 @@ class Record:
         identity = self.destination_identity if self.secured else None
         fields.append(_destination_fields(service, destination_name, destination, identity, self.direction))
         return fields
+
+
+def _flattened(fields: Iterable[Field | Recurring]) -> Iterator[Field]:
+    for each in fields:
+        if isinstance(each, Recurring):
+            yield from each.fields
+        else:
+            yield each
 
 
 @lru_cache(maxsize=4096)  # once or twice per connection, about few workloads

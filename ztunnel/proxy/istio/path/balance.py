@@ -379,6 +379,15 @@ class _Balancer:
 _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 
 
+def candidates_for(mesh: Mesh, question: Question) -> Candidates:
+    """Return the candidates of a question, which follow the mesh while its services stay as they are."""
+    balancer = _BALANCERS.get(mesh)
+    if balancer is None:
+        balancer = _BALANCERS[mesh] = _Balancer()
+        mesh.watch(balancer.changed)
+    return balancer.candidates(question)
+
+
 def pick(
     mesh: Mesh,
     question: Question,
@@ -395,8 +404,4 @@ def pick(
         avoid: see :meth:`Candidates.pick`.
         prefer: see there.
     """
-    balancer = _BALANCERS.get(mesh)
-    if balancer is None:
-        balancer = _BALANCERS[mesh] = _Balancer()
-        mesh.watch(balancer.changed)
-    return balancer.candidates(question).pick(mesh, choose, avoid, prefer)
+    return candidates_for(mesh, question).pick(mesh, choose, avoid, prefer)

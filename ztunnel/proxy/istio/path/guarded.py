@@ -39,6 +39,7 @@ from ztunnel.proxy.istio.path.denial_lines import DenialLines
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.outbound import Outbound, OutboundUpstream, PodCall
+from ztunnel.proxy.istio.path.plans import Plan
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 from ztunnel.proxy.istio.path.route import (
@@ -115,6 +116,9 @@ class GuardedOutbound(Outbound):
         self._calico = policies
         self._lines = DenialLines(pod.node)
         policies.watch(self._policies_changed)
+
+    def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
+        return None  # a guard may have to wait for its policies, and judges by more than a plan knows
 
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
         flow = _outbound_flow(call, route, target, self._calico.http_waypoints)

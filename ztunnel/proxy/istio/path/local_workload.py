@@ -96,7 +96,15 @@ class LocalWorkload:
                 "failed to fetch information about local workload: "
                 f"{name.service_account}.{name.namespace} ({name.name})"
             )
-        labels = self._labels
-        if labels is None or labels.workload is not self._current:
-            labels = self._labels = self._node.labels_of(self._current)
+        labels = self.known()
+        assert labels is not None
+        return labels
+
+    def known(self) -> WorkloadLabels | None:
+        """Return the workload with its labels. ``None`` if the control plane does not describe it."""
+        current, labels = self._current, self._labels
+        if current is None:
+            return None
+        if labels is None or labels.workload is not current:
+            labels = self._labels = self._node.labels_of(current)
         return labels

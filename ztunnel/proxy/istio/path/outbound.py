@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from random import Random
-from typing import NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, connect
 from hbone.aio.deadline import Deadline
@@ -23,7 +23,7 @@ from hbone.aio.end import End
 from hbone.aio.fiber import current
 from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
 from hbone.aio.socket import PlainSocket
-from hbone.errors import HboneError, TlsError, TlsReason
+from hbone.errors import HboneError, TlsError, TlsReason, TunnelBroken
 from hbone.events import Header, Headers
 from hbone.headers import format_forwarded, format_traceparent, parse_baggage
 from tproxy.errors import TproxyError
@@ -58,6 +58,8 @@ from ztunnel.proxy.istio.path.balance import Labels
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.planned import PlannedConnection
+from ztunnel.proxy.istio.path.plans import Plan, Plans, enter_route
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 from ztunnel.proxy.istio.path.route import (
@@ -100,6 +102,24 @@ class OutboundUpstream(Upstream[Life]):
         self.flush_inner: Callable[[], Awaitable[None]] | None = None
 
 
+class Beginning(NamedTuple):
+    """What is decided of a connection when its coroutine begins.
+
+    Attributes:
+        route: for its first attempt.
+        error: of that attempt, if it was made already.
+    """
+
+    route: Tunnel
+    error: Exception | None = None
+
+    @property
+    def target(self) -> SocketAddress:
+        """The address of the first attempt. Plans have no names to resolve."""
+        assert isinstance(self.route.target, SocketAddress)
+        return self.route.target
+
+
 class PodCall(NamedTuple):
     """One connection on its way out.
 
@@ -127,15 +147,48 @@ class Outbound:
     def __init__(self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve) -> None:
         self._pod = pod
         self._node = pod.node
-        self._tunnels = tunnels
+        self.tunnels = tunnels
         self._resolve = resolve
         self._illegal_ports = pod.node.config.illegal_ports
+        self._plans = Plans(pod, self._illegal_ports)
 
     # Accepting
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a captured connection; returns at once. The listener on 15001 calls it."""
-        self._pod.tasks.run(self._node.poller, self._captured(sock, peer), "outbound")
+        client = PlainSocket(sock, self._node.poller)
+        source = SocketAddress(canonical(peer[0]), peer[1])
+        try:
+            destination = self._pod.sockets.original_destination(sock, source)
+        except OSError as error:
+            log.debug("a client was gone before its connection was served: %s", error)
+            client.close()
+            return
+        plan = self._plan(source, destination)
+        if plan is None or not self._begin(plan, client, source, destination):
+            self._run(self._captured(client, source, destination, plan))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._pod.tasks.run(self._node.poller, work, "outbound")
+
+    def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
+        """Return a connection's plan; ``None``: it takes a coroutine that does more, or says more."""
+        node = self._node
+        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.tap is not None):
+            return None
+        plan = self._plans.plan(source.host, destination)
+        if plan is None or (plan.here is not None and plan.here in node.pods):
+            return None
+        return plan
+
+    def _begin(self, plan: Plan, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> bool:
+        """Carry a connection by steps, if nothing has to be waited for but the peer's answer."""
+        certificate = self._node.certificates.current(plan.labels.identity)
+        place = self.tunnels.reserve(plan.key(certificate)) if certificate is not None else None
+        if place is None:
+            return False
+        PlannedConnection(self, self._pod, plan, client, source, destination).begin(place)
+        return True
 
     def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
@@ -145,13 +198,11 @@ class Outbound:
     def close(self) -> None:
         """Stop what follows changes; idempotent. Connections are ended by the pod's tables."""
 
-    async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        client = PlainSocket(sock, self._node.poller)
+    async def _captured(
+        self, client: PlainSocket, source: SocketAddress, destination: SocketAddress, plan: Plan | None
+    ) -> None:
         try:
-            source = SocketAddress(canonical(peer[0]), peer[1])
-            await self.serve(client, source, self._pod.sockets.original_destination(sock, source))
-        except OSError as error:
-            log.debug("a client was gone before its connection was served: %s", error)
+            await self.serve(client, source, destination, Beginning(plan.route) if plan is not None else None)
         finally:
             client.close()
 
@@ -171,20 +222,49 @@ class Outbound:
 
     # One connection
 
-    async def serve(self, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> None:
-        """Carry a connection to its destination, and account for it. The caller closes ``client``.
-
-        Leaving this method is the only place where an error becomes a log line, flags and counters.
-        """
-        node = self._node
-        record = Record(node, Direction.OUTBOUND, source, destination)
-        cancel = current(node.poller).cancel
+    async def serve(
+        self,
+        client: PlainSocket,
+        source: SocketAddress,
+        destination: SocketAddress,
+        begun: Beginning | None = None,
+    ) -> None:
+        """Carry a connection to its destination, and account for it. The caller closes ``client``."""
+        record = Record(self._node, Direction.OUTBOUND, source, destination)
+        cancel = current(self._node.poller).cancel
         entry = PodConnection(self._pod.connections.outbound, record, cancel, self.verdict)
         entry.original = str(destination)
+        await self._serve(entry, client, destination, begun)
+
+    def go_on(
+        self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, plan: Plan, error: Exception
+    ) -> None:
+        """See :class:`~ztunnel.proxy.istio.path.planned.Owner`."""
+        # A request that the peer did not process is repeated, perhaps on another connection, as the pool does it.
+        repeats = isinstance(error, TunnelBroken) and error.unprocessed
+        begun = Beginning(plan.route, None if repeats else error)
+        self._run(self._going_on(entry, client, destination, begun))
+
+    async def _going_on(
+        self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, begun: Beginning
+    ) -> None:
+        try:
+            entry.aborts_by(cancels_current_task(self._node.poller))
+            await self._serve(entry, client, destination, begun)
+        finally:
+            client.close()
+
+    async def _serve(
+        self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, begun: Beginning | None
+    ) -> None:
+        """Carry a registered connection. Leaving this method is the only place where an error becomes a log line,
+        flags and counters.
+        """
+        node, record = self._node, entry.record
         failure: Failed | None = None
         node.count_sockets("source", +1)
         try:
-            failure = await self._carry(entry, client, destination)
+            failure = await self._carry(entry, client, destination, begun)
         except EarlyDeny as denial:
             record.denied_early(str(denial))
         except Failed as error:
@@ -204,7 +284,9 @@ class Outbound:
             return Verdict(REVOKED)
         return ALLOWED
 
-    async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
+    async def _carry(
+        self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, begun: Beginning | None
+    ) -> Failed | None:
         if destination.port in self._illegal_ports and is_loopback(destination.host):
             raise EarlyDeny(RECURSIVE_CALL)
         record = entry.record
@@ -213,7 +295,7 @@ class Outbound:
         record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
         call = PodCall(entry, labels, client if capture is None else None)
-        upstream = await self._open(call, destination)
+        upstream = await self._open(call, destination, begun)
         record.settled()
         joined = upstream.joined
         failure = None
@@ -246,8 +328,13 @@ class Outbound:
 
     # Where to
 
-    async def _open(self, call: PodCall, destination: SocketAddress) -> OutboundUpstream:
+    async def _open(self, call: PodCall, destination: SocketAddress, begun: Beginning | None) -> OutboundUpstream:
         """Decide and dial, again with another endpoint when one fails.
+
+        Args:
+            call: the connection.
+            destination: the dialled address.
+            begun: what was decided and tried before.
 
         Raises:
             EarlyDeny: there is no way.
@@ -263,9 +350,16 @@ class Outbound:
         tried: frozenset[SocketAddress] = frozenset()
         failure: Failed | None = None
         prefer: tuple[Labels, ...] = ()
+        opened = False
+        if begun is not None and begun.error is not None:
+            opened = True
+            failure, tried = self._attempt_failed(attempts, begun.error, begun.route, begun.target)
         while True:
             try:
-                route = await self._route(client, destination, attempts.avoid, prefer)
+                if begun is not None and failure is None and not prefer:
+                    route: Route = begun.route
+                else:
+                    route = await self._route(client, destination, attempts.avoid, prefer)
                 target = route.target
                 if not isinstance(target, SocketAddress):
                     target = await self._resolved(target, labels, destination)
@@ -284,7 +378,8 @@ class Outbound:
                     raise failure
                 node.metrics.connect_retries += 1
             _note(call, route, target, node)
-            if failure is None and record.asked is None:
+            if not opened:
+                opened = True
                 record.opened(settled=False)
             if node.addons is not None:
                 if record.asked is not None:
@@ -297,18 +392,30 @@ class Outbound:
             try:
                 return await self._dial(call, route, target)
             except _DIAL_ERRORS as error:
-                failure = self._failed(error, route)
-                uid = route.workload.uid if route.workload is not None else None
-                now_s = node.clock.monotonic()
-                verdict = attempts.failed(error, now_s, uid)
-                # Other connections avoid the endpoint as well, except without retries, where a draw is final, like
-                # upstream's.
-                if uid in attempts.avoid and node.config.connect_retries:
-                    node.failed_endpoints.add(uid, now_s)
-                if isinstance(verdict, GiveUp):
-                    raise failure from error
-                tried |= {target}
-                log.debug("%s failed, another endpoint is tried: %s", target, failure)
+                failure, failed = self._attempt_failed(attempts, error, route, target)
+                tried |= failed
+
+    def _attempt_failed(
+        self, attempts: Attempts[WorkloadUid], error: Exception, route: Route, target: SocketAddress
+    ) -> tuple[Failed, frozenset[SocketAddress]]:
+        """Account for a failed attempt; return its failure and its target if another one may follow.
+
+        Raises:
+            Failed: none may.
+        """
+        node = self._node
+        failure = self._failed(error, route)
+        uid = route.workload.uid if route.workload is not None else None
+        now_s = node.clock.monotonic()
+        verdict = attempts.failed(error, now_s, uid)
+        # Other connections avoid the endpoint as well, except without retries, where a draw is final, like
+        # upstream's.
+        if uid in attempts.avoid and node.config.connect_retries:
+            node.failed_endpoints.add(uid, now_s)
+        if isinstance(verdict, GiveUp):
+            raise failure from error
+        log.debug("%s failed, another endpoint is tried: %s", target, failure)
+        return failure, frozenset((target,))
 
     def _failed(self, error: Exception, route: Route) -> Failed:
         if isinstance(error, TlsError) and error.reason is TlsReason.REVOKED and not error.by_peer:
@@ -380,7 +487,7 @@ class Outbound:
         request = _request(route.authority, call, self._node.rng)
         certificate = await self._pod.certificate(call.labels.workload)
         with Deadline(self._node.poller, ANSWER_TIMEOUT_S):
-            tunnel = await self._tunnels.open(target, route.identities, certificate, request, early_from)
+            tunnel = await self.tunnels.open(target, route.identities, certificate, request, early_from)
         call.entry.connection = tunnel.connection
         return tunnel
 
@@ -463,25 +570,9 @@ async def _flush_before_close(inner: Connection, near: socket.socket, carrying: 
 
 
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
-    """Enter a decision in the record and the table; each attempt replaces what the one before has entered.
-
-    Of a double tunnel only the gateway is known until its far side answers. The control plane's workload behind it
-    stands for all of the network's, and has no proven identity.
-    """
-    entry, record = call.entry, call.entry.record
-    workload = route.gateway if isinstance(route, DoubleTunnel) else route.workload
-    record.destination = target
-    record.service = route.service
-    record.destination_workload = workload
-    record.hbone_authority = "" if isinstance(route, Direct) else route.authority
-    record.secured = not isinstance(route, Direct)
-    if workload is not None:
-        # The principal is the destination's whether or not it is proven (like upstream).
-        there = node.labels_of(workload)
-        record.destination_labels, record.destination_identity = there.secured, there.identity
-    if record.secured:
-        record.source_identity = call.labels.identity
-        record.source_labels = call.labels.secured
+    """Enter a decision in the record and the table; each attempt replaces what the one before has entered."""
+    entry = call.entry
+    enter_route(entry.record, route, target, call.labels, node)
     entry.connection = entry.inner = entry.peer = None
     entry.protocol = (
         "TCP" if isinstance(route, Direct) else "DOUBLEHBONE" if isinstance(route, DoubleTunnel) else "HBONE"

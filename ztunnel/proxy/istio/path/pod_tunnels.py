@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Hashable, Iterable
 from functools import partial
 
+from hbone.aio.answers import OnAnswer
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import TlsError, TlsReason
 from hbone.events import Header
-from hbone.pool import PoolSettings
+from hbone.pool import ConnectionId, PoolSettings
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
@@ -23,7 +24,12 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
 
 #: Of a pod's tunnels: its certificate, and the identities that the far end may show.
-_Key = PoolKey[WorkloadCertificate, tuple[str, ...]]
+TunnelKey = PoolKey[WorkloadCertificate, tuple[str, ...]]
+
+
+def tunnel_key(target: SocketAddress, identities: tuple[str, ...], certificate: WorkloadCertificate) -> TunnelKey:
+    """Return what two tunnels of a pod must have in common to share a connection."""
+    return PoolKey(target, certificate, certificate.generation, identities)
 
 
 class PodTunnels:
@@ -62,8 +68,17 @@ class PodTunnels:
             HboneError: see :meth:`hbone.aio.pool.Pool.open`.
             TproxyError: no connection could be opened.
         """
-        key = PoolKey(target, certificate, certificate.generation, identities)
-        return self._pool.open(key, request, client)
+        return self._pool.open(tunnel_key(target, identities, certificate), request, client)
+
+    def reserve(self, key: TunnelKey) -> ConnectionId | None:
+        """Reserve a place on an open connection; see :meth:`hbone.aio.pool.Pool.reserve`."""
+        return self._pool.reserve(key)
+
+    def open_on(
+        self, place: ConnectionId, block: bytes, client: PlainSocket | None, on_answer: OnAnswer
+    ) -> Tunnel:
+        """Request a tunnel on a reserved place; see :meth:`hbone.aio.pool.Pool.open_on`."""
+        return self._pool.open_on(place, block, client, on_answer)
 
     async def close(self) -> None:
         """Close every connection at once; waiting callers get ``PoolClosed``."""
@@ -78,7 +93,7 @@ async def _dial(
 
 
 async def _dial_key(
-    node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: _Key
+    node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: TunnelKey
 ) -> Connection:
     """Open one connection, which is a life of the pod until it ends.
 

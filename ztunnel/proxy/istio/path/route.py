@@ -17,7 +17,7 @@ from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import BalancerMode, IpFamilies, Service
 from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol, Workload, WorkloadUid
-from ztunnel.proxy.istio.path.balance import Choose, Labels, pick, question_of
+from ztunnel.proxy.istio.path.balance import Choose, Labels, Question, pick, question_of
 
 #: Where tunnels end.
 HBONE_PORT = 15008
@@ -108,6 +108,9 @@ class DoubleTunnel:
 
 Route = Direct | Tunnel | DoubleTunnel
 
+#: Returns the endpoint of a service for a connection, or None if there is none.
+Draw = Callable[[Question], WorkloadUid | None]
+
 
 class RouteRefused(Exception):
     """No route exists; the text is what the access log prints.
@@ -162,6 +165,7 @@ def route_for(
     avoid: Collection[WorkloadUid] = (),
     known: Callable[[str], bool] | None = None,
     prefer: tuple[Labels, ...] = (),
+    draw: Draw | None = None,
 ) -> Route:
     """Decide where a connection goes; the data path calls it for each attempt.
 
@@ -174,12 +178,13 @@ def route_for(
         known: for on-demand configuration: whether a key was already requested. ``None`` if the mesh is complete.
         prefer: narrows the draw of an endpoint of the dialled service; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
+        draw: gives the endpoint for each question, in place of a draw by ``choose`` and ``avoid``.
 
     Raises:
         RouteRefused: no way.
         Missing: on demand only.
     """
-    search = _Search(client, destination, mesh, choose, avoid, known, prefer)
+    search = _Search(client, destination, mesh, choose, avoid, known, prefer, draw)
     source = client.workload
 
     # A service with a waypoint: the waypoint decides for all workloads behind it. Rows 1 to 3. But a captured
@@ -317,6 +322,7 @@ class _Search:
     avoid: Collection[WorkloadUid]
     known: Callable[[str], bool] | None
     prefer: tuple[Labels, ...]
+    draw: Draw | None
 
     def at(self, network: str, host: str) -> Workload | Service | None:
         """Return what is at an address, a workload before a service."""
@@ -360,8 +366,12 @@ class _Search:
         question = question_of(service, port, self.client.workload, waypoint=waypoint, by_name=by_name)
         if not waypoint and port not in service.ports:
             return None
-        # Of waypoints and gateways, which are reached by name, every one does the same.
-        uid = pick(self.mesh, question, self.choose, self.avoid, () if waypoint or by_name else self.prefer)
+        if self.draw is not None:
+            uid = self.draw(question)
+        else:
+            # Of waypoints and gateways, which are reached by name, every one does the same.
+            prefer = () if waypoint or by_name else self.prefer
+            uid = pick(self.mesh, question, self.choose, self.avoid, prefer)
         workload = self.mesh.workload(uid) if uid is not None else None
         if uid is None or workload is None:
             return None

@@ -1,0 +1,282 @@
+"""What the connections of a pod to one destination have in common, decided once per version of the mesh.
+
+A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with what is made of it:
+the CONNECT, the key of the pool, the fields of the log line and the metric series. The draw of an endpoint is not
+part of it. A destination has a small tree: each node is a question that the decision asks, each branch an endpoint
+that may be drawn, each leaf a plan. A connection walks it with draws of its own.
+
+A plan holds only what follows from the mesh and from the pod's own workload, and every batch that changes the mesh
+drops all trees. The decisions are made again; what was made of an unchanged decision is kept. What changes without
+the mesh is looked up by each connection: certificates, endpoints to avoid, pods of this node.
+
+There is no plan for anything that has to wait or is decided per connection: names to resolve, plain connections,
+double tunnels, and services with several waypoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from hbone.engine import field, fields
+from hbone.headers import format_forwarded, format_traceparent
+from xds.model.address import SocketAddress, is_loopback
+from xds.model.workload import WorkloadUid
+from ztunnel.proxy.istio.accounting.record import Described, Direction, Record
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+from ztunnel.proxy.istio.path.balance import Candidates, Question, candidates_for
+from ztunnel.proxy.istio.path.node import Node, PodKey
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.pod_tunnels import TunnelKey, tunnel_key
+from ztunnel.proxy.istio.path.route import (
+    Client,
+    Direct,
+    DoubleTunnel,
+    Missing,
+    Route,
+    RouteRefused,
+    Tunnel,
+    route_for,
+)
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
+
+#: Destinations of one pod whose trees are kept, and plans made of their decisions.
+_MOST: Final = 4096
+
+
+class Plan:
+    """One tunnel that many connections open.
+
+    Attributes:
+        route: the decision; its target is ``target``.
+        labels: of the pod.
+        original: the dialled address as text, for the dump.
+        described: the constant part of the connections' records.
+        here: the key of the pod of this node that is to be asked for a join; ``None``: there is none to ask.
+    """
+
+    __slots__ = ("_block", "_host", "_key", "described", "here", "labels", "original", "route", "target")
+
+    def __init__(
+        self, route: Tunnel, target: SocketAddress, labels: WorkloadLabels, destination: SocketAddress, node: Node
+    ) -> None:
+        self.route = route
+        self.target = target
+        self.labels = labels
+        self.original = str(destination)
+        workload, service = route.workload, route.service
+        joins = node.config.node_local_shortcut and target.port == HBONE_PORT
+        self.here: PodKey | None = None
+        if joins and target.host in workload.addresses:
+            self.here = (workload.namespace, workload.name, workload.service_account)
+        sample = Record(node, Direction.OUTBOUND, destination, destination)
+        sample.source_workload = labels.workload
+        enter_route(sample, route, target, labels, node)
+        self.described = Described(sample)
+        self._host = service.hostname if service is not None else None
+        self._key: TunnelKey | None = None
+        self._block = fields(
+            (
+                (b":method", b"CONNECT"),
+                (b":authority", route.authority.encode()),
+                (b"baggage", labels.baggage),
+            )
+        )
+
+    def key(self, certificate: WorkloadCertificate) -> TunnelKey:
+        """Return the key of the pool for the pod's current certificate."""
+        key = self._key
+        if key is None or key.credentials is not certificate or key.generation != certificate.generation:
+            key = self._key = tunnel_key(self.target, self.route.identities, certificate)
+        return key
+
+    def request(self, source: SocketAddress, noise: int) -> tuple[bytes, bytes]:
+        """Return the header block of a CONNECT, fields in the Rust ztunnel's order, and its ``traceparent``.
+
+        Args:
+            source: the client's address.
+            noise: see :func:`hbone.headers.format_traceparent`.
+        """
+        trace = format_traceparent(noise)
+        forwarded = field(b"forwarded", format_forwarded(str(source), self._host))
+        return self._block + forwarded + field(b"traceparent", trace), trace
+
+
+class _Drawn:
+    """A node of a tree: a question, and what follows from each endpoint that was drawn so far."""
+
+    __slots__ = ("branches", "candidates")
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.candidates = candidates
+        self.branches: dict[WorkloadUid | None, _Tree] = {}
+
+
+class _NoPlan:
+    """A leaf: connections that come here have no plan."""
+
+
+_NO_PLAN: Final = _NoPlan()
+_Tree = Plan | _Drawn | _NoPlan
+
+
+class _Weighted(Exception):
+    """The decision depends on a draw among waypoints."""
+
+
+def _draws_no_waypoint(total: int) -> int:
+    raise _Weighted
+
+
+class Plans:
+    """The plans of one pod's connections.
+
+    Args:
+        pod: the shared state of the pod.
+        illegal_ports: the proxy's own ports in the pod.
+    """
+
+    def __init__(self, pod: PodContext, illegal_ports: Collection[int]) -> None:
+        self._pod = pod
+        self._node = pod.node
+        self._illegal_ports = illegal_ports
+        self._version = -1
+        self._labels: WorkloadLabels | None = None
+        self._trees: dict[tuple[str, SocketAddress], _Tree] = {}
+        self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
+
+    def plan(self, host: str, destination: SocketAddress) -> Plan | None:
+        """Return a connection's plan, with an endpoint drawn for it; ``None``: it has none.
+
+        Args:
+            host: the client's address.
+            destination: the dialled address.
+        """
+        node = self._node
+        labels = self._pod.local.known()
+        if labels is None:
+            return None
+        if node.mesh.version != self._version or labels is not self._labels:
+            self._version, self._labels = node.mesh.version, labels
+            self._trees.clear()
+        tree = self._trees.get((host, destination))
+        drawn: list[WorkloadUid | None] = []
+        while type(tree) is _Drawn:
+            avoid = node.failed_endpoints.current(node.clock.monotonic())
+            uid = tree.candidates.pick(node.mesh, node.rng.randrange, avoid)
+            drawn.append(uid)
+            tree = tree.branches.get(uid)
+        if tree is None:
+            tree = self._decide(host, destination, labels, drawn)
+        return tree if type(tree) is Plan else None
+
+    def _decide(
+        self, host: str, destination: SocketAddress, labels: WorkloadLabels, drawn: list[WorkloadUid | None]
+    ) -> _Tree:
+        """Decide about a destination, and enter the result into its tree.
+
+        Args:
+            host: the client's address.
+            destination: the dialled address.
+            labels: of the pod.
+            drawn: endpoints that the walk has drawn. Further ones are drawn here.
+        """
+        node = self._node
+        asked: list[tuple[Question, WorkloadUid | None]] = []
+
+        def draw(question: Question) -> WorkloadUid | None:
+            place = len(asked)
+            if place < len(drawn):
+                uid = drawn[place]
+            else:
+                avoid = node.failed_endpoints.current(node.clock.monotonic())
+                uid = candidates_for(node.mesh, question).pick(node.mesh, node.rng.randrange, avoid)
+            asked.append((question, uid))
+            return uid
+
+        client = Client(workload=labels.workload, host=host, network=node.config.network)
+        known = node.asked.__contains__ if node.ask is not None else None
+        leaf: Plan | _NoPlan = _NO_PLAN
+        if not (destination.port in self._illegal_ports and is_loopback(destination.host)):
+            try:
+                route = route_for(client, destination, node.mesh, _draws_no_waypoint, known=known, draw=draw)
+            except (RouteRefused, _Weighted):
+                pass
+            except Missing:
+                return _NO_PLAN  # not kept: the answer does not have to change the mesh
+            else:
+                leaf = self._plan_of(route, destination, labels)
+        self._enter((host, destination), asked, leaf)
+        return leaf
+
+    def _plan_of(self, route: Route, destination: SocketAddress, labels: WorkloadLabels) -> Plan | _NoPlan:
+        if not isinstance(route, Tunnel) or not isinstance(route.target, SocketAddress):
+            return _NO_PLAN
+        key = (destination, route.target, route.authority)
+        made = self._made.get(key)
+        if made is None or made.labels is not labels or not _same(made.route, route):
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            made = self._made[key] = Plan(route, route.target, labels, destination, self._node)
+        return made
+
+    def _enter(
+        self,
+        key: tuple[str, SocketAddress],
+        asked: list[tuple[Question, WorkloadUid | None]],
+        leaf: Plan | _NoPlan,
+    ) -> None:
+        if len(self._trees) >= _MOST:
+            self._trees.clear()
+        if not asked:
+            self._trees[key] = leaf
+            return
+        tree = self._trees.get(key)
+        if type(tree) is not _Drawn:
+            tree = self._trees[key] = _Drawn(candidates_for(self._node.mesh, asked[0][0]))
+        for (question, _), (_, uid) in zip(asked[1:], asked, strict=False):
+            below = tree.branches.get(uid)
+            if type(below) is not _Drawn:
+                below = tree.branches[uid] = _Drawn(candidates_for(self._node.mesh, question))
+            tree = below
+        tree.branches[asked[-1][1]] = leaf
+
+
+def _same(one: Tunnel, other: Tunnel) -> bool:
+    """Return whether two decisions for one target and authority are the same, down to the described workload."""
+    return (
+        one.workload is other.workload
+        and one.service is other.service
+        and one.identities == other.identities
+        and one.waypoint == other.waypoint
+    )
+
+
+def enter_route(record: Record, route: Route, target: SocketAddress, labels: WorkloadLabels, node: Node) -> None:
+    """Enter a decision in a record; each attempt replaces what the one before has entered.
+
+    Of a double tunnel only the gateway is known until its far side answers. The control plane's workload behind it
+    stands for all of the network's, and has no proven identity.
+
+    Args:
+        record: of the connection.
+        route: the decision.
+        target: its target's address.
+        labels: of the pod that dials.
+        node: the shared state of the node's pods.
+    """
+    workload = route.gateway if isinstance(route, DoubleTunnel) else route.workload
+    record.described = None
+    record.destination = target
+    record.service = route.service
+    record.destination_workload = workload
+    record.hbone_authority = "" if isinstance(route, Direct) else route.authority
+    record.secured = not isinstance(route, Direct)
+    if workload is not None:
+        # The principal is the destination's whether or not it is proven (like upstream).
+        there = node.labels_of(workload)
+        record.destination_labels, record.destination_identity = there.secured, there.identity
+    if record.secured:
+        record.source_identity = labels.identity
+        record.source_labels = labels.secured
