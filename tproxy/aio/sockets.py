@@ -275,11 +275,81 @@ async def connect(
                 await _connected(sock, shown, timeout_s)
         except BaseException as error:
             sock.close()
-            if not (tries and _port_is_taken(error)):
+            if not (tries and port_is_taken(error)):
                 raise
             tries -= 1
         else:
             return sock
+
+
+def connect_at_once(
+    sock: socket.socket,
+    destination: tuple[str, int],
+    *,
+    source: str | None = None,
+    own_source: bool = False,
+) -> bool:
+    """Connect an unconnected socket by TCP, and return whether that is done; otherwise it goes on, see
+    :func:`finish_connect`. The caller closes the socket, also after an error.
+
+    Args:
+        sock: see :func:`prepared`.
+        destination: address and port, of the socket's family.
+        source: see :func:`connect`.
+        own_source: see :func:`connect`.
+
+    Raises:
+        ConnectFailed, KernelRefused, NeedCapability: see :func:`connect`. A port that is taken at the source is an
+            error, too: the next socket gets another one.
+    """
+    if source is not None:
+        port = 0 if own_source else choice(_FOREIGN_PORTS)
+        _appear_as(sock, _target(source)[0], source, port, destination, foreign=not own_source)
+    return _connects_at_once(sock, destination)
+
+
+async def finish_connect(sock: socket.socket, destination: tuple[str, int], timeout_s: float) -> None:
+    """Wait for what :func:`connect_at_once` has begun.
+
+    Raises:
+        ConnectTimedOut, ConnectFailed: see :func:`connect`.
+    """
+    await _connected(sock, destination, timeout_s)
+
+
+def prepared(
+    count: int,
+    version: int,
+    *,
+    mark: int | None = None,
+    netns: Netns | None = None,
+    socket_options: Iterable[SocketOption] = (),
+) -> list[socket.socket]:
+    """Return sockets for :func:`connect_at_once`, with TCP_NODELAY; one pair of setns(2) makes all of them.
+
+    Args:
+        count: how many.
+        version: 4 or 6, of the addresses to dial.
+        mark: SO_MARK.
+        netns: make them in this namespace instead of the thread's own.
+        socket_options: further (level, name, value).
+
+    Raises:
+        OSError: no descriptors, or no such namespace.
+        KernelRefused, NeedCapability: see :func:`connect`.
+    """
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    made: list[socket.socket] = []
+    try:
+        with entered(netns):
+            made.extend(socket.socket(family, _STREAM) for _ in range(count))
+        for sock in made:
+            _prepare(sock, mark, None, True, socket_options, ("", 0))
+    except BaseException:
+        for sock in made:
+            sock.close()
+        raise
+    return made
 
 
 @lru_cache(maxsize=16384)  # called once per connection, for few addresses
@@ -381,7 +451,7 @@ def _appear_as(
         raise _translated(error, f"connect to {target[0]} port {target[1]} as {source}") from error
 
 
-def _port_is_taken(error: BaseException) -> bool:
+def port_is_taken(error: BaseException) -> bool:
     """Return whether a listener (at bind) or a connection to the same destination (at connect) has the port."""
     if isinstance(error, KernelRefused):
         return error.code == errno.EADDRINUSE

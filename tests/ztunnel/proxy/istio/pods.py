@@ -11,7 +11,7 @@ import errno
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -255,6 +255,9 @@ class WiredSockets(PodSockets):
         self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
     ) -> socket.socket:
         return await self._wire.connect(address, self.host, source)
+
+    def dial_now(self, address: SocketAddress, *, source: str | None = None) -> Coroutine[Any, Any, PlainSocket]:
+        return self.dial(address, source=source)
 
     def original_destination(self, sock: socket.socket, source: SocketAddress) -> SocketAddress:
         found = self._destinations.pop(sock, None)

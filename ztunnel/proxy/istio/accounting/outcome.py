@@ -184,6 +184,20 @@ def answered(status: int) -> str:
     return f"http status: {status} {_STATUS.get(status, '')}".rstrip()
 
 
+def broken(error: HboneError) -> Failed:
+    """Return the failure for a request whose stream was gone before its answer."""
+    return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+
+
+def unreachable(error: Exception) -> Failed:
+    """Return the failure for an application that could not be dialled."""
+    if isinstance(error, ConnectTimedOut):
+        return Failed("connection failed: deadline has elapsed")
+    if isinstance(error, ConnectFailed):
+        return Failed(f"connection failed: {io_text(error.error)}")
+    return Failed(f"connection failed: {io_text(error) if isinstance(error, OSError) else error}")
+
+
 class Judgement(NamedTuple):
     """The result of a workload's policies for a connection.
 

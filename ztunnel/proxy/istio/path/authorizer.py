@@ -70,6 +70,27 @@ class Authorizer:
         if refusal:
             raise Denied(refusal)
 
+    def plan(self, workload: Workload, facts: ConnectionFacts) -> str | None:
+        """Decide about every connection with these facts, until the mesh changes.
+
+        Returns:
+            The policy that allows them, empty if none decides; :meth:`note_allowed` counts each connection.
+            ``None``: each is for :meth:`authorize`, because it is refused, or something is to be waited for,
+            reported or logged.
+        """
+        policies = self._node.mesh.policies_for(workload)
+        if policies.missing or policies.dry_run_deny or policies.dry_run_allow or log.isEnabledFor(self._level):
+            return None
+        if not policies.enforced.tiers:
+            return ""
+        policy, refusal = judgement(policies, facts)
+        return None if refusal else policy
+
+    def note_allowed(self, policy: str) -> None:
+        """Count a connection that :meth:`plan` has allowed."""
+        if policy:
+            self._note(policy, Use.ALLOWED)
+
     def changed(self, workload: Workload) -> bool:
         """Note that the mesh has changed; return whether the workload's policies have, so that a review is due."""
         policies = self._node.mesh.policies_for(workload)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from typing import assert_never
 
+from hbone.aio.server import Request
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
@@ -39,9 +40,11 @@ from ztunnel.proxy.istio.path.denial_lines import DenialLines
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.outbound import Outbound, OutboundUpstream, PodCall
+from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.plans import Plan
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
+from ztunnel.proxy.istio.path.request_plans import Peer
 from ztunnel.proxy.istio.path.route import (
     Direct,
     DoubleTunnel,
@@ -97,6 +100,9 @@ class GuardedInbound(Inbound):
         super().__init__(pod, GuardedAuthorizer(pod.node, policies))
         self._calico = policies
         policies.watch(self._policies_changed)
+
+    def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
+        return None  # a guard may have to wait for its policies, and judges by more than a plan knows
 
     def _policies_changed(self) -> None:
         self._pod.connections.inbound.review(Event.POLICIES)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -33,7 +32,7 @@ from hbone.errors import (
 )
 from hbone.events import Headers
 from hbone.headers import first, forwarded_host, parse_baggage
-from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
+from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
@@ -53,9 +52,10 @@ from ztunnel.proxy.istio.accounting.outcome import (
     EarlyDeny,
     Failed,
     Flags,
-    io_text,
+    broken,
     of_reason,
     of_relay,
+    unreachable,
 )
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
@@ -77,7 +77,9 @@ from ztunnel.proxy.istio.path.inbound_target import (
 )
 from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_client, enter_pod, workload_of
 from ztunnel.proxy.istio.path.route import source_host
 from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
 from ztunnel.runtime.line_limit import LineLimit
@@ -140,25 +142,6 @@ class _Refusal(Exception):
         self.failure = failure
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """The other end of a tunnel connection.
-
-    Attributes:
-        source: its address.
-        local: the address of this pod that it came to.
-        connection: carries its tunnels; ``None`` when a tunnel is joined.
-        certificate: its names. Empty without one.
-        identity: the first of them that is a valid identity.
-    """
-
-    source: SocketAddress
-    local: SocketAddress
-    connection: Connection | None = None
-    certificate: PeerCertificate = _NO_CERTIFICATE
-    identity: SpiffeId | None = None
-
-
 def _seen(
     capture: Capture,
     entry: PodConnection,
@@ -180,8 +163,9 @@ class Inbound:
         self._pod = pod
         self._node = pod.node
         self._illegal_ports = pod.node.config.illegal_ports
-        self._authorizer = authorizer or Authorizer(pod.node)
+        self.authorizer = authorizer or Authorizer(pod.node)
         self._denials = _EarlyDenials(pod.node)
+        self._plans = RequestPlans(pod, self.authorizer, self._illegal_ports)
         # The limiter outlives this pod's last connection, and a method here would create a reference cycle.
         rejected = partial(_rejected, self._denials)
         self._limiter = pod.node.half_open.limiter(self._handshake_begins, rejected)
@@ -225,7 +209,7 @@ class Inbound:
             certificate = await pod.certificate((await pod.local.get()).workload)
             context = certificate.server_context()
             carrier.state = State.HANDSHAKE
-            here = _Peer(source, local)
+            here = Peer(source, local)
 
             def established(connection: Connection) -> None:
                 facts = connection.facts
@@ -243,6 +227,7 @@ class Inbound:
                     pod.server_settings,
                     node.poller,
                     lambda request: self._request(here, request),
+                    take_now=lambda request: self._take_now(here, request),
                     on_established=established,
                 )
             finally:
@@ -269,7 +254,7 @@ class Inbound:
             if owned is not None:
                 owned.close()
 
-    def _established(self, carrier: Carrier, peer: _Peer, connection: Connection) -> None:
+    def _established(self, carrier: Carrier, peer: Peer, connection: Connection) -> None:
         """Let a connection take requests, unless its peer was revoked during the handshake.
 
         Raises:
@@ -295,7 +280,7 @@ class Inbound:
 
         carrier.opened(aborted, leave=connection.drain, finish=ended)
 
-    def _ended(self, peer: _Peer, error: Exception | None) -> None:
+    def _ended(self, peer: Peer, error: Exception | None) -> None:
         """Count and log a connection that one of the limits on peers has ended."""
         if isinstance(error, RemoteProtocolError) and error.code == ErrorCode.ENHANCE_YOUR_CALM:
             self._node.metrics.calmed += 1
@@ -307,7 +292,19 @@ class Inbound:
                     error.detail,
                 )
 
-    async def _request(self, peer: _Peer, request: Request) -> None:
+    def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
+        """Carry a request by steps; ``None``: it takes a coroutine that does more, or says more."""
+        node, pod = self._node, self._pod
+        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and pod.tap is not None):
+            return None
+        plan = self._plans.plan(peer, request.head)
+        if plan is None or request.gone:
+            return None
+        taken = PlannedRequest(self, pod, plan, peer, request)
+        taken.begin()
+        return taken
+
+    async def _request(self, peer: Peer, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         node, head = self._node, request.head
         record = Record(node, Direction.INBOUND, peer.source, peer.local)
@@ -324,7 +321,7 @@ class Inbound:
             # The current state, because the request's connection can be older than the pod's policies.
             labels = await self._pod.local.get()
             self._describe_peer(record, peer, head.headers)
-            _describe_pod(record, labels)
+            enter_pod(record, labels)
             application = await self._admit(entry, labels, tunnel, peer)
             try:
                 # The 200 is sent only after the application has accepted: until then another endpoint can replace
@@ -354,7 +351,7 @@ class Inbound:
             request.refuse(refusal.status)
         except HboneError as error:
             # The stream was gone by the time it was accepted; on purpose, if there is a reason.
-            failure = of_reason(entry.reason) if entry.reason else _broken(error)
+            failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else Failed("h2 failed: the client gave up")
             # A policy that came while the application was dialled: 401, a verdict, which the client must not try
@@ -371,40 +368,29 @@ class Inbound:
         cancel = current(self._node.poller).cancel
         return PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
 
-    def _describe_peer(self, record: Record, peer: _Peer, headers: Headers) -> None:
+    def _describe_peer(self, record: Record, peer: Peer, headers: Headers) -> None:
         """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
 
         A request through a gateway has the gateway's address. But a peer with the certificate of the workload at
         its own address speaks for itself only.
         """
-        node = self._node
-        identity = peer.identity
-        principal = str(identity) if identity is not None else ""
-        network = node.config.network
-        forwarded_network = first(headers, b"x-forwarded-network")
-        through_gateway = (
-            forwarded_network is not None and forwarded_network.decode("latin-1").lower() != network.lower()
-        )
-        workload = node.mesh.workload_at(network, peer.source.host)
-        if through_gateway and workload is not None and workload.identity != identity:
-            workload = None
+        node, identity = self._node, peer.identity
+        workload = workload_of(peer, first(headers, b"x-forwarded-network"), node)
         if workload is not None:
-            record.source_workload = workload
-            there = node.labels_of(workload)
-            known = there.secured.principal == principal
-            record.source_labels = there.secured if known else there.plain._replace(principal=principal)
-        elif node.config.baggage:
+            enter_client(record, workload, identity, node)
+            return
+        if node.config.baggage:
             record.source_labels = node.baggage_labels.labels(
                 parse_baggage(headers), identity, node.clock.monotonic()
             )
         else:
-            record.source_labels = PeerLabels(principal=principal)
+            record.source_labels = PeerLabels(principal=str(identity) if identity is not None else "")
         record.source_identity = identity
 
     # The common part of tunnels on the wire and node-local tunnels
 
     async def _admit(
-        self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: _Peer
+        self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: Peer
     ) -> PlainSocket:
         """Find the application, authorize, dial.
 
@@ -438,7 +424,7 @@ class Inbound:
         try:
             application = await self._dial(target, labels.workload, peer.source)
         except (TproxyError, OSError) as error:
-            raise _Refusal(503, failure=_unreachable(error)) from error
+            raise _Refusal(503, failure=unreachable(error)) from error
         if target.proxy_destination is not None:
             identity = str(peer.identity) if peer.identity is not None else None
             source = _of_one_family(peer, record.source_workload, target.proxy_destination)
@@ -448,7 +434,7 @@ class Inbound:
     async def _authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
         entry.state = State.IDENTIFIED
         try:
-            await self._authorizer.authorize(workload, facts, entry.record)
+            await self.authorizer.authorize(workload, facts, entry.record)
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
             raise _Refusal(401, failure=failure) from denied
@@ -501,12 +487,12 @@ class Inbound:
         request.outer.peer = there
         client = SocketAddress(host, request.outer.record.source.port)
         identity = own.issued.identity
-        peer = _Peer(client, request.target, None, PeerCertificate(uri_sans=(str(identity),)), identity)
+        peer = Peer(client, request.target, None, PeerCertificate(uri_sans=(str(identity),)), identity)
         record = Record(node, Direction.INBOUND, client, request.target, request.outer.record.counts)
         record.source_workload, record.source_labels = request.labels.workload, request.labels.secured
         record.source_identity = identity
         labels = node.labels_of(here)
-        _describe_pod(record, labels)
+        enter_pod(record, labels)
         opening = self._open_joined(record, own, labels, request.tunnel, peer)
         return await run_apart(pod.tasks, node.poller, opening, "inbound joined", _discard_joined)
 
@@ -516,7 +502,7 @@ class Inbound:
         client: WorkloadCertificate,
         labels: WorkloadLabels,
         tunnel: TunnelRequest,
-        peer: _Peer,
+        peer: Peer,
     ) -> Joined:
         """Open the inbound half of a joined tunnel, in a fiber of its own as on the wire.
 
@@ -615,7 +601,7 @@ class Inbound:
         try:
             application = await sockets.dial(destination, source=shown)
         except (TproxyError, OSError) as error:
-            return _unreachable(error)
+            return unreachable(error)
         try:
             capture = self._pod.tap
             there = application if capture is None else _seen(capture, entry, application)
@@ -633,7 +619,7 @@ class Inbound:
     # Change
 
     def _mesh_changed(self, workload: Workload) -> None:
-        if self._authorizer.changed(workload):
+        if self.authorizer.changed(workload):
             self._pod.connections.inbound.review(Event.POLICIES)
 
     def verdict(self, entry: PodConnection) -> Verdict:
@@ -644,7 +630,7 @@ class Inbound:
         workload = self._pod.local.last
         assert workload is not None
         assert entry.facts is not None
-        verdict = self._authorizer.verdict(workload, entry.facts)
+        verdict = self.authorizer.verdict(workload, entry.facts)
         if verdict.reason:
             record = entry.record
             log.info(
@@ -665,19 +651,11 @@ def _discard_joined(joined: Joined) -> None:
     joined.finish(of_reason(""))
 
 
-def _describe_pod(record: Record, labels: WorkloadLabels) -> None:
-    """Label this pod's side of a tunnel."""
-    record.secured = True
-    record.destination_workload = labels.workload
-    record.destination_labels = labels.secured
-    record.destination_identity = labels.identity
-
-
 def _address(name: tuple[str, int]) -> SocketAddress:
     return SocketAddress(canonical(name[0]), name[1])
 
 
-def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
+def _of_one_family(peer: Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
     """Return the peer's address for a PROXY header, which has room for one family only.
 
     A service of two families can be dialled by one while its waypoint is reached by the other. The header would
@@ -700,15 +678,3 @@ def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:
         except ValueError:
             continue
     return None
-
-
-def _broken(error: HboneError) -> Failed:
-    return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
-
-
-def _unreachable(error: Exception) -> Failed:
-    if isinstance(error, ConnectTimedOut):
-        return Failed("connection failed: deadline has elapsed")
-    if isinstance(error, ConnectFailed):
-        return Failed(f"connection failed: {io_text(error.error)}")
-    return Failed(f"connection failed: {io_text(error) if isinstance(error, OSError) else error}")

@@ -18,7 +18,6 @@ The poller runs each step after a turn's reads, like a fiber, so no scratch buff
 
 from __future__ import annotations
 
-import logging
 from typing import Protocol
 
 from hbone.aio.relay import RelayEnd, relay
@@ -34,8 +33,6 @@ from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.plans import Plan
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
-
-log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):

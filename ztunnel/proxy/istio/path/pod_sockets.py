@@ -10,8 +10,9 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from hbone.aio.socket import LASTING_S, PlainSocket
 from tproxy.aio import sockets
@@ -19,6 +20,7 @@ from tproxy.aio.netns import Netns
 from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.socket_stock import SocketStock
 from ztunnel.proxy.istio.settings.config import (
     HBONE_PORT,
     OUTBOUND_PORT,
@@ -157,6 +159,9 @@ class PodSockets:
                 + config.socket.keepalive_retries * config.socket.keepalive_interval_s
             )
             self._options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
+        # A function, not a method: with one, stock and pod would refer to each other until the collector looks.
+        made = partial(sockets.prepared, mark=self._mark, netns=netns, socket_options=self._options)
+        self._stock = SocketStock(node.poller, made)
 
     # Listening
 
@@ -198,6 +203,7 @@ class PodSockets:
         for listener in self._listening:
             listener.close()
         self._listening = []
+        self._stock.close()
 
     # Connections
 
@@ -242,6 +248,50 @@ class PodSockets:
         if later:
             end.when_lasting(self._keep_alive)
         return end
+
+    def dial_now(
+        self, address: SocketAddress, *, source: str | None = None
+    ) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
+        """Like :meth:`dial`, without a coroutine if the application accepts before this returns.
+
+        Within a machine that is the rule: the SYN-ACK has come by the time connect(2) returns.
+
+        Raises:
+            TproxyError: refused or unreachable at once, or no socket could be made.
+        """
+        if source == address.host:
+            source = None
+        sock = self._stock.take(6 if ":" in address.host else 4)
+        try:
+            connected = sockets.connect_at_once(sock, address, source=source, own_source=self._sidecar)
+        except BaseException as error:
+            sock.close()
+            if source is not None and sockets.port_is_taken(error):
+                return self.dial(address, source=source)  # which tries further ports
+            raise
+        end = PlainSocket(sock, self._node.poller, fresh=True)
+        if connected:
+            self._when_lasting(end)
+            return end
+        return self._finished(end, address)
+
+    async def _finished(self, end: PlainSocket, address: SocketAddress) -> PlainSocket:
+        try:
+            await sockets.finish_connect(end.sock, address, self._timeout_s)
+        except BaseException:
+            end.close()
+            raise
+        self._when_lasting(end)
+        return end
+
+    def _when_lasting(self, end: PlainSocket) -> None:
+        """Enable keepalive once the connection has lasted some time; see :meth:`dial`."""
+        if self._keepalive is None:
+            return
+        if self._keepalive.idle_s > LASTING_S:
+            end.when_lasting(self._keep_alive)
+        else:
+            self._keep_alive(end.sock)
 
     def _keep_alive(self, sock: socket.socket) -> None:
         assert self._keepalive is not None

@@ -1,0 +1,189 @@
+"""A request for a tunnel to this pod that waits for nothing but its application: steps of one object.
+
+======  =================================================  ================================================
+step    called when                                        what it does
+======  =================================================  ================================================
+begin   the request came, and has a plan                   record, entry, dials the application
+dialled the application has accepted, possibly at once     200, relay
+failed  it has not                                         503, line
+end     the relay is over                                  closes, writes the line
+abort   a policy, a list, a drain or a stop has ended it   the same, with the reason; 401 for a policy
+        before its answer, or its client has
+======  =================================================  ================================================
+
+A coroutine waits for an application that does not accept at once, and reports as an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from hbone.aio.fiber import Fiber
+from hbone.aio.relay import RelayEnd, relay
+from hbone.aio.server import Request
+from hbone.aio.socket import PlainSocket
+from hbone.errors import HboneError
+from tproxy.errors import TproxyError
+from ztunnel.proxy.dataplane.life import State, Verdict
+from ztunnel.proxy.istio.accounting.outcome import (
+    POLICY_CHANGE,
+    Failed,
+    broken,
+    of_reason,
+    of_relay,
+    unreachable,
+)
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.path.authorizer import Authorizer
+from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan
+
+
+class Owner(Protocol):
+    """What the steps need of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`."""
+
+    @property
+    def authorizer(self) -> Authorizer:
+        """Counts what policies allow."""
+
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """Judge a live connection again."""
+
+
+class PlannedRequest(PodConnection):
+    """One request; see the module. It owns the application's end, and ends by itself."""
+
+    __slots__ = (
+        "_aborted",
+        "_application",
+        "_dialling",
+        "_ended",
+        "_error",
+        "_owner",
+        "_plan",
+        "_pod",
+        "_request",
+    )
+
+    def __init__(self, owner: Owner, pod: PodContext, plan: RequestPlan, peer: Peer, request: Request) -> None:
+        record = Record(pod.node, Direction.INBOUND, peer.source, peer.local)
+        record.describe(plan.described)
+        super().__init__(pod.connections.inbound, record, self._abort_soon, owner.verdict)
+        self.connection = peer.connection
+        self.original, self.actual, self.protocol = plan.meant, plan.decision.address, "HBONE"
+        self.facts = plan.facts
+        self._owner = owner
+        self._pod = pod
+        self._plan = plan
+        self._request = request
+        self._application: PlainSocket | None = None
+        self._dialling: Fiber | None = None
+        self._error: Exception | None = None
+        self._ended: RelayEnd | None = None
+        self._aborted = False
+
+    def begin(self) -> None:
+        """Count the request, and dial its application."""
+        node, record, plan = self._pod.node, self.record, self._plan
+        if node.logs.export is not None:
+            record.trace = dict(self._request.head.headers).get(b"traceparent", b"")
+        record.opened()
+        self._owner.authorizer.note_allowed(plan.decision.policy)
+        self.state = State.DIALING
+        try:
+            dialled = self._pod.sockets.dial_now(plan.decision.address, source=plan.source)
+        except (TproxyError, OSError) as error:
+            self._error = error
+            self.step()
+            return
+        if isinstance(dialled, PlainSocket):
+            self._application = dialled
+            self.step()
+        else:
+            self._dialling = self._pod.tasks.run(node.poller, self._dial(dialled), "inbound dial")
+
+    async def _dial(self, dialling: Coroutine[Any, Any, PlainSocket]) -> None:
+        try:
+            self._application = await dialling
+        except (TproxyError, OSError) as error:
+            self._error = error
+        except BaseException:
+            self._aborted = True
+            raise
+        finally:
+            self._dialling = None
+            self.step()
+
+    # Events, possibly in the middle of a read
+
+    def cancel(self, msg: str | None = None) -> None:
+        """End soon: the client gave up, or its connection is over; see :class:`hbone.aio.server.Cancellable`."""
+        self._abort_soon("")
+
+    def _abort_soon(self, reason: str) -> None:
+        self._aborted = True
+        self._step_soon()
+
+    def _relay_ended(self, ended: RelayEnd) -> None:
+        self._ended = ended
+        self._step_soon()
+
+    def _step_soon(self) -> None:
+        self._pod.node.poller.call_soon(self)
+
+    # Steps
+
+    def step(self) -> None:
+        """Do what the last event calls for; see :class:`hbone.aio.poller.Steppable`."""
+        if self.state is State.CLOSED:
+            return
+        ended, application = self._ended, self._application
+        if ended is not None:
+            failure = None
+            if self.reason:
+                failure = of_reason(self.reason)
+            elif ended.error is not None:
+                failure = of_relay(ended.error, from_client=ended.first is not application)
+            self._end(failure)
+        elif self._aborted:
+            self._give_up()
+        elif self._error is not None:
+            self._request.refuse(503)
+            self._end(unreachable(self._error))
+        elif application is not None and self.state is State.DIALING:
+            self._accept(application)
+
+    def _accept(self, application: PlainSocket) -> None:
+        baggage = self._plan.decision.labels.baggage
+        try:
+            accepted = self._request.accept(((b"baggage", baggage),) if self._pod.node.config.baggage else ())
+        except HboneError as error:
+            # The stream was gone by the time it was accepted; on purpose, if there is a reason.
+            self._end(of_reason(self.reason) if self.reason else broken(error))
+            return
+        running = relay(accepted, application, self.record.counts, on_end=self._relay_ended)
+        self.opened(running.abort, finish=running.finish)
+
+    def _give_up(self) -> None:
+        # A policy that came while the application was dialled: 401, a verdict, which the client must not try
+        # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
+        if self.reason == POLICY_CHANGE and not self._request.answered:
+            self._request.refuse(401)
+        self._end(of_reason(self.reason) if self.reason else Failed("h2 failed: the client gave up"))
+
+    def _end(self, failure: Failed | None) -> None:
+        dialling, self._dialling = self._dialling, None
+        if self._application is not None:
+            self._application.close()
+        self.close()
+        self.record.complete(failure)
+        self._request.over()
+        if dialling is not None:
+            dialling.cancel()
+
+    def on_bug(self, error: Exception) -> None:
+        """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
+        if self.state is not State.CLOSED:
+            self._end(Failed(f"internal error: {error!r}"))

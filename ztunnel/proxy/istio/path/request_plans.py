@@ -1,0 +1,240 @@
+"""What the requests of a tunnel connection to one authority have in common, decided once per version of the mesh.
+
+The source of a request is its tunnel connection's, and so are the peer's identity and address. So the target, the
+verdict of the policies, the labels and the metric series are the same for each request that names the same
+authority, service and network. A plan holds them. After each batch that changes the mesh it is decided anew; an
+unchanged decision keeps what was made of it.
+
+There is no plan for a refusal, for policies that are missing or only reported, for clients whom the mesh does not
+know, and for applications that want a PROXY header or a tunnel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from hbone.aio.connection import Connection
+from hbone.events import RequestHead
+from hbone.headers import forwarded_host
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.identity import SpiffeId
+from xds.model.service import Service
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.accounting.record import Described, Direction, Record
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.path.authorizer import Authorizer
+from ztunnel.proxy.istio.path.inbound_target import (
+    RequestRefused,
+    inbound_facts,
+    inbound_service,
+    inbound_target,
+)
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
+
+_NO_CERTIFICATE: Final = PeerCertificate()
+#: Plans of one tunnel connection. Its peer chooses the authorities.
+_MOST: Final = 64
+
+
+class _Asked(NamedTuple):
+    """The parts of a request that a plan depends on."""
+
+    authority: bytes | None
+    service: str | None
+    network: bytes | None
+
+
+class _Decision(NamedTuple):
+    """What follows from the mesh; compared part by part."""
+
+    address: SocketAddress
+    service: Service | None
+    client: Workload
+    labels: WorkloadLabels
+    policy: str
+
+    def is_same(self, other: _Decision) -> bool:
+        return (
+            self.address == other.address
+            and self.service is other.service
+            and self.client is other.client
+            and self.labels is other.labels
+        )
+
+
+class RequestPlan:
+    """One target that many requests have.
+
+    Attributes:
+        version: of the mesh that it was decided by.
+        decision: the target, the service, the two workloads, and the policy that allows.
+        facts: the input of policies.
+        described: the constant part of the requests' records.
+        meant: the service that the client meant, for the dump.
+        source: the address to dial the application from; ``None``: the kernel chooses.
+    """
+
+    __slots__ = ("decision", "described", "facts", "meant", "source", "version")
+
+    def __init__(
+        self, decision: _Decision, facts: ConnectionFacts, described: Described, asked: _Asked, source: str | None
+    ) -> None:
+        self.version = -1
+        self.decision = decision
+        self.facts = facts
+        self.described = described
+        self.meant = asked.service
+        self.source = source
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """The other end of a tunnel connection.
+
+    Attributes:
+        source: its address.
+        local: the address of this pod that it came to.
+        connection: carries its tunnels; ``None`` when a tunnel is joined.
+        certificate: its names. Empty without one.
+        identity: the first of them that is a valid identity.
+        plans: of its requests.
+    """
+
+    source: SocketAddress
+    local: SocketAddress
+    connection: Connection | None = None
+    certificate: PeerCertificate = _NO_CERTIFICATE
+    identity: SpiffeId | None = None
+    plans: dict[_Asked, RequestPlan] = field(default_factory=dict)
+
+
+class RequestPlans:
+    """Plans requests to one pod.
+
+    Args:
+        pod: the shared state of the pod.
+        authorizer: judges them.
+        illegal_ports: the proxy's own ports in the pod.
+    """
+
+    def __init__(self, pod: PodContext, authorizer: Authorizer, illegal_ports: Collection[int]) -> None:
+        self._pod = pod
+        self._node = pod.node
+        self._authorizer = authorizer
+        self._illegal_ports = illegal_ports
+
+    def plan(self, peer: Peer, head: RequestHead) -> RequestPlan | None:
+        """Return the plan of a request; ``None``: it has none."""
+        if head.method != b"CONNECT" or head.protocol is not None:
+            return None
+        labels = self._pod.local.known()
+        if labels is None:
+            return None
+        asked = _asked(head)
+        known = peer.plans.get(asked)
+        if known is not None and known.version == self._node.mesh.version and known.decision.labels is labels:
+            return known
+        decided = self._decide(peer, asked, labels)
+        if decided is None:
+            peer.plans.pop(asked, None)
+            return None
+        decision, facts = decided
+        if known is None or not known.decision.is_same(decision):
+            known = self._made(peer, asked, decision, facts)
+            if len(peer.plans) >= _MOST:
+                peer.plans.clear()
+            peer.plans[asked] = known
+        known.decision, known.version = decision, self._node.mesh.version
+        return known
+
+    def _decide(
+        self, peer: Peer, asked: _Asked, labels: WorkloadLabels
+    ) -> tuple[_Decision, ConnectionFacts] | None:
+        node, workload = self._node, labels.workload
+        client = workload_of(peer, asked.network, node)
+        if client is None or workload.application_tunnel is not None:
+            return None
+        try:
+            target = inbound_target(
+                asked.authority,
+                workload,
+                peer.local.host,
+                node.mesh,
+                network=node.config.network,
+                illegal_ports=self._illegal_ports,
+            )
+        except RequestRefused:
+            return None
+        facts = inbound_facts(peer.source, target.address, peer.certificate)
+        policy = self._authorizer.plan(workload, facts)
+        if policy is None or target.proxy_destination is not None:
+            return None
+        service = inbound_service(target, workload, node.mesh, asked.service)
+        return _Decision(target.address, service, client, labels, policy), facts
+
+    def _made(self, peer: Peer, asked: _Asked, decision: _Decision, facts: ConnectionFacts) -> RequestPlan:
+        node, sockets = self._node, self._pod.sockets
+        sample = Record(node, Direction.INBOUND, peer.source, peer.local)
+        enter_client(sample, decision.client, peer.identity, node)
+        enter_pod(sample, decision.labels)
+        sample.hbone_authority = (asked.authority or b"").decode("latin-1")
+        sample.service = decision.service
+        source = sockets.application_source(HBONE_PORT, peer.source.host, decision.address.host)
+        return RequestPlan(decision, facts, Described(sample), asked, source)
+
+
+def _asked(head: RequestHead) -> _Asked:
+    network = None
+    for name, value in head.headers:
+        if name == b"x-forwarded-network":
+            network = value
+            break
+    return _Asked(head.authority, forwarded_host(head.headers), network)
+
+
+def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Workload | None:
+    """Return the workload of a request's client, as the control plane describes it; ``None``: it does not.
+
+    A request through a gateway has the gateway's address. But a peer with the certificate of the workload at its
+    own address speaks for itself only.
+
+    Args:
+        peer: the other end of the tunnel connection.
+        forwarded_network: the field ``x-forwarded-network``.
+        node: the shared state of the node's pods.
+    """
+    network = node.config.network
+    workload = node.mesh.workload_at(network, peer.source.host)
+    if workload is None or workload.identity == peer.identity or forwarded_network is None:
+        return workload
+    return workload if forwarded_network.decode("latin-1").lower() == network.lower() else None
+
+
+def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, node: Node) -> None:
+    """Enter a client in a record.
+
+    Args:
+        record: of its request.
+        workload: the client, as the control plane describes it.
+        identity: that it has proven.
+        node: the shared state of the node's pods.
+    """
+    there = node.labels_of(workload)
+    principal = str(identity) if identity is not None else ""
+    known = there.secured.principal == principal
+    record.source_workload = workload
+    record.source_labels = there.secured if known else there.plain._replace(principal=principal)
+    record.source_identity = identity
+
+
+def enter_pod(record: Record, labels: WorkloadLabels) -> None:
+    """Enter this pod's side of a tunnel in a record."""
+    record.secured = True
+    record.destination_workload = labels.workload
+    record.destination_labels = labels.secured
+    record.destination_identity = labels.identity

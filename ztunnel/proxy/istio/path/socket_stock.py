@@ -1,0 +1,75 @@
+"""Sockets of a pod that are made before they are needed, some at a time: each time costs two system calls to enter
+the pod's network namespace and to return.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from hbone.aio.poller import Poller
+
+_FEWEST: Final = 2
+_MOST: Final = 16
+#: Sockets that were not needed for this time, or up to twice as long, are closed.
+_IDLE_S: Final = 10.0
+#: A stock that lasts for less time is filled with twice as many sockets.
+_SHORT_S: Final = 0.1
+
+#: Makes a number of sockets of an IP version.
+Make = Callable[[int, int], list[socket.socket]]
+
+
+class SocketStock:
+    """Unconnected sockets by IP version. Close it with the pod.
+
+    Args:
+        poller: has the clock and the timer.
+        make: makes sockets. Its errors are raised unchanged by :meth:`take`.
+    """
+
+    def __init__(self, poller: Poller, make: Make) -> None:
+        self._poller = poller
+        self._make = make
+        self._ready: dict[int, list[socket.socket]] = {4: [], 6: []}
+        self._batch = {4: _FEWEST, 6: _FEWEST}
+        self._filled_s = {4: 0.0, 6: 0.0}
+        self._taken = False
+        self._closed = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ready.values()))
+
+    def take(self, version: int) -> socket.socket:
+        """Return a socket, which belongs to the caller."""
+        ready = self._ready[version]
+        self._taken = True
+        if ready:
+            return ready.pop()
+        if self._closed:
+            return self._make(1, version)[0]
+        now_s = self._poller.now_s
+        lasted_s, self._filled_s[version] = now_s - self._filled_s[version], now_s
+        count = self._batch[version] * 2 if lasted_s < _SHORT_S else _FEWEST
+        count = self._batch[version] = min(count, _MOST)
+        ready += self._make(count, version)
+        self._poller.interval_timer(_IDLE_S).register(self, now_s)
+        return ready.pop()
+
+    def on_interval(self) -> None:
+        """Close what nobody needed; see :class:`hbone.aio.interval_timer.Member`."""
+        if not self._taken:
+            self._drop()
+        self._taken = False
+
+    def _drop(self) -> None:
+        self._poller.interval_timer(_IDLE_S).unregister(self)
+        for ready in self._ready.values():
+            while ready:
+                ready.pop().close()
+
+    def close(self) -> None:
+        """Close all, and keep none from now on; idempotent."""
+        self._closed = True
+        self._drop()
