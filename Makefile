@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -103,6 +103,9 @@ bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 
 bench-start: $(STAMP) ## from exec to the first connection served, in meshes of 10, 1,000 and 10,000 workloads; COUNT=n each
 	$(PY) -m tests.soak.recovery $(if $(COUNT),--count $(COUNT))
+
+bench-instructions: $(STAMP) ## what a new connection costs in instructions and calls, which other work on the machine does not change
+	$(PY) -m bench.instructions
 
 bench-idle: $(STAMP) ## what idle connections cost, and what is left when they are gone
 	$(PY) -m bench.idle

@@ -336,6 +336,7 @@ def chain(
     one_node: bool = False,
     pairs: int = 1,
     settings: Mapping[str, str] | None = None,
+    command_in_pods: Callable[[Path, str], list[str]] | None = None,
 ) -> Iterator[Chain]:
     """Start a chain while entered; without ``command`` client and server are connected directly.
 
@@ -347,6 +348,7 @@ def chain(
         one_node: client and server on the same node, behind the same proxy.
         pairs: how many of a client and a server pod there are.
         settings: more variables of our proxies' environment, in an Istio mesh.
+        command_in_pods: what to run there in place of our proxy's command.
     """
     clients = [_numbered("client", number) for number in range(pairs)]
     servers = [_numbered("server", number) for number in range(pairs)]
@@ -364,13 +366,17 @@ def chain(
         made.target = str(lab.pod("server").ipv4)
         if command is not None:
             made.target = VIP if target == "service" else made.target
-            _start(made, folder, command, settings or {})
+            _start(made, folder, command, settings or {}, command_in_pods or in_pods)
         _wait(made)
         yield made
 
 
 def _start(
-    made: Chain, folder: Path, command: Callable[[Path, str], list[str]], settings: Mapping[str, str]
+    made: Chain,
+    folder: Path,
+    command: Callable[[Path, str], list[str]],
+    settings: Mapping[str, str],
+    command_in_pods: Callable[[Path, str], list[str]],
 ) -> None:
     (folder / "mesh.json").write_text(_mesh(made.lab))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
@@ -387,7 +393,7 @@ def _start(
     while not (folder / "xds.sock").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     if command is in_pods:
-        _start_in_pods(made, folder, {**environment, **settings}, log)
+        _start_in_pods(made, folder, {**environment, **settings}, log, command_in_pods)
         log.close()
         return
     if command is rival:  # it may be another checkout of this project, which must not import this one
@@ -401,7 +407,13 @@ def _start(
     log.close()
 
 
-def _start_in_pods(made: Chain, folder: Path, environment: dict[str, str], log: IO[bytes]) -> None:
+def _start_in_pods(
+    made: Chain,
+    folder: Path,
+    environment: dict[str, str],
+    log: IO[bytes],
+    command: Callable[[Path, str], list[str]],
+) -> None:
     """An agent and a proxy per node, in the node's own namespace; returns when every pod is captured."""
     for name, worker in made.lab.workers.items():
         pods = {
@@ -425,7 +437,7 @@ def _start_in_pods(made: Chain, folder: Path, environment: dict[str, str], log: 
         flags = dict(flag.split("=", 1) for flag in os.environ.get("ZTUNNEL_BENCH_FLAGS", "").split())
         output = (folder / f"{name}-access.log").open("wb")
         process = worker.place.popen(
-            in_pods(folder, name), stdout=output, stderr=log, env={**environment, **addresses, **flags}
+            command(folder, name), stdout=output, stderr=log, env={**environment, **addresses, **flags}
         )
         output.close()
         made.proxies.append(process)

@@ -1,0 +1,152 @@
+"""``make bench-instructions``: what a new connection costs in instructions and calls, which noise does not move.
+
+    python -m bench.instructions [--seconds S] [--json FILE]
+
+Our pair of proxies in an Istio mesh runs twice with new connections, 32 at once: under callgrind, which counts the
+instructions of the process outside the kernel, and under cProfile, which counts calls of functions, those of C
+included. Needs valgrind. What the proxies do without connections is measured for as long, and subtracted.
+"""
+
+import argparse
+import cProfile
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hbone
+from bench.chain import Chain, build_load, chain, in_pods, version
+from deploy.lab import become_root_of_own_namespaces
+
+_BEGIN, _END = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
+_SIDES = ("client's proxy", "server's proxy")
+#: Of a counting process after it was told to begin or to end, which is slow under callgrind.
+_SETTLE_S = 1.0
+
+
+def _profiled() -> None:
+    """Run the ztunnel command of this process's arguments; count its calls from one signal to the other."""
+    folder = Path(sys.argv.pop(1))
+    profile = cProfile.Profile()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        profile.disable()
+        profile.create_stats()
+        stats: dict[Any, Any] = profile.stats  # type: ignore[attr-defined]
+        (folder / "calls").write_text(str(sum(entry[1] for entry in stats.values())))
+
+    signal.signal(_BEGIN, lambda number, frame: profile.enable())
+    signal.signal(_END, end)
+    from ztunnel.cli import main as ztunnel
+
+    sys.argv[0] = "ztunnel"
+    sys.exit(ztunnel())
+
+
+def _instructions(folder: Path, made: Chain, work: Callable[[], int]) -> tuple[int, list[float]]:
+    """Count instructions while ``work`` runs; return its number of connections, and the counts of both proxies."""
+    for process in made.proxies:
+        _control(process.pid, "-i", "on")
+    time.sleep(_SETTLE_S)
+    for process in made.proxies:
+        _control(process.pid, "-z")
+    connections = work()
+    found = []
+    for process in made.proxies:
+        _control(process.pid, "-d")
+        newest = max(folder.glob(f"callgrind.{process.pid}*"), key=lambda path: path.stat().st_mtime_ns)
+        total = re.search(r"^(?:summary|totals): (\d+)", newest.read_text(), re.MULTILINE)
+        assert total is not None, newest
+        found.append(float(total[1]))
+        _control(process.pid, "-i", "off")
+    return connections, found
+
+
+def _control(pid: int, *arguments: str) -> None:
+    subprocess.run(
+        ["callgrind_control", *arguments, str(pid)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _calls(folder: Path, made: Chain, work: Callable[[], int]) -> tuple[int, list[float]]:
+    """Like :func:`_instructions`, for calls."""
+    for process in made.proxies:
+        process.send_signal(_BEGIN)
+    time.sleep(_SETTLE_S)
+    connections = work()
+    found = []
+    for name, process in zip(("a", "b"), made.proxies, strict=True):
+        process.send_signal(_END)
+        path = folder / name / "calls"
+        while not path.exists():
+            time.sleep(0.05)
+        time.sleep(_SETTLE_S / 4)
+        found.append(float(path.read_text()))
+        path.unlink()
+    return connections, found
+
+
+def _measure(unit: str, load: Path, seconds: float) -> list[float]:
+    with tempfile.TemporaryDirectory(prefix=f"bench-{unit}-") as text:
+        folder = Path(text)
+
+        def command(_: Path, name: str) -> list[str]:
+            if unit == "calls":
+                (folder / name).mkdir()
+                return [sys.executable, "-m", "bench.instructions", "--profiled", str(folder / name), "proxy"]
+            return [
+                *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet"),
+                f"--callgrind-out-file={folder}/callgrind.%p",
+                *(sys.executable, "-m", "ztunnel", "proxy"),
+            ]
+
+        with chain("ours", load, in_pods, "pod", command_in_pods=command) as made:
+            made.run("crr", "32", "1")
+
+            def connect() -> int:
+                return int(made.run("crr", "32", str(seconds))["messages"])
+
+            def rest() -> int:
+                time.sleep(seconds)
+                return 0
+
+            count = _instructions if unit == "instructions" else _calls
+            _, idle = count(folder, made, rest)
+            connections, busy = count(folder, made, connect)
+    return [(after - before) / connections for after, before in zip(busy, idle, strict=True)]
+
+
+def main() -> int:
+    """Count, and print a table."""
+    if sys.argv[1:2] == ["--profiled"]:
+        del sys.argv[1]
+        _profiled()
+    parser = argparse.ArgumentParser(prog="make bench-instructions", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    become_root_of_own_namespaces()
+    with tempfile.TemporaryDirectory(prefix="bench-") as text:
+        load = build_load(Path(text))
+        found = {unit: _measure(unit, load, args.seconds) for unit in ("instructions", "calls")}
+    print(f"\n{version()}, {hbone.build()} build, istio dialect: new connections, 32 at once, per connection\n")
+    print(f"{'':16}{'instructions, thousand':>24}{'calls':>8}")
+    for place, side in enumerate(_SIDES):
+        print(f"{side:16}{found['instructions'][place] / 1000:>24.0f}{found['calls'][place]:>8.0f}")
+    if args.json:
+        args.json.write_text(json.dumps({"build": hbone.build(), **found}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
