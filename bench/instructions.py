@@ -39,7 +39,7 @@ def _profiled() -> None:
     def end(number: int, frame: FrameType | None) -> None:
         profile.disable()
         profile.create_stats()
-        stats: dict[Any, Any] = profile.stats  # type: ignore[attr-defined]
+        stats: dict[Any, Any] = profile.stats
         (folder / "calls").write_text(str(sum(entry[1] for entry in stats.values())))
 
     signal.signal(_BEGIN, lambda number, frame: profile.enable())

@@ -107,11 +107,13 @@ class Beginning(NamedTuple):
 
     Attributes:
         route: for its first attempt.
-        error: of that attempt, if it was made already.
+        error: of that attempt, if it has failed already.
+        opened: the connection's record is opened already.
     """
 
     route: Tunnel
     error: Exception | None = None
+    opened: bool = False
 
     @property
     def target(self) -> SocketAddress:
@@ -174,7 +176,7 @@ class Outbound:
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
         """Return a connection's plan; ``None``: it takes a coroutine that does more, or says more."""
         node = self._node
-        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.tap is not None):
+        if node.logs.access_level <= logging.DEBUG or node.addons is not None or self._pod.is_tapped:
             return None
         plan = self._plans.plan(source.host, destination)
         if plan is None or (plan.here is not None and plan.here in node.pods):
@@ -242,7 +244,7 @@ class Outbound:
         """See :class:`~ztunnel.proxy.istio.path.planned.Owner`."""
         # A request that the peer did not process is repeated, perhaps on another connection, as the pool does it.
         repeats = isinstance(error, TunnelBroken) and error.unprocessed
-        begun = Beginning(plan.route, None if repeats else error)
+        begun = Beginning(plan.route, None if repeats else error, opened=True)
         self._run(self._going_on(entry, client, destination, begun))
 
     async def _going_on(
@@ -350,9 +352,8 @@ class Outbound:
         tried: frozenset[SocketAddress] = frozenset()
         failure: Failed | None = None
         prefer: tuple[Labels, ...] = ()
-        opened = False
+        opened = begun is not None and begun.opened
         if begun is not None and begun.error is not None:
-            opened = True
             failure, tried = self._attempt_failed(attempts, begun.error, begun.route, begun.target)
         while True:
             try:

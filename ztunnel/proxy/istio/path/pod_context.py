@@ -58,6 +58,11 @@ class PodContext:
         name = self.local.name
         return taps.of(f"{name.namespace}/{name.name}")
 
+    @property
+    def is_tapped(self) -> bool:
+        """Whether this pod has a tap now."""
+        return self.node.taps is not None and self.tap is not None
+
     async def certificate(self, workload: Workload) -> WorkloadCertificate:
         """Return a workload's certificate.
 
