@@ -11,11 +11,13 @@ import contextlib
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hbone.aio.connection import Connection, connect, default_client
+from hbone.aio.server import Request
 from hbone.errors import HboneError
 from tests.life.copying import both_ways
 from tests.life.outcome import Outcome, expected
@@ -59,6 +61,7 @@ from ztunnel.proxy.istio.accounting.outcome import (
     REVOKED,
 )
 from ztunnel.proxy.istio.path.addons import PodAddons
+from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 GRACE_S = 3.0
@@ -295,12 +298,44 @@ class Outbound(Held):
         return accepted
 
 
+class Warm(Outbound):
+    """The same, with a tunnel connection to its peer open already: it is carried by steps."""
+
+    async def hold(self) -> None:
+        cluster = self.cluster
+        await cluster.start(NEAR)
+        cluster.mesh.apply([FAR])
+        self.shown = certificate(identity("far"))
+        peer = cluster.peer("far", OTHER, shown=self.shown)
+        first = cluster.dial(f"{OTHER}:{APP_PORT}")
+        assert await first.ask() == b"ping"
+        await cluster.until(lambda: len(cluster.lines()) == 1)
+        self._before = len(cluster.lines())
+        if self.state is State.DIALING:
+            peer.answer = partial(self._answered_late, peer)
+        self.client = cluster.dial(f"{OTHER}:{APP_PORT}")
+        await cluster.until(lambda: len(peer.requests) > 1)
+        assert [type(life) for life in cluster.pods["client"].connections.outbound] == [PlannedConnection]
+
+    async def _answered_late(self, peer: Peer, request: Request) -> None:
+        await self._gate.wait()
+        await peer.echo(request)
+
+    @property
+    def is_held(self) -> bool:
+        return any(life.state is self.state for life in self.cluster.pods["client"].connections.outbound)
+
+    def _lines(self) -> list[dict[str, str]]:
+        return super()._lines()[self._before :]
+
+
 EVERY = [event for event in Event if event is not Event.CONFIGURATION]  # which is Envoy's dialect alone
 KINDS: dict[type[Held], list[State]] = {
     Wire: [State.ACCEPTED, State.HANDSHAKE, State.IDENTIFIED, State.HELD, State.DIALING, State.OPEN],
     Plain: [State.IDENTIFIED, State.HELD, State.DIALING, State.OPEN],
     JoinedInbound: [State.IDENTIFIED, State.HELD, State.DIALING, State.JOINED],
     Outbound: [State.HELD, State.HANDSHAKE, State.DIALING, State.OPEN],
+    Warm: [State.DIALING, State.OPEN],
 }
 
 
@@ -314,7 +349,7 @@ def promised(kind: type[Held], state: State, event: Event) -> Outcome:
             return Outcome.REVOKED  # on the wire its connection is open, and ends what it carries
         if kind is Outbound and state in (State.HELD, State.DIALING):
             return Outcome.REFUSED  # the peer is unknown until its handshake
-    if event in (Event.POLICIES, Event.WORKLOAD_REMOVED, Event.WORKLOAD_RESTORED) and kind is Outbound:
+    if event in (Event.POLICIES, Event.WORKLOAD_REMOVED, Event.WORKLOAD_RESTORED) and issubclass(kind, Outbound):
         return Outcome.WORKS
     if event is Event.WORKLOAD_REMOVED and outcome is Outcome.REFUSED:
         # Before its facts are complete a connection is a new one.

@@ -240,6 +240,12 @@ class PodConnections:
         for group in self.ended_here:
             group.review(Event.STOP, reason)
 
+    async def closed(self) -> None:
+        """Wait until ended lives are closed; those without a fiber are in the poller's next turn."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                await all_emptied(*self.ended_here)
+
     def dissolve(self) -> None:
         """Take the groups out of the process's table; idempotent."""
         for group in self.groups:

@@ -156,6 +156,7 @@ class PodProxy:
         self._local.close()
         self._connections.end_all(DRAINED)
         await self._tasks.close()
+        await self._connections.closed()
         await self._tunnels.close()
         self._connections.dissolve()
         if self._dns is not None:
