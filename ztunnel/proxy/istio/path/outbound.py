@@ -294,7 +294,8 @@ class Outbound:
         record = entry.record
         labels = await self._pod.local.get()
         entry.state = State.DIALING
-        record.source_workload, record.source_labels = labels.workload, labels.plain
+        if begun is None or not begun.opened:  # else its record has more already
+            record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
         call = PodCall(entry, labels, client if capture is None else None)
         upstream = await self._open(call, destination, begun)

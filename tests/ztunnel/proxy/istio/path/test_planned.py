@@ -291,6 +291,7 @@ def test_a_refusal_is_one_attempt_of_several(
         assert cluster.node.metrics.connect_retries == tries - 1
         assert cluster.opened() == opened + 1
         assert cluster.closed()["CONNECT"] == 1
+        assert len({series.labels for series in cluster.node.metrics.series}) == len(peers)
 
     play(tmp_path, body)
 
