@@ -27,6 +27,7 @@ COMPILED = (
     "hbone/reader.py",
     "hbone/stream_state.py",
     "hbone/tls.py",
+    "hbone/tls_records.py",
     "hbone/windows.py",
     "hbone/cost_budget.py",
     "hbone/aio/answers.py",

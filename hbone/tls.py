@@ -10,6 +10,7 @@ can be replaced without changing callers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -29,6 +30,11 @@ _lib: Final[Any] = openssl.lib
 RECORD_BYTES: Final = 16_384
 RECORD_OVERHEAD: Final = 64  # of TLS 1.2 and 1.3 with AEAD suites it is 22 to 29
 _SPARE: Final = 16_384  # alerts, key updates, session messages
+HEADER_BYTES: Final = 5
+"""Of a record (RFC 8446, 5.1)."""
+_EXPANSION: Final = HEADER_BYTES + 1 + 16
+"""By which a record of TLS 1.3 is longer than its content: header, content type and tag."""
+_KEY_UPDATE_BYTES: Final = 5  # the whole message
 _NO_EARLY_DATA: Final = 2  # SSL_READ_EARLY_DATA_FINISH
 
 _REASONS: Final = (
@@ -69,8 +75,89 @@ class PeerFacts:
     """Our own certificate, where the context has more than one."""
 
 
-class TlsSession:
-    """One TLS connection.
+class Unmovable(Exception):
+    """The connection cannot continue in another process now; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficKeys:
+    """The keys of an established connection of TLS 1.3, for another implementation that continues it.
+
+    Attributes:
+        suite: its name.
+        sending, receiving: traffic secret and number of the next record, of our direction and the peer's.
+    """
+
+    suite: str
+    sending: tuple[bytes, int]
+    receiving: tuple[bytes, int]
+
+    def __repr__(self) -> str:
+        return f"TrafficKeys({self.suite})"
+
+
+class TlsStream(ABC):
+    """TLS as bytes in and bytes out. A base class and no protocol: compiled, its calls need no look-up.
+
+    Attributes:
+        established: whether the handshake is finished.
+        half_rtt_sent: whether the half-RTT data left with the first flight.
+        peer_closed: whether the peer sent close_notify. No more bytes can be read then.
+    """
+
+    __slots__ = ("established", "half_rtt_sent", "peer_closed")
+
+    established: bool
+    half_rtt_sent: bool
+    peer_closed: bool
+
+    @abstractmethod
+    def receive(self, ciphertext: memoryview) -> None:
+        """Offer ciphertext. It is read in place: drain the session before changing that buffer."""
+
+    @abstractmethod
+    def handshake(self) -> bool:
+        """Advance the handshake by what was received; return whether it is finished.
+
+        Raises:
+            TlsError: it failed; :meth:`seal` holds the alert.
+        """
+
+    @abstractmethod
+    def read_into(self, plain: memoryview) -> int:
+        """Decrypt into ``plain``; less than its length: the ciphertext is used up, or the peer closed.
+
+        Raises:
+            TlsError: a record or alert that ends the connection.
+        """
+
+    @abstractmethod
+    def seal(self, plain: memoryview | bytes, out: memoryview) -> int:
+        """Encrypt ``plain`` behind what already waits to be sent; bytes of ``out`` that were filled.
+
+        ``out`` must have :func:`sealed_bytes` of room. ``plain`` can be empty, and must be empty before the
+        handshake is finished.
+
+        Raises:
+            TlsError: the connection cannot send any more.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Queue close_notify, once; :meth:`seal` takes it. Idempotent."""
+
+    @abstractmethod
+    def facts(self) -> PeerFacts:
+        """Return what the handshake has proved; call once :meth:`handshake` is True."""
+
+    @property
+    @abstractmethod
+    def missing(self) -> int:
+        """Bytes to receive before the connection can move, at least; 0: it can."""
+
+
+class TlsSession(TlsStream):
+    """One TLS connection, by OpenSSL.
 
     Order of calls: :meth:`receive`, then :meth:`handshake` until it is True, then :meth:`read_into` until it
     returns less than asked; after any call, :meth:`seal` takes what must be sent.
@@ -85,14 +172,20 @@ class TlsSession:
     __slots__ = (
         "_connection",
         "_context",
+        "_due",
         "_half_rtt_data",
+        "_head",
         "_incoming",
+        "_irregular",
+        "_rbio",
+        "_received",
+        "_sent",
+        "_shorts",
         "_ssl",
+        "_tickets_due",
+        "_tracked",
         "_verification",
         "_wbio",
-        "established",
-        "half_rtt_sent",
-        "peer_closed",
     )
 
     def __init__(self, context: TlsContext, half_rtt_data: bytes = b"") -> None:
@@ -112,23 +205,30 @@ class TlsSession:
         self._incoming: memoryview | None = None
         self.established = False
         self.half_rtt_sent = False
-        """Whether the half-RTT data left with the first flight."""
         self.peer_closed = False
-        """Whether the peer sent close_notify. No more bytes can be read then."""
+        # For :meth:`traffic_keys`, counted from the end of the handshake on, under the first application keys.
+        self._rbio: Any = None
+        self._tracked = False
+        self._received = 0  # records
+        self._sent = 0
+        self._due = 0  # bytes until the next record's header
+        self._head = b""  # the part of a header that has arrived
+        self._shorts = 0  # records of the length of a key update, without those that were payload
+        self._irregular = False  # something else than payload was sent
+        self._tickets_due = False
 
     def receive(self, ciphertext: memoryview) -> None:
-        """Offer ciphertext. It is read in place: drain the session before changing that buffer."""
-        bio = _lib.BIO_new_mem_buf(_ffi.from_buffer(ciphertext), len(ciphertext))
+        self._offer(ciphertext)
+        if self._tracked:
+            self._track(ciphertext)
+
+    def _offer(self, ciphertext: memoryview) -> None:
+        self._rbio = bio = _lib.BIO_new_mem_buf(_ffi.from_buffer(ciphertext), len(ciphertext))
         _lib.BIO_set_mem_eof_return(bio, -1)
         _lib.SSL_set_bio(self._ssl, bio, self._wbio)
         self._incoming = ciphertext  # OpenSSL points into it until the next call
 
     def handshake(self) -> bool:
-        """Advance the handshake by what was received; return whether it is finished.
-
-        Raises:
-            TlsError: it failed; :meth:`seal` holds the alert.
-        """
         try:
             if self._half_rtt_data:
                 self._send_half_rtt_data()
@@ -147,7 +247,84 @@ class TlsSession:
             if chosen not in settings.alpn:
                 raise TlsError(TlsReason.ALPN, "server selected no protocol of ours")
         self.established = True
+        if settings.movable and not self._tracked and _lib.SSL_version(self._ssl) == SSL.TLS1_3_VERSION:
+            self._begin_tracking()
         return True
+
+    # Moving to another process: secrets come from OpenSSL's key log, record numbers are counted here
+
+    def _begin_tracking(self) -> None:
+        """Count records from here on: OpenSSL has read exactly the records of the handshake."""
+        self._tracked = True
+        self._tickets_due = self._context.role is Role.SERVER
+        incoming = self._incoming
+        if incoming is not None:
+            rest = memoryview(bytearray(len(incoming)))
+            size = _lib.BIO_read(self._rbio, _ffi.from_buffer(rest), len(rest)) if len(rest) else 0
+            self.receive(rest[: max(0, size)])
+
+    def _track(self, data: memoryview) -> None:
+        """Follow the headers of records; ``_due`` and ``_head`` say where the next one begins."""
+        size, position = len(data), self._due
+        if self._head:
+            head = self._head + bytes(data[: HEADER_BYTES - len(self._head)])
+            if len(head) < HEADER_BYTES:
+                self._head = head
+                return
+            position = HEADER_BYTES - len(self._head) + self._count_record(head[3] << 8 | head[4])
+            self._head = b""
+        while position + HEADER_BYTES <= size:
+            position += HEADER_BYTES + self._count_record(data[position + 3] << 8 | data[position + 4])
+        if position < size:
+            self._head = bytes(data[position:])
+            self._due = 0
+        else:
+            self._due = position - size
+
+    def _count_record(self, length: int) -> int:
+        self._received += 1
+        if length == _KEY_UPDATE_BYTES + _EXPANSION - HEADER_BYTES:
+            self._shorts += 1
+        return length
+
+    @property
+    def missing(self) -> int:
+        return HEADER_BYTES - len(self._head) if self._head else self._due
+
+    def traffic_keys(self) -> TrafficKeys:
+        """Return what another implementation continues from; call after :meth:`seal` has returned all output.
+
+        Raises:
+            Unmovable: this connection cannot, or not now.
+        """
+        if not self.established or not self._tracked:
+            raise Unmovable(
+                "TLS 1.2" if self.established and self._context.settings.movable else "no secrets kept"
+            )
+        if self.missing:
+            raise Unmovable("within a record")
+        # A key update is the only record of its length that is no payload (RFC 8446, 4.6.3).
+        if self._shorts or self._irregular:
+            raise Unmovable("keys were updated")
+        if self._tickets_due:
+            raise Unmovable(
+                "nothing sent yet"
+            )  # how many session tickets come first is seen with the first output
+        secrets = self._verification.secrets
+        server, client = secrets.get(b"SERVER"), secrets.get(b"CLIENT")
+        if server is None or client is None:
+            raise Unmovable("no secrets kept")
+        ours, theirs = (server, client) if self._context.role is Role.SERVER else (client, server)
+        return TrafficKeys(
+            suite=self._connection.get_cipher_name() or "",
+            sending=(ours, self._sent),
+            receiving=(theirs, self._received),
+        )
+
+    @property
+    def close_sent(self) -> bool:
+        """Whether we have sent close_notify."""
+        return bool(self._connection.get_shutdown() & SSL.SENT_SHUTDOWN)
 
     def _send_half_rtt_data(self) -> None:
         """Advance to the end of our first flight and append the half-RTT data. Raises the same errors as
@@ -170,11 +347,6 @@ class TlsSession:
             self.half_rtt_sent = True
 
     def read_into(self, plain: memoryview) -> int:
-        """Decrypt into ``plain``; less than its length: the ciphertext is used up, or the peer closed.
-
-        Raises:
-            TlsError: a record or alert that ends the connection.
-        """
         target = _ffi.from_buffer(plain)
         size, position = len(plain), 0
         read, ssl = _lib.SSL_read, self._ssl
@@ -182,6 +354,8 @@ class TlsSession:
             count = read(ssl, target + position, size - position)
             if count > 0:
                 position += count
+                if count == _KEY_UPDATE_BYTES:
+                    self._shorts -= 1
                 continue
             if _lib.SSL_get_error(ssl, count) != _lib.SSL_ERROR_WANT_READ:
                 _ffi.release(target)  # see _raise
@@ -195,14 +369,6 @@ class TlsSession:
         return position
 
     def seal(self, plain: memoryview | bytes, out: memoryview) -> int:
-        """Encrypt ``plain`` behind what already waits to be sent; bytes of ``out`` that were filled.
-
-        ``out`` must have :func:`sealed_bytes` of room. ``plain`` can be empty, and must be empty before the
-        handshake is finished.
-
-        Raises:
-            TlsError: the connection cannot send any more.
-        """
         target = _ffi.from_buffer(out)
         capacity, filled = len(out), 0
         bio_read, wbio, ssl = _lib.BIO_read, self._wbio, self._ssl
@@ -220,13 +386,28 @@ class TlsSession:
                     _ffi.release(target)
                     self._raise(count)
                 position += count
-                filled += bio_read(wbio, target + filled, capacity - filled)
-            return filled
-        count = bio_read(wbio, target, capacity)
-        return count if count > 0 else 0
+                sealed = bio_read(wbio, target + filled, capacity - filled)
+                filled += sealed
+                self._sent += 1
+                if sealed != count + _EXPANSION:
+                    self._irregular = True
+        else:
+            filled = max(0, bio_read(wbio, target, capacity))
+            if filled and self._sent:
+                self._irregular = True
+        if self._tickets_due and filled:
+            self._count_tickets(out[:filled])
+        return filled
+
+    def _count_tickets(self, output: memoryview) -> None:
+        """Count the records of a server's first output, which begins with session tickets."""
+        self._tickets_due = self._irregular = False
+        self._sent, position = int(self.half_rtt_sent), 0
+        while position < len(output):
+            position += HEADER_BYTES + (output[position + 3] << 8 | output[position + 4])
+            self._sent += 1
 
     def close(self) -> None:
-        """Queue close_notify, once; :meth:`seal` takes it. Idempotent."""
         # A second call of SSL_shutdown would wait for the peer's alert and read what it sends.
         if self.established and not self._connection.get_shutdown() & SSL.SENT_SHUTDOWN:
             try:
@@ -236,7 +417,6 @@ class TlsSession:
                 del error
 
     def facts(self) -> PeerFacts:
-        """Return what the handshake has proved; call once :meth:`handshake` is True."""
         connection = self._connection
         seen = self._verification.chain
         chain = tuple(seen[key] for key in sorted(seen))

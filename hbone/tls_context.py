@@ -82,6 +82,8 @@ class TlsSettings:
         any_chain: without ``trusted_ca_pem``, ask for the peer's certificate and have ``verify`` alone judge it.
             For pinned certificates and keys: the handshake proves the key, and the issuer does not matter.
         key_log: gets one line of NSS key log per secret, without newline.
+        movable: keep the traffic secrets of each connection and count its records, so that it can move to another
+            process; see :meth:`hbone.tls.TlsSession.traffic_keys`.
     """
 
     certificate_chain_pem: bytes | None = None
@@ -107,6 +109,7 @@ class TlsSettings:
     verify: Verify | None = None
     any_chain: bool = False
     key_log: Callable[[bytes], None] | None = None
+    movable: bool = False
 
 
 class NoCommonProtocol(Exception):
@@ -114,9 +117,13 @@ class NoCommonProtocol(Exception):
 
 
 class Verification:
-    """How one handshake judges the peer, and what its callbacks saw."""
+    """How one handshake judges the peer, and what its callbacks saw.
 
-    __slots__ = ("bug", "chain", "detail", "reason", "verify")
+    Attributes:
+        secrets: the traffic secrets by sender, ``CLIENT`` and ``SERVER``, of a connection that can move.
+    """
+
+    __slots__ = ("bug", "chain", "detail", "reason", "secrets", "verify")
 
     def __init__(self, verify: Verify | None) -> None:
         self.verify = verify
@@ -124,6 +131,14 @@ class Verification:
         self.reason: TlsReason | None = None
         self.detail = ""
         self.bug: Exception | None = None
+        self.secrets: dict[bytes, bytes] = {}
+
+    def note_secret(self, line: bytes) -> None:
+        """Keep the secret of a line of the key log, if it is one of the first application keys."""
+        label, _, secret = line.split(b" ")
+        sender, _, kind = label.partition(b"_")
+        if kind == b"TRAFFIC_SECRET_0":
+            self.secrets[sender] = bytes.fromhex(secret.decode())
 
 
 class TlsContext:
@@ -207,9 +222,7 @@ class TlsContext:
             load_each(raw, identities)
         self._load_trust(raw)
         self._set_alpn(raw)
-        if settings.key_log is not None:
-            log = settings.key_log
-            raw.set_keylog_callback(lambda _connection, line: log(line))
+        _set_key_log(raw, settings)
         return raw
 
     def _load_trust(self, raw: SSL.Context) -> None:
@@ -332,6 +345,20 @@ def _current_certificate(store: Any) -> x509.Certificate:
 def _error_text(error: int) -> str:
     text: bytes = _ffi.string(_lib.X509_verify_cert_error_string(error))
     return text.decode()
+
+
+def _set_key_log(raw: SSL.Context, settings: TlsSettings) -> None:
+    log, movable = settings.key_log, settings.movable
+    if log is None and not movable:
+        return
+
+    def logged(connection: SSL.Connection, line: bytes) -> None:
+        if movable:
+            connection.get_app_data().note_secret(line)
+        if log is not None:
+            log(line)
+
+    raw.set_keylog_callback(logged)
 
 
 def _set_groups(raw: SSL.Context, groups: tuple[str, ...]) -> None:

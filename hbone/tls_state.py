@@ -1,0 +1,100 @@
+"""A connection of TLS 1.3 after its handshake, as a value: :mod:`hbone.tls_records` continues from it."""
+
+from __future__ import annotations
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from hbone.tls import PeerFacts
+
+
+class KeyState(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction: its current traffic secret, and the number of the next record under it."""
+
+    secret: bytes
+    number: int
+
+    def __repr__(self) -> str:
+        return f"KeyState(number={self.number})"
+
+
+class FactsState(msgspec.Struct, frozen=True, kw_only=True):
+    """The :class:`hbone.tls.PeerFacts` of a connection, certificates in DER."""
+
+    certificate: bytes | None = None
+    chain: tuple[bytes, ...] = ()
+    uri_sans: tuple[str, ...] = ()
+    version: str = ""
+    cipher: str = ""
+    group: str | None = None
+    alpn: bytes | None = None
+    presented: bytes | None = None
+
+
+class RecordState(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection of TLS 1.3 after its handshake.
+
+    Attributes:
+        suite: its name, as in :data:`SUITES`.
+        sending: of our direction.
+        receiving: of the peer's.
+        partial: received bytes of a record that is not complete.
+        message: the received part of a handshake message that spans records.
+        control: records to send that were not taken yet: alerts, key updates.
+        peer_closed: the peer has sent close_notify.
+        closed: we have.
+        facts: what the handshake has proved.
+    """
+
+    suite: str
+    sending: KeyState
+    receiving: KeyState
+    facts: FactsState
+    partial: bytes = b""
+    message: bytes = b""
+    control: bytes = b""
+    peer_closed: bool = False
+    closed: bool = False
+
+
+def facts_state(facts: PeerFacts) -> FactsState:
+    """Return facts as bytes."""
+    return FactsState(
+        certificate=_der(facts.certificate),
+        chain=tuple(certificate.public_bytes(Encoding.DER) for certificate in facts.chain),
+        uri_sans=facts.uri_sans,
+        version=facts.version,
+        cipher=facts.cipher,
+        group=facts.group,
+        alpn=facts.alpn,
+        presented=_der(facts.presented),
+    )
+
+
+def facts_of(state: FactsState) -> PeerFacts:
+    """Return the facts of a state.
+
+    Raises:
+        ValueError: a certificate cannot be parsed.
+    """
+    chain = tuple(x509.load_der_x509_certificate(each) for each in state.chain)
+    leaf = chain[0] if chain and state.chain[0] == state.certificate else _certificate(state.certificate)
+    return PeerFacts(
+        certificate=leaf,
+        chain=chain,
+        uri_sans=state.uri_sans,
+        version=state.version,
+        cipher=state.cipher,
+        group=state.group,
+        alpn=state.alpn,
+        presented=_certificate(state.presented),
+    )
+
+
+def _der(certificate: x509.Certificate | None) -> bytes | None:
+    return None if certificate is None else certificate.public_bytes(Encoding.DER)
+
+
+def _certificate(der: bytes | None) -> x509.Certificate | None:
+    return None if der is None else x509.load_der_x509_certificate(der)
