@@ -118,6 +118,11 @@ class _Stream(StreamWindow):
         self.cost = 0  # units that an answer of 200 returns
 
 
+def new_stream(state: StreamState, granted_s: float) -> _Stream:
+    """Return a stream whose other attributes the caller sets, for :mod:`hbone.engine_state`."""
+    return _Stream(state, 0, 0, granted_s)
+
+
 class _LongBlock:
     """A header block that is being decoded in pieces."""
 

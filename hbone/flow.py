@@ -133,6 +133,12 @@ class PeerQuota:
         self.window_bytes += size
         return True
 
+    def add_moved(self, size: int) -> None:
+        """Count windows that a connection has brought from another process, even above the limit."""
+        self.window_bytes += size
+        if self._windows is not None:
+            self._windows.used += size
+
     def return_window(self, size: int) -> None:
         """Take note that a connection's window is smaller by ``size``, or gone."""
         self.window_bytes -= size
