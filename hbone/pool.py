@@ -220,6 +220,21 @@ class PoolState:
             return connection, self._refuse_waiter(connection, member, now_s)
         return connection, [*self._assign_waiters(key, entry, now_s), *self._evict()]
 
+    def adopted(self, key: Hashable, peer_limit: int | None, streams: int, now_s: float) -> ConnectionId:
+        """Add a connection that another process has dialled, with open streams."""
+        connection = ConnectionId(self._next_connection)
+        self._next_connection += 1
+        settings = self._settings
+        left = settings.max_tunnels_per_connection and max(1, settings.max_tunnels_per_connection - streams)
+        member = _Member(key, self._limit(peer_limit), left)
+        self._keys.setdefault(key, _Key()).members[connection] = member
+        self._members[connection] = member
+        member.streams = streams
+        member.draining = self._closed
+        if not streams:
+            self._became_idle(connection, member, now_s)
+        return connection
+
     def dial_failed(self, key: Hashable, error: Exception, now_s: float) -> list[Action]:
         """Fail the waiter that caused the dial of ``key``, and dial again for the next one."""
         entry = self._keys.get(key)

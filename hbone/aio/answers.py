@@ -61,6 +61,9 @@ class PendingAnswers:
         """Call ``on_answer`` with the answer to a request that was just sent."""
         self._waiting[tunnel.stream_id] = _Waiter(tunnel, None, on_answer)
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
         """Settle with the tunnel for a 200, else with :class:`ConnectRefused`, and close the tunnel then."""
         waiter = self._waiting.pop(stream_id, None)

@@ -25,6 +25,7 @@ from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
 from hbone.engine import Engine
+from hbone.engine_state import share_moved
 from hbone.errors import (
     ConnectionBroken,
     ErrorCode,
@@ -53,7 +54,7 @@ from hbone.events import (
 )
 from hbone.flow import PeerQuota, WindowPool
 from hbone.settings import Http2Settings, Role, client_settings, server_settings
-from hbone.tls import TlsSession
+from hbone.tls import TlsSession, TlsStream, Unmovable
 from hbone.tls_context import TlsContext
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,33 @@ class ConnectionSettings:
 def default_client() -> ConnectionSettings:
     """Settings of an outbound connection."""
     return ConnectionSettings(http2=client_settings())
+
+
+@dataclass(slots=True, kw_only=True)
+class MovedConnection:
+    """The parts of a connection that another process has established."""
+
+    engine: Engine
+    tls: TlsStream | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a connection remembers beside its engine, its TLS and its tunnels.
+
+    Attributes:
+        waiting: streams that wait for room, in their order.
+        room: there may be some.
+        closing: it takes no new streams.
+        grace: the time between the announcement of the end and the final GOAWAY runs.
+        unsent: sealed bytes that the network has not taken.
+    """
+
+    waiting: tuple[int, ...]
+    room: bool
+    closing: bool
+    grace: bool
+    unsent: bytes
 
 
 class RequestSink(Protocol):
@@ -140,13 +168,16 @@ class Connection(TunnelCarrier):
         *,
         requests: RequestSink | None = None,
         on_established: Callable[[Connection], None] | None = None,
+        moved: MovedConnection | None = None,
     ) -> None:
         self.role = role
         self.settings = settings
         self.poller = poller
-        self.engine = Engine(role, settings.http2, poller)
-        tls = None
-        if tls_context is not None:
+        self.engine = Engine(role, settings.http2, poller) if moved is None else moved.engine
+        tls: TlsStream | None = None
+        if moved is not None:
+            tls = moved.tls
+        elif tls_context is not None:
             # The announcement of early data must reach the client before its first CONNECT. So our SETTINGS leave
             # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They reveal no other information to an
             # unauthenticated client.
@@ -177,7 +208,11 @@ class Connection(TunnelCarrier):
         self._pause: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._share: PeerQuota | None = None
-        poller.adopt(sock, self)
+        if moved is None:
+            poller.adopt(sock, self)
+        else:
+            self.facts = tls.facts() if tls is not None else None
+            self._established.set_result(None)
 
     # Opening
 
@@ -687,6 +722,105 @@ class Connection(TunnelCarrier):
     def wait_closed(self) -> asyncio.Future[None]:
         """Return a future that resolves when the connection has ended; :attr:`error` says why."""
         return asyncio.shield(self._closed)
+
+    # Moving to another process: see hbone.aio.handover
+
+    def settle(self) -> dict[int, Tunnel]:
+        """Come to a state that can move: nothing half-read, all output sealed. Return the tunnels.
+
+        Raises:
+            Unmovable: it cannot, or not now.
+        """
+        tls = self.link.tls
+        if self.error is not None or not self._established.done():
+            raise Unmovable("in its handshake" if self.error is None else "ended")
+        while self.engine.unparsed and not self._has_ended():
+            self._process(_NOTHING)
+        while tls is not None and tls.missing and not self._has_ended():
+            before = self.link.read_bytes
+            self._receive(self.link.receive_missing)
+            if self.link.read_bytes == before:
+                raise Unmovable("within a record")
+        self.flush()
+        if not self._has_ended() and not self.link.blocked:
+            self._send_pending_tls()
+        if self._has_ended() or self.engine.failed:
+            raise Unmovable("ended")
+        if self._answers:
+            raise Unmovable("a request waits for its answer")
+        return self._tunnels
+
+    def _send_pending_tls(self) -> None:
+        try:
+            self.link.send_tls()
+        except (OSError, TlsError) as error:
+            self._end(_broken(error, "while sending"))
+
+    @property
+    def progress(self) -> Progress:
+        """What moves with it."""
+        return Progress(
+            waiting=tuple(self._waiting),
+            room=self._room,
+            closing=self._closing,
+            grace=self._grace is not None,
+            unsent=self.link.unsent,
+        )
+
+    def suspend(self) -> None:
+        """Do nothing until :meth:`wake_up` or :meth:`move_away`."""
+        self.link.held = True
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        self.poller.suspend(self.link.sock.fileno(), self)
+
+    def wake_up(self) -> None:
+        """Continue after :meth:`suspend`."""
+        if self.error is None:
+            self.link.held = False
+            fd = self.link.sock.fileno()
+            self.poller.register(fd, self)
+            if self.link.blocked:
+                self.poller.watch_writable(fd)
+            self.poller.requeue(self)
+
+    def move_away(self) -> None:
+        """End without a word on the wire or to the tunnels, because another process continues. Idempotent."""
+        if self.error is None:
+            self._tunnels.clear()
+            self._end(TunnelClosed("moved to another process"))
+
+    def continue_with(self, progress: Progress, tunnels: Iterable[Tunnel]) -> None:
+        """Take the place of a connection of another process; :meth:`restart` begins."""
+        self._tunnels = {tunnel.stream_id: tunnel for tunnel in tunnels}
+        self._waiting = {stream_id: self._tunnels[stream_id] for stream_id in progress.waiting}
+        self._room = progress.room
+        self._closing = progress.closing
+        if progress.grace:
+            self._grace = self.poller.loop.call_later(self.settings.drain_grace_s, self._end_grace)
+        self.link.continue_with(progress.unsent)
+
+    def restart(self) -> None:
+        """Read and write from now on.
+
+        Raises:
+            ConnectionBroken: the socket cannot be watched; it is closed then.
+        """
+        self.poller.adopt(self.link.sock, self)
+        if self.link.blocked:
+            self.poller.watch_writable(self.link.sock.fileno())
+        if self.facts is not None and self.facts.uri_sans:
+            self._share = self.poller.peers.join(self.facts.uri_sans[0], self.engine.settings.limits)
+            share_moved(self.engine, self._share, self.settings.windows)
+        self._keep_alive()
+        pause_s = self.engine.overdrawn_s(time.monotonic())
+        if pause_s:
+            self._rest(pause_s)
+        self.poller.schedule_flush(self)
+        if self.engine.unparsed:
+            self.poller.requeue(self)
+        self._changed()
 
     def _end(self, error: Exception) -> None:
         if self.error is not None:

@@ -86,6 +86,10 @@ class End(ABC):
     def start(self) -> None:
         """Start reading. Bytes that were pushed back or arrived early come first."""
 
+    def restart(self) -> None:
+        """Like :meth:`start`, for an end that continues a relay of another process."""
+        self.start()
+
     def leave_relay(self) -> None:
         """Forget relay and peer, which breaks the reference cycle; the relay is over."""
         self.relay = None

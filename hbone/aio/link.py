@@ -6,7 +6,7 @@ import socket
 
 from hbone.aio.poller import BULK_BYTES, Poller
 from hbone.output import BUFFER_BYTES
-from hbone.tls import TlsSession
+from hbone.tls import TlsStream
 
 _MOST_OVERHEAD = 2 * 16_384  # a record that is not complete, and some
 
@@ -22,9 +22,20 @@ class LinkClosed(Exception):
 class Link:
     """Owns the socket. Reads into the poller's scratch buffers; holds bytes only while the network is full."""
 
-    __slots__ = ("_hung_up", "_most", "_unsent", "overhead", "poller", "read_bytes", "readable", "sock", "tls")
+    __slots__ = (
+        "_hung_up",
+        "_most",
+        "_unsent",
+        "held",
+        "overhead",
+        "poller",
+        "read_bytes",
+        "readable",
+        "sock",
+        "tls",
+    )
 
-    def __init__(self, sock: socket.socket, tls: TlsSession | None, poller: Poller) -> None:
+    def __init__(self, sock: socket.socket, tls: TlsStream | None, poller: Poller) -> None:
         self.sock = sock
         self.tls = tls
         self.poller = poller
@@ -34,6 +45,8 @@ class Link:
         """Octets of the last read without payload, if they are more than an eighth of the read."""
         self.read_bytes = 0
         """Bytes read until now."""
+        self.held = False
+        """Keep all output here: another process is about to continue."""
         self._hung_up = False
         self._most = BUFFER_BYTES
         self._unsent = bytearray()
@@ -105,6 +118,30 @@ class Link:
             self.readable = True
         return plain[:size]
 
+    def receive_missing(self) -> memoryview | None:
+        """Like :meth:`receive`, but read no more than what completes the record that has begun."""
+        poller, tls = self.poller, self.tls
+        missing = 0 if tls is None else tls.missing
+        if tls is None or not missing:
+            return None
+        size = self.receive_raw(poller.ciphertext[:missing])
+        if not size:
+            return None
+        tls.receive(poller.ciphertext[:size])
+        self.readable = True
+        plain = poller.plaintext
+        size = tls.read_into(plain)
+        return plain[:size]
+
+    @property
+    def unsent(self) -> bytes:
+        """The bytes that wait for the network."""
+        return bytes(self._unsent)
+
+    def continue_with(self, unsent: bytes) -> None:
+        """Begin with bytes that the network has not taken in another process."""
+        self._unsent += unsent
+
     def fit(self, size: int, took_s: float, wanted_s: float) -> None:
         """Let a read take about ``wanted_s`` from now on, after one of ``size`` bytes took ``took_s``.
 
@@ -166,7 +203,7 @@ class Link:
         return True
 
     def _put(self, data: memoryview) -> None:
-        if self._unsent:
+        if self._unsent or self.held:
             self._unsent += data
             return
         try:

@@ -202,6 +202,15 @@ class Poller:
         if self._handlers.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
 
+    def suspend(self, fd: int, handler: Handler) -> None:
+        """Stop watching, and do not call ``handler`` any more: its bytes stay in the kernel. :meth:`register` and
+        :meth:`requeue` end that.
+        """
+        self.unregister(fd)
+        if handler in self._in_line:
+            self._in_line.discard(handler)
+            self._requeued.remove(handler)
+
     def unregister_closing(self, fd: int) -> None:
         """Like :meth:`unregister`, for a descriptor that is closed next. Saves a system call.
 

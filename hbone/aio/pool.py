@@ -168,6 +168,19 @@ class Pool:
         tunnel.on_close = partial(self._released, connection_id)
         return tunnel
 
+    def adopt(self, key: Hashable, connection: Connection, tunnels: Iterable[Tunnel]) -> None:
+        """Share a connection that another process has dialled, whose ``tunnels`` are open."""
+        opened = list(tunnels)
+        limit = connection.engine.peer_max_streams
+        connection_id = self._state.adopted(key, limit, len(opened), self._loop.time())
+        self._connections[connection_id] = connection
+        self._limits[connection_id] = limit
+        for tunnel in opened:
+            tunnel.on_close = partial(self._released, connection_id)
+        connection.on_change(partial(self._changed, connection_id))
+        self._changed(connection_id, connection)
+        self._schedule()
+
     def drain(self) -> None:
         """No new tunnels; waiting ones fail; connections close with their last stream."""
         self._execute(self._state.close(PoolClosed("the pool was drained")))

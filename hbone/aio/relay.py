@@ -23,24 +23,40 @@ _CHECKS_PER_TIMEOUT = (
 
 
 class ByteCounts:
-    """Live counters of a relay: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``."""
+    """Live counters of a relay: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``.
 
-    __slots__ = ("_a", "_b", "_received", "_sent")
+    Args:
+        sent_before, received_before: of the same relay in other processes, which have counted them.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_a", "_b", "_received", "_received_before", "_sent", "_sent_before")
+
+    def __init__(self, sent_before: int = 0, received_before: int = 0) -> None:
         self._a: End | None = None
         self._b: End | None = None
         self._sent = 0
         self._received = 0
+        self._sent_before = sent_before
+        self._received_before = received_before
 
     @property
     def sent(self) -> int:
         """Bytes that the first end has read."""
-        return self._a.read_bytes if self._a is not None else self._sent
+        return self._sent_before + self.sent_here
 
     @property
     def received(self) -> int:
         """Bytes that the second end has read."""
+        return self._received_before + self.received_here
+
+    @property
+    def sent_here(self) -> int:
+        """Bytes that the first end has read in this process."""
+        return self._a.read_bytes if self._a is not None else self._sent
+
+    @property
+    def received_here(self) -> int:
+        """Bytes that the second end has read in this process."""
         return self._b.read_bytes if self._b is not None else self._received
 
     def follow(self, a: End, b: End) -> None:
@@ -49,7 +65,7 @@ class ByteCounts:
 
     def freeze(self) -> None:
         """Keep the current numbers and release the ends."""
-        self._sent, self._received = self.sent, self.received
+        self._sent, self._received = self.sent_here, self.received_here
         self._a = self._b = None
 
 
@@ -71,6 +87,19 @@ class RelayEnd:
 #: Called once with the end of a relay. It runs in the middle of an end's work, so it only takes a note, and has
 #: the poller call its owner.
 OnRelayEnd: TypeAlias = Callable[[RelayEnd], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class MovedRelay:
+    """How far a relay has come in another process.
+
+    Attributes:
+        first: the end that stopped first. ``None``: neither has.
+        open_sinks: the ends whose output is not over.
+    """
+
+    first: End | None
+    open_sinks: tuple[End, ...]
 
 
 class Relay(RelayObserver):
@@ -96,7 +125,13 @@ class Relay(RelayObserver):
     )
 
     def __init__(
-        self, a: End, b: End, counts: ByteCounts, idle_timeout_s: float | None, on_end: OnRelayEnd | None
+        self,
+        a: End,
+        b: End,
+        counts: ByteCounts,
+        idle_timeout_s: float | None,
+        on_end: OnRelayEnd | None,
+        moved: MovedRelay | None = None,
     ) -> None:
         self._a: End | None = a
         self._b: End | None = b
@@ -119,6 +154,13 @@ class Relay(RelayObserver):
         if idle_timeout_s is not None:
             self._idle_timer = a.poller.interval_timer(idle_timeout_s / _CHECKS_PER_TIMEOUT)
             self._idle_timer.register(self, a.poller.now_s)
+        if moved is not None:
+            self._first = moved.first
+            self._open_sinks = set(moved.open_sinks)
+            a.restart()
+            if self._is_running():
+                b.restart()
+            return
         a.start()
         if self._is_running():
             b.start()
@@ -146,6 +188,33 @@ class Relay(RelayObserver):
         for end in (a, b):
             if end is not None:
                 end.end_in_order()
+
+    # Moving to another process: see hbone.aio.handover
+
+    @property
+    def ends(self) -> tuple[End, End] | None:
+        """Both ends; ``None`` when it is over."""
+        a, b = self._a, self._b
+        return None if a is None or b is None else (a, b)
+
+    @property
+    def counts(self) -> ByteCounts:
+        """Its counters."""
+        return self._counts
+
+    @property
+    def progress(self) -> MovedRelay | None:
+        """How far it has come; ``None`` if it is about to end, or has something that stays in this process."""
+        if self._error is not None or self._linger is not None or self._idle_timer is not None:
+            return None
+        if self.on_half_close is not None or not self._is_running():
+            return None
+        return MovedRelay(first=self._first, open_sinks=tuple(self._open_sinks))
+
+    def move_away(self) -> None:
+        """Be over without an effect on the ends, because another process continues. Idempotent."""
+        self._first = None
+        self._finish()
 
     # Called by the ends
 
@@ -233,3 +302,8 @@ def relay(
         on_end: told of the end, possibly before this returns; ``None``: the caller awaits the relay.
     """
     return Relay(a, b, counts, idle_timeout_s, on_end)
+
+
+def continued(a: End, b: End, counts: ByteCounts, moved: MovedRelay) -> Relay:
+    """Continue a relay of another process, whose ends are in their states already."""
+    return Relay(a, b, counts, None, None, moved)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeAlias
 
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.fiber import Fiber
@@ -134,7 +134,7 @@ class Requests:
     def __init__(self, handler: Handler, take_now: TakeNow | None = None) -> None:
         self._handler = handler
         self._take_now = take_now
-        self._running: dict[Tunnel, tuple[Request, Cancellable]] = {}
+        self._running: dict[Tunnel, tuple[Request | None, Cancellable]] = {}
         self._emptied: asyncio.Future[None] | None = None
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
@@ -167,13 +167,29 @@ class Requests:
         self._running[tunnel] = request, fiber
         return fiber
 
+    def adopt(self, tunnel: Tunnel, work: Coroutine[Any, Any, None]) -> None:
+        """Run what carries a tunnel that was accepted in another process; ``work`` must not fail."""
+        fiber = Fiber(tunnel.poller, self._run_adopted(tunnel, work), f"request {tunnel.stream_id}")
+        self._running[tunnel] = None, fiber
+
+    async def _run_adopted(self, tunnel: Tunnel, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            pass  # by wait(), as in _run
+        except Exception:
+            logger.exception("a moved tunnel failed")
+        finally:
+            tunnel.close()
+            self._forget(tunnel)
+
     def cancel(self, tunnel: Tunnel) -> None:
         """See :class:`hbone.aio.connection.RequestSink`.
 
         After the answer the stream is the handler's tunnel, whose relay still delivers what was received.
         """
         entry = self._running.get(tunnel)
-        if entry is not None and not entry[0].answered:
+        if entry is not None and entry[0] is not None and not entry[0].answered:
             entry[1].cancel("the client gave up")
 
     async def _run(self, request: Request, tunnel: Tunnel) -> None:
@@ -198,6 +214,9 @@ class Requests:
             request.reset(ErrorCode.INTERNAL_ERROR)
         else:
             tunnel.close()
+        self._forget(tunnel)
+
+    def _forget(self, tunnel: Tunnel) -> None:
         self._running.pop(tunnel, None)
         if self._emptied is not None and not self._running and not self._emptied.done():
             self._emptied.set_result(None)

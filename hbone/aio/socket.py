@@ -233,6 +233,12 @@ class PlainSocket(End):
             if self._readable:
                 self._pump()
 
+    def restart(self) -> None:
+        self._watch()
+        if self._pending:
+            self._watch_writable()
+        self._pump()
+
     def resume(self) -> None:
         if self._paused:
             self._paused = False
@@ -343,6 +349,45 @@ class PlainSocket(End):
         assert self._pipe is not None
         self._pipe.close()
         self._pipe = None
+
+    # Moving to another process: see hbone.aio.handover
+
+    def leave_splicing(self) -> None:
+        """Take what is in the pipe into this process, as bytes that wait for the sink."""
+        pipe, peer = self._pipe, self.peer
+        if pipe is None:
+            return
+        held = pipe.take() if pipe.held else b""
+        self._stop_splicing()
+        if held and type(peer) is PlainSocket:
+            peer._pending += held
+            peer._starving = False
+            self._paused = True
+            peer._watch_writable()
+
+    def suspend(self) -> None:
+        """Do nothing until :meth:`wake_up` or :meth:`move_away`: bytes stay in the kernel."""
+        if self._lasting is not None:
+            self.on_interval()
+        self.poller.suspend(self.sock.fileno(), self)
+        self._watched = False
+
+    def wake_up(self) -> None:
+        """Continue after :meth:`suspend`."""
+        if not self.closed:
+            self._readable = True
+            self._watch()
+            if self._pending:
+                self._watch_writable()
+            self.poller.requeue(self)
+
+    def move_away(self) -> None:
+        """Release the socket without a word on the wire, because another process has it. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.poller.suspend(self.sock.fileno(), self)
+            self.sock.close()
+            self._pending = bytearray()
 
     def leave_relay(self) -> None:
         self.relay = None

@@ -58,6 +58,14 @@ class SplicePipe:
                 return False
         return True
 
+    def take(self) -> bytes:
+        """Return the bytes of the pipe, which is empty afterwards."""
+        taken = b""
+        while len(taken) < self.held:
+            taken += os.read(self._read_fd, self.held - len(taken))
+        self.held = 0
+        return taken
+
     def close(self) -> None:
         """Close both ends of the pipe. Its bytes are lost."""
         os.close(self._read_fd)

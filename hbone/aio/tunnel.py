@@ -214,6 +214,9 @@ class Tunnel(End):
         if gone:
             self._both_over()
 
+    def restart(self) -> None:
+        self._started = True
+
     def resume(self) -> None:
         """Does nothing: received bytes are pushed, and bounded by the window."""
 

@@ -58,7 +58,10 @@ def identity() -> TlsSettings:
     authority = Authority()
     leaf = authority.issue("spiffe://cluster.local/ns/a/sa/b")
     return TlsSettings(
-        certificate_chain_pem=leaf.chain_pem, private_key_pem=leaf.key_pem, trusted_ca_pem=authority.pem
+        certificate_chain_pem=leaf.chain_pem,
+        private_key_pem=leaf.key_pem,
+        trusted_ca_pem=authority.pem,
+        movable=True,
     )
 
 
