@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "sidecar.inject": ("inject", "gate", "drain"),
     "ask.inspect": (
         *("status", "connections", "workloads", "services", "policies", "certificates", "denials", "nodes"),
-        *("explain", "config", "log", "completion", "tap", "audit"),
+        *("explain", "config", "log", "completion", "tap", "handover", "audit"),
     ),
     "node.intercept": ("intercept",),
     "ask.check": ("check",),
@@ -70,7 +70,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
             "workloads",
             "services",
         ),
-        *("explain", "simulate", "audit", "config", "log", "limits", "tap", "addons", "bug-report"),
+        *("explain", "simulate", "audit", "config", "log", "limits", "tap", "handover", "addons", "bug-report"),
     ),
     "Run": ("proxy", "agent", "control-plane", "authz", "policy", "netpol"),
     "Install": ("inject", "gate", "drain", "init", "intercept"),
@@ -121,6 +121,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     proxy.add_argument("arguments", nargs="*", metavar="ARG", help="ignored, as Istio's chart gives one")
     proxy.add_argument("--validate", action="store_true", help="check the configuration, list its faults, exit")
+    proxy.add_argument(
+        "--replace",
+        action="store_true",
+        help="take the place of the proxy that runs here, with its open connections [ZTUNNEL_REPLACE]",
+    )
     proxy.add_argument(
         "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
     )
@@ -248,6 +253,8 @@ def _proxy(args: argparse.Namespace) -> int:
     others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
     if not (names_a_source(flags, os.environ) or any(others)):
         given = {FLAGS[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
+        if args.replace:
+            given["ZTUNNEL_REPLACE"] = "true"
         return _istio(args, {**env, **given})
     from ztunnel.proxy.envoy.config.settings import settings_from
 

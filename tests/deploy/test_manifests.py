@@ -291,7 +291,13 @@ def test_every_value_is_used() -> None:
 
 
 def test_the_values_are_named_as_in_istios_chart() -> None:
-    assert set(values()) == {*ISTIOS_VALUES.split(), "netpol", "prometheusRule", "dashboard"}  # our own
+    assert set(values()) == {
+        *ISTIOS_VALUES.split(),
+        "netpol",
+        "prometheusRule",
+        "dashboard",
+        "handover",
+    }  # our own
 
 
 @pytest.mark.parametrize("path", templates(), ids=lambda path: path.name)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from xds.errors import ConfigError
-from ztunnel.ask.inspect import audit, explain, kinds, nodes, tap
+from ztunnel.ask.inspect import audit, explain, handover, kinds, nodes, tap
 from ztunnel.ask.inspect.completion import SCRIPTS
 from ztunnel.ask.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.ask.inspect.fleet import Found, gather, items_of, selected_pods
@@ -77,6 +77,7 @@ def add_arguments(subparsers: Any) -> None:
     completion.add_argument("shell", choices=SCRIPTS)
     completion.set_defaults(run=_completion)
     tap.add_arguments(subparsers)
+    handover.add_arguments(subparsers)
     audit.add_arguments(subparsers)
 
 

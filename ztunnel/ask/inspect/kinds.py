@@ -146,6 +146,13 @@ class LogLevel(Item, frozen=True, kw_only=True):
     level: str
 
 
+class HandoverFact(Item, frozen=True, kw_only=True):
+    """Something about the move of open connections to another process."""
+
+    name: str
+    value: str
+
+
 def age_cell(seconds: float | None) -> str | None:
     """Return an age for a cell."""
     return None if seconds is None else shown_age(seconds)
@@ -312,11 +319,15 @@ LOG_LEVEL: Final[Kind[LogLevel]] = Kind(
     name="LogLevel", several="levels", item=LogLevel, identity=lambda item: item.target,
     columns=(Column("TARGET", "target"), Column("LEVEL", "level")),
 )  # fmt: skip
+HANDOVER: Final[Kind[HandoverFact]] = Kind(
+    name="HandoverFact", several="hand-overs", item=HandoverFact, identity=lambda item: item.name,
+    columns=(Column("FACT", "name"), Column("VALUE", "value")),
+)  # fmt: skip
 
 KINDS: Final[Mapping[str, Kind[Any]]] = {
     kind.name: kind
     for kind in (
         *(FACT, CONNECTION, ENVOY_CONNECTION, WORKLOAD, SERVICE, POLICY, ENVOY_POLICY, CERTIFICATE),
-        *(ENVOY_CERTIFICATE, DENIAL, LOG_LEVEL),
+        *(ENVOY_CERTIFICATE, DENIAL, LOG_LEVEL, HANDOVER),
     )
 }

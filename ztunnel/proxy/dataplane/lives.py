@@ -234,6 +234,10 @@ class Lives(Generic[LifeT]):
         elif action is Action.CLOSE:
             life.end(reason)
 
+    def judge(self, life: LifeT) -> None:
+        """Judge one life by what is current, as a review does."""
+        self._judge(life)
+
     def _judge(self, life: LifeT) -> None:
         if life.reason:
             return  # ended; its own task has not got round to it

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ztunnel
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.istio.accounting.exports import Exports
+    from ztunnel.proxy.istio.handover.service import Handover
     from ztunnel.proxy.istio.workers.main import WorkerPod, Workers
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.server import TapServer
@@ -80,6 +82,8 @@ WORKERS = "workers"
 DESCRIPTORS = "descriptors"
 #: The interval at which series of removed workloads expire.
 _SWEEP_S = 60.0
+#: Between looks at whether this process carries its pods.
+_READY_S = 0.02
 
 
 class Readiness:
@@ -189,12 +193,30 @@ class IstioProxy:
                 config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
             )
             awaited.add(WORKERS)
+        self._handover: Handover | None = None
+        if config.moves:
+            from ztunnel.proxy.istio.handover.service import Handover  # most proxies have no place to meet
+
+            self._handover = Handover(
+                Path(config.handover_dir),
+                lambda: (pod for pod in self.carried() if isinstance(pod, PodProxy)),
+                self.clock,
+                version=ztunnel.__version__,
+                replace=config.replace,
+                on_take_now=self.shut_down,
+                statistics=self.metrics.handovers,
+            )
         descriptors = self.node.descriptors
         self.readiness = Readiness(awaited, lambda: descriptors.short)
         self._own: list[PodProxy | WorkerPod] = []
         self._tasks = Tasks("proxy")
         self._stop = asyncio.Event()
         self._gauges()
+
+    @property
+    def handover(self) -> Handover | None:
+        """What moves open connections to the next process; ``None`` if they do not move."""
+        return self._handover
 
     @property
     def policies(self) -> LivePolicies | None:
@@ -373,6 +395,8 @@ class IstioProxy:
             if isinstance(self.authority, IstioCertificateAuthority):
                 stack.push_async_callback(self.authority.close)
             stack.push_async_callback(self.certificates.close)
+            if self.handover is not None:
+                stack.push_async_callback(self.handover.close)
             stack.push_async_callback(self._tasks.close)
             servers = await stack.enter_async_context(Servers(self))
             if self.config.tap_socket:
@@ -444,6 +468,11 @@ class IstioProxy:
             await stack.enter_async_context(self.pods)
         self.readiness.done(PROXY)
         self.readiness.done(DNS_PROXY)
+        if self.handover is not None:
+            # What a predecessor offers must find its pod here.
+            while self.readiness.pending:  # noqa: ASYNC110  it has no event, and this is once per process
+                await asyncio.sleep(_READY_S)
+            self.handover.begin()
 
     async def _sweep(self) -> None:
         while True:
@@ -454,9 +483,25 @@ class IstioProxy:
         """Close all listeners, and wait until open connections end or the deadline passes."""
         deadline_s = self.config.drain_s
         log.info("draining, at most %gs", deadline_s)
+        late = await self._hand_over()
         async with asyncio.TaskGroup() as group:
             group.create_task(servers.stop_listening(), name="stop servers")
             group.create_task(self.pods.drain(deadline_s), name="drain pods")
             for pod in self._own:
                 group.create_task(pod.drain(deadline_s), name="drain own")
+        if late is not None:
+            late.cancel()
         log.info("shutdown complete component=proxy")
+
+    async def _hand_over(self) -> asyncio.Task[None] | None:
+        """Give open connections to the successor. Returns what gives the rest, also to one that comes later."""
+        handover = self.handover
+        if handover is None:
+            return None
+        if handover.successor_waits:
+            pods = [pod for pod in self.carried() if isinstance(pod, PodProxy)]
+            async with asyncio.TaskGroup() as group:
+                for pod in pods:
+                    group.create_task(pod.leave_ports(), name="leave ports")
+            await handover.give()
+        return self._tasks.start(handover.give_late(), "late hand-over")

@@ -4,7 +4,8 @@ Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
-``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, and those of
+``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, ``ZTUNNEL_HANDOVER_DIR``,
+``ZTUNNEL_REPLACE``, and those of
 :mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
 
@@ -43,6 +44,7 @@ from ztunnel.proxy.istio.settings.app_probes import (
 from ztunnel.proxy.istio.settings.config import (
     DNS_PORT,
     ROOT_CERT,
+    SOCKET_NAME,
     IstioConfig,
     OriginalSource,
     PodName,
@@ -466,6 +468,15 @@ def _limits(
         values[name] = port
     values["policies"] = _policies(seen)
     values["tap_socket"] = seen.get("ZTUNNEL_TAP_SOCKET", socket_path, "")
+    values["handover_dir"] = seen.get("ZTUNNEL_HANDOVER_DIR", _handover_dir, "")
+    values["replace"] = seen.get("ZTUNNEL_REPLACE", _switch, False)
+    if values["replace"] and not values["handover_dir"]:
+        seen.faults.append("--replace (ZTUNNEL_REPLACE) needs ZTUNNEL_HANDOVER_DIR, where both processes meet")
+    if values["handover_dir"] and values["worker_threads"] > 1:
+        seen.warnings.append(
+            "ZTUNNEL_HANDOVER_DIR: connections of worker processes do not move to a successor; "
+            "they do with ZTUNNEL_WORKER_THREADS=1"
+        )
     values["log_wait_s"] = seen.get("ZTUNNEL_LOG_WAIT", duration_s, 0.0)
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
     values["metric_expiry_s"] = seen.get("ZTUNNEL_METRIC_EXPIRY", duration_s, EXPIRY_S)
@@ -514,6 +525,11 @@ def _policies(seen: _Environment) -> PolicySettings | None:
     except ValueError as error:
         seen.faults.append(str(error))
         return None
+
+
+def _handover_dir(text: str) -> str:
+    socket_path(f"{text}/{SOCKET_NAME}" if text else "")
+    return text
 
 
 def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:

@@ -332,7 +332,7 @@ def certificate(
         roots_pem=roots_pem,
         key_pem=leaf.key_pem,
     )
-    return WorkloadCertificate(issued, generation, TlsPolicy(), lists)
+    return WorkloadCertificate(issued, generation, TlsPolicy(movable=True), lists)
 
 
 class LoopClock:

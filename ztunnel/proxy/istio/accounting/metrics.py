@@ -24,6 +24,7 @@ from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.watchdog import LoopDelays
 
@@ -156,6 +157,7 @@ class TrafficSeries:
 
     Attributes:
         opened: number of opened connections.
+        moved: open connections that came from another process, less those that went to one, which count there.
         closed: numbers of closed connections, by response flags.
         received: bytes from client to server of finished relays, for either reporter.
         sent: bytes from server to client of finished relays.
@@ -163,11 +165,12 @@ class TrafficSeries:
         workloads: uids of workloads whose connections are counted here.
     """
 
-    __slots__ = ("closed", "labels", "opened", "received", "running", "sent", "used_s", "workloads")
+    __slots__ = ("closed", "labels", "moved", "opened", "received", "running", "sent", "used_s", "workloads")
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         self.labels = labels
         self.opened = 0
+        self.moved = 0
         self.closed: dict[str, int] = {}
         self.received = 0
         self.sent = 0
@@ -178,15 +181,28 @@ class TrafficSeries:
     @property
     def idle(self) -> bool:
         """Whether no connection of this series is open."""
-        return self.opened == sum(self.closed.values())
+        return not self.open
+
+    @property
+    def open(self) -> int:
+        """Number of open connections."""
+        return self.opened + self.moved - sum(self.closed.values())
+
+    def went(self, counts: ByteCounts) -> None:
+        """Add the bytes that a relay has moved here, which continues in another process."""
+        self.moved -= 1
+        self._add_bytes(counts)
+
+    def _add_bytes(self, counts: ByteCounts) -> None:
+        self.running.discard(counts)
+        self.received += counts.sent_here
+        self.sent += counts.received_here
 
     def finished(self, flags: str, counts: ByteCounts | None) -> None:
         """Count the end of a connection, and add its relay's bytes."""
         self.closed[flags] = self.closed.get(flags, 0) + 1
         if counts is not None:
-            self.running.discard(counts)
-            self.received += counts.sent
-            self.sent += counts.received
+            self._add_bytes(counts)
 
 
 class TrafficCounts(NamedTuple):
@@ -198,6 +214,7 @@ class TrafficCounts(NamedTuple):
     received: int
     sent: int
     workloads: tuple[str, ...]
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +252,7 @@ _OF_MAIN = (
     "dns_failures",
     "dns_durations",
     "dns_dropped",
+    "handovers",
     "gauges",
     "processes",
 )
@@ -300,6 +318,7 @@ class Metrics:
         #: Returns what the addons of this process have counted.
         self.addons_here: Callable[[], AddonReport] = AddonReport
         self._addons_elsewhere = AddonReport()
+        self.handovers = HandoverCounts()
         self.gauges: dict[str, Gauge] = {}
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
@@ -314,6 +333,7 @@ class Metrics:
         now_s: float,
         *,
         foreign: bool = False,
+        moved: bool = False,
     ) -> TrafficSeries:
         """Count an opened connection, and return its series, on which the caller counts its end.
 
@@ -324,13 +344,17 @@ class Metrics:
             now_s: the time.
             foreign: some labels come from a peer's baggage. Removing a workload does not expire such a series, so
                 it expires by disuse alone.
+            moved: another process has counted it as opened, with the bytes that it moved there.
         """
         if self.removed:
             labels = without(labels, self.removed)
         series = self._traffic.get(labels)
         if series is None:
             series = self._new(labels)
-        series.opened += 1
+        if moved:
+            series.moved += 1
+        else:
+            series.opened += 1
         series.used_s = now_s
         series.running.add(counts)
         for uid in workloads:
@@ -447,9 +471,10 @@ class Metrics:
                         series.labels,
                         series.opened,
                         tuple((str(flags), count) for flags, count in series.closed.items()),
-                        series.received + sum(counts.sent for counts in series.running),
-                        series.sent + sum(counts.received for counts in series.running),
+                        series.received + sum(counts.sent_here for counts in series.running),
+                        series.sent + sum(counts.received_here for counts in series.running),
                         tuple(series.workloads),
+                        series.moved,
                     )
                     for series in every[start : start + _SERIES_PER_PART]
                 )
@@ -464,11 +489,13 @@ class Metrics:
                 because their end cannot be reported.
             now_s: the time.
         """
-        for labels, opened, closed, received, sent, workloads in part.traffic:
+        for labels, opened, closed, received, sent, workloads, moved in part.traffic:
             series = self._traffic.get(labels)
             if series is None:
                 series = self._traffic[labels] = TrafficSeries(labels)
             series.opened += opened
+            series.moved += moved
+            opened += moved
             series.received += received
             series.sent += sent
             for flags, count in closed:

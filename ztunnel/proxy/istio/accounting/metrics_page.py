@@ -15,6 +15,7 @@ from ztunnel import __version__
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.addons.families import addon_families
+from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
     SIDE_LABELS,
@@ -76,10 +77,12 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
     yield traffic("istio_tcp_connections_failed", connections + "that failed (unstable)", failed)
     size = "The size of total bytes {} in case of a TCP connection"
     received = (
-        (series.labels, series.received + sum(counts.sent for counts in series.running)) for series in every
+        (series.labels, series.received + sum(counts.sent_here for counts in series.running)) for series in every
     )
     yield traffic("istio_tcp_received_bytes", size.format("received during request"), received, "bytes")
-    sent = ((series.labels, series.sent + sum(counts.received for counts in series.running)) for series in every)
+    sent = (
+        (series.labels, series.sent + sum(counts.received_here for counts in series.running)) for series in every
+    )
     yield traffic("istio_tcp_sent_bytes", size.format("sent during response"), sent, "bytes")
 
 
@@ -97,6 +100,7 @@ _REPORTER = ("reporter",)
 _DNS = ("request_query_type", "request_protocol", "source_canonical_service", "source_canonical_revision")
 _ON_DEMAND = (*(f"source_{name}" for name in SIDE_LABELS), "hostname")
 _DURATION = "istio_dns_upstream_request_duration_seconds"
+_PAUSE = "ztunnel_handover_pause_seconds"
 
 
 def _by_one(read: Callable[[Metrics], Mapping[str, float]], *, zeros: bool = True) -> _Samples:
@@ -162,6 +166,9 @@ _AFTER_DURATIONS: tuple[_Row, ...] = (
     ("ztunnel_otlp_dropped", "counter",
      "What no OpenTelemetry collector got: access lines, spans, and requests of metrics", ("signal",),
      _by_one(lambda m: m.exports_dropped)),
+    ("ztunnel_handover_connections", "counter",
+     "Connections that moved to a successor or from a predecessor, and that did not", ("result", "reason"),
+     lambda m: list(m.handovers.connections.items())),
     ("ztunnel_loop_stalls", "counter", "Times that an event loop stood still for more than a second", (),
      _one(lambda m: m.loop.stalls.value)),
     ("ztunnel_loop_late_seconds", "counter", "Seconds that a timer of two beats a second was late, in all", (),
@@ -175,6 +182,9 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
     yield from _of_rows(_BEFORE_DURATIONS, metrics)
     yield Family(durations, _durations(_DURATION, _DNS, metrics.dns_durations))
     yield from _of_rows(_AFTER_DURATIONS, metrics)
+    if metrics.handovers.offers:
+        pauses = Metric(_PAUSE, "How long connections stood still that moved (unstable).", "histogram", "seconds")
+        yield Family(pauses, _pauses(metrics.handovers))
     for name, gauge in metrics.gauges.items():
         yield family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
     yield from addon_families(metrics.addons)
@@ -184,6 +194,13 @@ def _of_rows(rows: Iterable[_Row], metrics: Metrics) -> Iterator[Family]:
     for name, kind, text, labels, samples in rows:
         unit = next((unit for unit in ("bytes", "seconds") if name.endswith(f"_{unit}")), "")
         yield family(name, kind, f"{text} (unstable)", samples(metrics), labels, unit)
+
+
+def _pauses(counts: HandoverCounts) -> Iterator[Sample]:
+    for bound, count in counts.cumulative():
+        yield Sample(f"{_PAUSE}_bucket", {"le": bound}, count)
+    yield Sample(f"{_PAUSE}_count", {}, counts.offers)
+    yield Sample(f"{_PAUSE}_sum", {}, counts.paused_s)
 
 
 def _durations(

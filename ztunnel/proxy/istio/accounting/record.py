@@ -307,6 +307,27 @@ class Record:
         level = "info" if failure is None else "error"
         node.logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
+    # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
+
+    def went(self) -> None:
+        """Count what was carried here. :meth:`complete` does nothing any more."""
+        if self._opened:
+            self.settled()
+            series, self._series = self._series, None
+            assert series is not None
+            self._opened = False
+            series.used_s = self._node.clock.monotonic()
+            series.went(self.counts)
+
+    def came(self, age_s: float) -> None:
+        """Continue the account of a connection that another process has opened ``age_s`` ago."""
+        node, now_s = self._node, self._node.clock.monotonic()
+        self.started_s = now_s - age_s
+        self._opened = True
+        self._series = node.metrics.opened(
+            self._labels(), self._workloads(), self.counts, now_s, foreign=self._has_foreign_labels(), moved=True
+        )
+
     def denied_early(self, reason: str) -> None:
         """Count a connection that ends before it opened, and write its line."""
         node = self._node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
@@ -47,6 +47,17 @@ class InspectedWorkers(Protocol):
         """Return what captures in each worker."""
 
 
+class InspectedHandover(Protocol):
+    """Moves open connections between processes; see :class:`ztunnel.proxy.istio.handover.service.Handover`."""
+
+    @property
+    def successor_waits(self) -> bool:
+        """Whether a successor is connected."""
+
+    def status(self) -> dict[str, Any]:
+        """Return its state."""
+
+
 class CarriedPod(RunningPod, Protocol):
     """A pod whose connections this proxy carries."""
 
@@ -83,6 +94,10 @@ class InspectedProxy(Protocol):
     @property
     def workers(self) -> InspectedWorkers | None:
         """The worker processes; ``None`` where this process carries all connections."""
+
+    @property
+    def handover(self) -> InspectedHandover | None:
+        """What moves open connections; ``None`` if they do not move."""
 
     def carried(self) -> Sequence[CarriedPod]:
         """Return every pod that runs, the proxy's own included."""

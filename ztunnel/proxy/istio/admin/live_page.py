@@ -163,12 +163,12 @@ def _flow(series: TrafficSeries, workloads: dict[str, Workload]) -> Flow:
         service="" if service == UNKNOWN else service,
         reporter=labels[_REPORTER],
         security=_security(secured),
-        open=opened - sum(count for _, count in closed),
+        open=series.open,
         opened=opened,
         failed=sum(count for flags, count in closed if flags != Flags.NONE),
         denied=sum(count for flags, count in closed if flags == Flags.DENY),
-        bytes_sent=series.received + sum(counts.sent for counts in running),
-        bytes_received=series.sent + sum(counts.received for counts in running),
+        bytes_sent=series.received + sum(counts.sent_here for counts in running),
+        bytes_received=series.sent + sum(counts.received_here for counts in running),
     )
 
 

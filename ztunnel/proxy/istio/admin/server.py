@@ -60,6 +60,7 @@ _PAGES = {
     "/ui": "the live page: the mesh of this node as it is now",
     "/policies": "Calico's policies in force, with their counts; /policies/explain?from=...&to=... says why",
     "/logging": "levels of the log (POST)",
+    "/handover": "open connections that move to the next process: state, or begin (POST)",
     "/quitquitquit": "end in order (POST)",
     "/debug/pprof/profile": "not available: use py-spy",
     "/debug/pprof/heap": "not available",
@@ -194,6 +195,8 @@ class Servers:
                     return text("", 405, PLAIN)
                 self._proxy.shut_down()
                 return text("shutdown now\n", content_type=PLAIN)
+            case "/handover":
+                return self._handover(request)
             case "/debug/pprof/profile":
                 return _profile(request)
             case "/debug/pprof/heap" | "/debug/pprof/heap/profiling":
@@ -220,6 +223,18 @@ class Servers:
                 return self._explained(request)
             case _:
                 return not_found(["/", *_PAGES])
+
+    def _handover(self, request: PageRequest) -> Page:
+        """Show whether open connections can move, or with POST have them move to the successor that waits."""
+        handover = self._proxy.handover
+        if handover is None:
+            return text("open connections do not move: ZTUNNEL_HANDOVER_DIR names no folder\n", 404, PLAIN)
+        if request.method != "POST":
+            return text(json.dumps(handover.status(), indent=2) + "\n", content_type=JSON)
+        if not handover.successor_waits:
+            return text("no successor waits: start it, and it takes over when it is ready\n", 409, PLAIN)
+        self._proxy.shut_down()
+        return text("handing over, and ending\n", content_type=PLAIN)
 
     def _live_page(self, request: PageRequest) -> Page | Awaitable[Page]:
         from ztunnel.proxy.istio.admin import live_page  # most proxies never show it

@@ -99,10 +99,12 @@ class TlsPolicy:
     Attributes:
         tls_1_2: whether TLS 1.2 is accepted.
         groups: the groups for key exchange, in Rust ztunnel's order.
+        movable: see :class:`hbone.tls_context.TlsSettings`.
     """
 
     tls_1_2: bool = False
     groups: tuple[str, ...] = ("X25519", "P-256", "P-384", "X25519MLKEM768")
+    movable: bool = False
 
     @classmethod
     def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
@@ -228,6 +230,7 @@ class WorkloadCertificate:
             groups=self._policy.groups,
             alpn_required=alpn_required,
             verify=self._unless_revoked(verify),
+            movable=self._policy.movable,
         )
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from hbone.aio.connection import Connection
+from hbone.aio.relay import Relay
 from hbone.aio.tunnel import TunnelCarrier
 from xds.model import calico as c
 from xds.model.address import SocketAddress
@@ -51,6 +52,7 @@ class PodConnection(Life):
         connection: the tunnel connection that carries it.
         inner: of a double tunnel, the connection within.
         peer: the certificate of the other end, where no TLS is in between to prove it.
+        relay: what carries its bytes, once it is open.
     """
 
     __slots__ = (
@@ -64,6 +66,7 @@ class PodConnection(Life):
         "peer",
         "protocol",
         "record",
+        "relay",
     )
 
     def __init__(
@@ -84,6 +87,12 @@ class PodConnection(Life):
         self.connection: TunnelCarrier | None = None
         self.inner: Connection | None = None
         self.peer: WorkloadCertificate | None = None
+        self.relay: Relay | None = None
+
+    def carried_by(self, relay: Relay, *, state: State = State.OPEN) -> None:
+        """Enter ``state``: a relay carries its bytes, and ends it."""
+        self.relay = relay
+        self.opened(relay.abort, state=state, finish=relay.finish)
 
     def judge(self) -> Verdict:
         return self._judged_by(self)
@@ -122,9 +131,10 @@ class Carrier(Life):
 
     Attributes:
         connection: ``None`` before the end of its handshake.
+        dialled: of a connection that the pool has dialled: its address, and the identities that were accepted.
     """
 
-    __slots__ = ("_lists", "_rejected", "connection")
+    __slots__ = ("_lists", "_rejected", "connection", "dialled")
 
     def __init__(
         self,
@@ -136,6 +146,7 @@ class Carrier(Life):
         self._lists = lists
         self._rejected = rejected
         self.connection: Connection | None = None
+        self.dialled: tuple[SocketAddress, tuple[str, ...]] | None = None
 
     def judge(self) -> Verdict:
         lists = self._lists()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from hbone.aio.connection import Connection
 from hbone.aio.end import End
 from hbone.aio.fiber import Fiber, current
-from hbone.aio.relay import relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.relay import LINGER_S, relay
+from hbone.aio.server import Request, Requests, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import (
@@ -304,6 +304,44 @@ class Inbound:
         taken.begin()
         return taken
 
+    # Tunnel connections of another process: see ztunnel.proxy.istio.handover
+
+    def requests_of(self, peer: Peer) -> Requests:
+        """Return what takes the requests of a peer's connection."""
+        return Requests(
+            lambda request: self._request(peer, request), lambda request: self._take_now(peer, request)
+        )
+
+    async def serve_moved(self, peer: Peer, requests: Requests, connection: Connection) -> None:
+        """Serve a connection that another process has accepted, until it ends.
+
+        Args:
+            peer: its other end.
+            requests: of :meth:`requests_of`, which ``connection`` was made with.
+            connection: belongs to this call. Its open tunnels have other owners.
+        """
+        carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
+        self._count_socket(carrier)
+        try:
+            facts = connection.facts
+            if facts is not None:
+                peer.certificate = PeerCertificate(uri_sans=facts.uri_sans)
+                peer.identity = _first_identity(facts.uri_sans)
+            peer.connection = connection
+            self._established(carrier, peer, connection)
+            self._pod.connections.carriers.judge(carrier)
+            await connection.wait_closed()
+            await requests.wait(cancel=False, timeout_s=LINGER_S)
+        except TlsError as error:
+            connection.abort(str(error))
+            self._rejected()
+            self._pod.connections.end_carried(connection, REVOKED)
+        finally:
+            connection.abort("no longer served")
+            await requests.wait(cancel=True)
+            self._ended(peer, connection.error)
+            carrier.close()
+
     async def _request(self, peer: Peer, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         node, head = self._node, request.head
@@ -333,7 +371,7 @@ class Inbound:
                 if capture is not None:
                     there = _seen(capture, entry, application, accepted, head.headers)
                 running = relay(accepted, there, record.counts)
-                entry.opened(running.abort, finish=running.finish)
+                entry.carried_by(running)
                 ended = await running
                 if entry.reason:
                     failure = of_reason(entry.reason)
@@ -606,7 +644,7 @@ class Inbound:
             capture = self._pod.tap
             there = application if capture is None else _seen(capture, entry, application)
             running = relay(client, there, record.counts)
-            entry.opened(running.abort, finish=running.finish)
+            entry.carried_by(running)
             ended = await running
             if entry.reason:
                 return of_reason(entry.reason)

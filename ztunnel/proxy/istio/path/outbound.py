@@ -313,9 +313,9 @@ class Outbound:
             running = relay(near, upstream.end, record.counts)
             # A node-local tunnel has two entries and one relay. Either half can be ended on purpose (a policy, its
             # pod's drain), and the other then ends with it, like by CANCEL over the wire.
-            entry.opened(running.abort, finish=running.finish)
+            entry.carried_by(running)
             if joined is not None:
-                joined.entry.opened(running.abort, state=State.JOINED, finish=running.finish)
+                joined.entry.carried_by(running, state=State.JOINED)
             ended = await running
             if ended.error is not None:
                 failure = of_relay(ended.error, from_client=ended.first is near)

@@ -144,7 +144,7 @@ class PlannedConnection(PodConnection):
         record = self.record
         record.settled()
         running = relay(self._client, tunnel, record.counts, on_end=self._relay_ended)
-        self.opened(running.abort, finish=running.finish)
+        self.carried_by(running)
 
     def _leave_to_coroutine(self, error: Exception) -> None:
         self._stop_waiting()

@@ -164,7 +164,7 @@ class PlannedRequest(PodConnection):
             self._end(of_reason(self.reason) if self.reason else broken(error))
             return
         running = relay(accepted, application, self.record.counts, on_end=self._relay_ended)
-        self.opened(running.abort, finish=running.finish)
+        self.carried_by(running)
 
     def _give_up(self) -> None:
         # A policy that came while the application was dialled: 401, a verdict, which the client must not try

@@ -48,6 +48,10 @@ class PodProxy:
         name: which pod.
         sockets: listens in the pod and connects out of it. This object becomes the owner.
         dns: resolves names for SOCKS clients, and ends with the pod; ``None``: names are not resolved.
+
+    Attributes:
+        name: as given.
+        context: what both directions share.
     """
 
     def __init__(self, node: Node, name: PodName, sockets: PodSockets, *, dns: Dns | None = None) -> None:
@@ -60,7 +64,9 @@ class PodProxy:
         self._tasks = Tasks(f"{name.namespace}/{name.name}")
         self._share = node.descriptors.share(f"{name.namespace}/{name.name}", self._connections.descriptors)
         windows = WindowPool(node.pod_window_bytes)
-        context = PodContext(node, self._local, self._sockets, self._connections, self._tasks, windows)
+        context = self.context = PodContext(
+            node, self._local, self._sockets, self._connections, self._tasks, windows
+        )
         self._tunnels = PodTunnels(context)
         resolve = dns.resolve if dns is not None else _resolves_nothing
         self._inbound: Inbound
@@ -101,6 +107,21 @@ class PodProxy:
             self._node.register(self.name, self._inbound)
 
     @property
+    def inbound(self) -> Inbound:
+        """Connections that come to the pod."""
+        return self._inbound
+
+    @property
+    def outbound(self) -> Outbound:
+        """Connections that the pod opens."""
+        return self._outbound
+
+    @property
+    def tunnels(self) -> PodTunnels:
+        """The pool of its tunnel connections."""
+        return self._tunnels
+
+    @property
     def connections(self) -> PodConnections:
         """The open connections of the pod, for pages."""
         return self._connections
@@ -126,6 +147,11 @@ class PodProxy:
         self._connections.send_goaway()
         return self.open_connections
 
+    async def leave_ports(self) -> None:
+        """Leave new connections to a successor, and accept those that are queued here; idempotent."""
+        await self._sockets.hand_over()
+        await asyncio.sleep(0)  # what was accepted just now enters the tables
+
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.
 
@@ -135,8 +161,7 @@ class PodProxy:
         """
         deadline_s = self._node.poller.loop.time() + timeout_s
         self._connections.begin_drain()
-        await self._sockets.hand_over()
-        await asyncio.sleep(0)  # what was accepted just now enters the tables
+        await self.leave_ports()
         self._connections.send_goaway()
         if await self._connections.left(deadline_s):
             log.warning("drain duration expired with pending connections, forcefully shutting down")

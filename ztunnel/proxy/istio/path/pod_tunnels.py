@@ -37,6 +37,8 @@ class PodTunnels:
 
     def __init__(self, pod: PodContext) -> None:
         config = pod.node.config
+        self._node = pod.node
+        self._connections = pod.connections
         # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
         self._pool = Pool(
             partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
@@ -80,6 +82,22 @@ class PodTunnels:
         """Request a tunnel on a reserved place; see :meth:`hbone.aio.pool.Pool.open_on`."""
         return self._pool.open_on(place, block, client, on_answer)
 
+    def adopt(
+        self,
+        connection: Connection,
+        target: SocketAddress,
+        identities: tuple[str, ...],
+        certificate: WorkloadCertificate,
+        tunnels: Iterable[Tunnel],
+    ) -> None:
+        """Share a connection that another process has dialled, whose ``tunnels`` are open; see :meth:`open`."""
+        life = _carrier(self._node, self._connections)
+        life.dialled = target, identities
+        key = PoolKey(target, certificate, certificate.generation, identities)
+        self._pool.adopt(key, connection, tunnels)
+        _opened(life, connection, self._connections)
+        self._connections.dialled.judge(life)
+
     async def close(self) -> None:
         """Close every connection at once; waiting callers get ``PoolClosed``."""
         await self._pool.close()
@@ -100,11 +118,8 @@ async def _dial_key(
     Raises:
         TlsError: its far end was revoked during the handshake, or the handshake failed otherwise.
     """
-
-    def rejected() -> None:
-        node.metrics.crl_rejections["source"] += 1
-
-    life = Carrier(connections.dialled, node.revocation_lists, rejected)
+    life = _carrier(node, connections)
+    life.dialled = key.address, key.options
     life.state = State.HANDSHAKE
     try:
         connection = await dial_connection(
@@ -120,6 +135,18 @@ async def _dial_key(
     except BaseException:
         life.close()
         raise
+    _opened(life, connection, connections)
+    return connection
+
+
+def _carrier(node: Node, connections: PodConnections) -> Carrier:
+    def rejected() -> None:
+        node.metrics.crl_rejections["source"] += 1
+
+    return Carrier(connections.dialled, node.revocation_lists, rejected)
+
+
+def _opened(life: Carrier, connection: Connection, connections: PodConnections) -> None:
     life.connection = connection
     connection.wait_closed().add_done_callback(lambda _: life.close())
 
@@ -128,4 +155,3 @@ async def _dial_key(
         connection.abort(reason)
 
     life.opened(ended)
-    return connection

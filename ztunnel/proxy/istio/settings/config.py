@@ -1,7 +1,7 @@
 """The configuration of a node proxy in an Istio mesh, as values that ``environment`` reads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -16,6 +16,8 @@ OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 
 
 #: The default path, below the working directory, where Istio's chart mounts it.
 ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
+#: The socket in ``handover_dir``.
+SOCKET_NAME = "handover.sock"
 
 
 class ProxyMode(StrEnum):
@@ -77,6 +79,9 @@ class IstioConfig:
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
         addons: the addons to load; ``None``: none.
+        handover_dir: folder in which this process meets its predecessor and its successor, so that open
+            connections move from one to the next. Empty: they do not move.
+        replace: take the place of the proxy that runs here, as soon as this one is ready.
         worker_threads: processes that carry connections; with one, this process does and starts no other.
         warnings: messages for the log, which opens later.
     """
@@ -154,6 +159,8 @@ class IstioConfig:
     metric_expiry_s: float = 900.0
     metric_labels_removed: frozenset[str] = frozenset()
     tap_socket: str = ""
+    handover_dir: str = ""
+    replace: bool = False
     otlp: OtlpSettings | None = None
     addons: AddonSettings | None = None
     ui: bool | None = None
@@ -169,7 +176,13 @@ class IstioConfig:
     @property
     def tls_policy(self) -> TlsPolicy:
         """The TLS parameters of tunnels."""
-        return TlsPolicy.for_compliance(self.compliance, tls_1_2=self.tls12)
+        policy = TlsPolicy.for_compliance(self.compliance, tls_1_2=self.tls12)
+        return replace(policy, movable=self.moves)
+
+    @property
+    def moves(self) -> bool:
+        """Whether open connections can move to another process: workers' connections cannot."""
+        return bool(self.handover_dir) and self.worker_threads == 1
 
     @property
     def version_tag(self) -> str:

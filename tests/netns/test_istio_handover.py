@@ -1,0 +1,90 @@
+"""Open connections move to the proxy that replaces another one, and nobody outside notices."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, eventually, mesh_of
+from tests.netns.test_istio_policy import held, lives
+from tests.netns.test_istio_shutdown import exited
+from tests.netns.toys import app
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
+NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
+CAPTURED = ["client", "near", "far"]
+#: A tunnel between the nodes in either direction, one within a node, plain text from outside, and to outside.
+PAIRS = (("client", "far"), ("far", "near"), ("client", "near"), ("outside", "near"), ("client", "outside"))
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path: Path, **env: str) -> AsyncIterator[AmbientMesh]:
+    for node in NODES:
+        (tmp_path / f"handover-{node}").mkdir()
+    env = {"ZTUNNEL_HANDOVER_DIR": f"{tmp_path}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1", **env}
+    rig = mesh_of(NODES, tmp_path, captured=CAPTURED, env=env)
+    async with rig as mesh, contextlib.AsyncExitStack() as stack:
+        for name in ("near", "far", "outside"):
+            await stack.enter_async_context(app(mesh.lab.pod(name)))
+        yield mesh
+
+
+async def started(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
+    """The next generation of a node's proxy, beside the old one; its log is a file of its own."""
+    worker, before = mesh.lab.worker(node), mesh.proxies[node]
+    place = worker.ztunnel if before.place is worker.place else worker.place
+    count = len(list(mesh.folder.glob(f"{node}-*.log")))
+    path = mesh.folder / f"{node}-{count}.log"
+    with path.open("wb") as output:
+        process = mesh.start_proxy(worker, place, stdout=output, **env)
+    proxy = NodeProxy(place, mesh.folder, process, before.agent, before.pods)
+    proxy.log_path = path
+    await eventually(proxy.ready, "the next generation ready")
+    return proxy
+
+
+async def replaced(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
+    """Replace a node's proxy; return the old one, which was asked to end."""
+    proxy, before = await started(mesh, node, **env), mesh.proxies[node]
+    await eventually(lambda: said(proxy, "waiting for the connections of a predecessor"), "they have met")
+    before.process.send_signal(signal.SIGTERM)
+    mesh.proxies[node] = proxy
+    return before
+
+
+def said(proxy: NodeProxy, text: str) -> list[str]:
+    return [str(line["message"]) for line in proxy.log() if text in str(line.get("message"))]
+
+
+def test_no_connection_breaks_when_proxies_are_replaced(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path) as mesh:
+            old = []
+            async with contextlib.AsyncExitStack() as stack:
+                socks = [await stack.enter_async_context(held(mesh, *pair)) for pair in PAIRS]
+                for _ in range(2):
+                    for node in NODES:
+                        before = await replaced(mesh, node)
+                        assert await exited(before.process) == 0  # at once: nothing is left
+                        old.append(before)
+                        for sock in socks:
+                            await lives(sock)
+            for before in old:
+                assert before.access() == []
+                (line,) = said(before, "connections handed over")
+                assert "stayed=0" in line, line
+            # One line for each, by the process that ended it, about the whole connection.
+            size = 5 * len(HELLO)
+            for node, counts in (("w1", {"outbound": 3, "inbound": 3}), ("w2", {"outbound": 1, "inbound": 1})):
+                for direction, count in counts.items():
+                    lines = await mesh.proxies[node].lines(direction, count)
+                    assert len(lines) == count
+                    for each in lines:
+                        assert "error" not in each
+                        assert int(each["duration"].removesuffix("ms")) > 2000
+                        assert min(each["bytes_sent"], each["bytes_recv"]) >= size
+
+    asyncio.run(main())

@@ -1,0 +1,425 @@
+"""Processes that fail, lie or hesitate during a hand-over: connections are lost with their process only."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.proxy.istio.handover.generations import SERVER, Generations, echoed, play
+from tests.ztunnel.proxy.istio.pods import APP_PORT, End
+from ztunnel.proxy.dataplane import rendezvous
+from ztunnel.proxy.dataplane.rendezvous import MAX_BYTES, Parcel, Rendezvous, RendezvousError
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE
+from ztunnel.proxy.istio.handover.giver import Result
+from ztunnel.proxy.istio.handover.messages import (
+    SCHEMA,
+    Busy,
+    Declined,
+    FromGiver,
+    FromTaker,
+    Go,
+    Greeting,
+    Keep,
+    Offer,
+    Taken,
+    encode,
+    from_giver,
+)
+from ztunnel.proxy.istio.settings.config import SOCKET_NAME
+from ztunnel.runtime.sockets import PeerProcess, UnixListener
+
+GREETING = Greeting(version="scripted", schema=SCHEMA, oldest=SCHEMA)
+
+
+class Scripted:
+    """A process that the test plays."""
+
+    def __init__(self, channel: Rendezvous) -> None:
+        self.channel = channel
+        self.parcel = Parcel(b"", ())
+
+    async def say(self, message: FromTaker | FromGiver, descriptors: tuple[int, ...] = ()) -> None:
+        await self.channel.send(encode(message), descriptors)
+
+    async def hear(self) -> FromGiver | None:
+        self.parcel.close()
+        parcel = await self.channel.receive()
+        if parcel is None:
+            return None
+        self.parcel = parcel
+        return from_giver(parcel.data)
+
+    def close(self) -> None:
+        self.parcel.close()
+        self.channel.close()
+
+
+@contextlib.asynccontextmanager
+async def scripted_taker(made: Generations, greeting: Greeting | None = GREETING) -> AsyncIterator[Scripted]:
+    """A successor of the old proxy, which listens from now on."""
+    if not made.before.status()["listening"]:
+        made.before.begin()
+        await made.old.until(lambda: made.before.status()["listening"])
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    sock.connect(str(made.folder / SOCKET_NAME))
+    taker = Scripted(Rendezvous(sock))
+    try:
+        if greeting is not None:
+            await taker.say(greeting)
+        yield taker
+    finally:
+        taker.close()
+
+
+async def plain(made: Generations) -> End:
+    end = made.old.plain(f"{SERVER}:{APP_PORT}")
+    await echoed(end)
+    return end
+
+
+def giving(made: Generations, seconds: float = 0.0) -> "asyncio.Task[Result | None]":
+    return asyncio.get_running_loop().create_task(made.before.give(seconds))
+
+
+async def still_served(made: Generations, end: End) -> None:
+    """The old proxy carries a connection to its end, and writes its line."""
+    assert await end.ask() == b"ping"
+    line = await made.old.line(1)
+    assert "error" not in line
+    assert line["bytes_sent"] == 9
+
+
+async def greeted(taker: Scripted) -> None:
+    message = await taker.hear()
+    assert isinstance(message, Greeting)
+
+
+@pytest.mark.parametrize("step", ["greeted", "offered"])
+def test_a_successor_that_dies_leaves_connections_where_they_were(tmp_path: Path, step: str) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            await made.old.until(lambda: made.before.successor_waits)
+            task = giving(made)
+            if step != "greeted":
+                offer = await taker.hear()
+                assert isinstance(offer, Offer)
+        result = await task
+        assert result is None or result.given == 0
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_a_successor_that_does_not_answer_costs_its_time_and_nothing_else(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            task = giving(made, 60.0)
+            for number in (1, 2):
+                offer = await taker.hear()
+                assert isinstance(offer, Offer)
+                assert await taker.hear() == Keep(number)
+                await echoed(end, b"")
+            assert isinstance(await taker.hear(), Offer)
+            result = await task
+            assert result is not None
+            assert result.given == 0
+            # An answer that comes too late has no effect.
+            await taker.say(Taken(1))
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_a_connection_that_ends_between_offer_and_answer_is_kept(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            task = giving(made)
+            offer = await taker.hear()
+            assert isinstance(offer, Offer)
+            entry, *_ = made.old.pods["server"].connections.inbound
+            entry.end(POLICY_CHANGE)
+            await taker.say(Taken(offer.number))
+            assert await taker.hear() == Keep(offer.number)
+            result = await task
+            assert result is not None
+            assert result.given == 0
+        assert await end.read(1) == b""
+        assert (await made.old.line(1))["error"] == POLICY_CHANGE
+
+    play(tmp_path, body)
+
+
+def test_what_was_taken_is_forgotten_without_a_line(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            task = giving(made)
+            offer = await taker.hear()
+            assert isinstance(offer, Offer)
+            kept = taker.parcel.take_all()
+            await taker.say(Taken(offer.number))
+            assert await taker.hear() == Go(offer.number)
+            result = await task
+            assert result is not None
+            assert (result.given, result.left) == (1, 0)
+            await made.old.until(lambda: made.old.is_idle)
+            # This process has the client's socket now: nothing was shut down.
+            await end.send(b"to its new owner")
+            with socket.socket(fileno=kept[0]) as sock:
+                await asyncio.sleep(0.01)
+                assert sock.recv(100) == b"to its new owner"
+            os.close(kept[1])
+        assert made.old.lines() == []
+
+    play(tmp_path, body)
+
+
+def test_only_one_successor_at_a_time(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made) as first:
+            await greeted(first)
+            async with scripted_taker(made) as second:
+                assert await second.hear() == Busy(reason="another process takes over already")
+                assert await second.hear() is None
+        await made.old.until(lambda: not made.before.successor_waits)
+        async with scripted_taker(made) as third:
+            await greeted(third)
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_a_successor_of_other_schemas_gets_nothing(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        later = Greeting(version="later", schema=SCHEMA + 5, oldest=SCHEMA + 1)
+        async with scripted_taker(made, later) as taker:
+            message = await taker.hear()
+            assert isinstance(message, Busy)
+            assert "schemas" in message.reason
+        earlier = Greeting(version="earlier", schema=SCHEMA - 1, oldest=0)
+        async with scripted_taker(made, earlier) as taker:
+            assert isinstance(await taker.hear(), Busy)
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"\0\0\0\5\0\0hello",
+        b"GET / HTTP/1.1\r\n\r\n",
+        (MAX_BYTES + 1).to_bytes(4) + b"\0\0",
+        b"\0\0\0\1\xff\xffx",
+        b"\0\0\0\1\0\1x",
+        encode(GREETING)[:-3],
+        b"\0\0\0",
+        b"",
+    ],
+)
+def test_rubbish_ends_the_connection_and_nothing_else(tmp_path: Path, wire: bytes) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made, None) as taker:
+            taker.channel._socket.send(wire) if wire else None
+            assert await taker.hear() is None  # at once, or after the time for a greeting
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_answers_to_nothing_are_ignored(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            await taker.say(Taken(77))
+            await taker.say(Declined(78, "no"))
+            await taker.say(GREETING)
+            task = giving(made)
+            assert await taker.hear() is not None  # Finished
+            await task
+
+    play(tmp_path, body)
+
+
+def test_a_process_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(made: Generations) -> None:
+        made.before.begin()
+        await made.old.until(lambda: made.before.status()["listening"])
+        path = made.folder / SOCKET_NAME
+        assert path.stat().st_mode & 0o777 == 0o600
+        child = os.fork()
+        if not child:
+            os.setgid(65534)
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as sock:
+                try:
+                    sock.connect(str(path))
+                except PermissionError:
+                    os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        # Should the mode be changed, the kernel's word about the peer decides.
+        monkeypatch.setattr(PeerProcess, "of", lambda descriptor: PeerProcess(1, 65534))
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with sock:
+            sock.connect(str(path))
+            await asyncio.sleep(0.05)
+            assert sock.recv(10) == b""
+        one, other = socket.socketpair()
+        with other, pytest.raises(RendezvousError, match="another user"):
+            Rendezvous(one)
+
+    if os.geteuid():
+        pytest.skip("needs root, to become another user")
+    play(tmp_path, body)
+
+
+# The other side: a predecessor that fails
+
+
+@contextlib.asynccontextmanager
+async def scripted_giver(made: Generations) -> AsyncIterator[Scripted]:
+    """A predecessor of the new proxy."""
+    listener = UnixListener(made.folder / SOCKET_NAME, socket.SOCK_STREAM, 1)
+    made.after.begin()
+    while True:
+        try:
+            sock, _ = listener.socket.accept()
+            break
+        except BlockingIOError:
+            await asyncio.sleep(0.001)
+    sock.setblocking(False)
+    giver = Scripted(Rendezvous(sock))
+    try:
+        parcel = await giver.channel.receive()
+        assert parcel is not None
+        await giver.say(GREETING)
+        yield giver
+    finally:
+        giver.close()
+        listener.close()
+
+
+async def an_offer(made: Generations, end: End) -> tuple[Offer, list[int]]:
+    """What the old proxy would offer, with copies of its descriptors; it stays the owner."""
+    async with scripted_taker(made) as taker:
+        await greeted(taker)
+        task = giving(made)
+        offer = await taker.hear()
+        assert isinstance(offer, Offer)
+        descriptors = taker.parcel.take_all()
+        await taker.say(Declined(offer.number, "only looking"))
+        await task
+    await made.before.close()
+    await echoed(end)
+    return offer, descriptors
+
+
+async def answered(giver: Scripted) -> bytes:
+    parcel = await giver.channel.receive()
+    assert parcel is not None
+    return parcel.data
+
+
+@pytest.mark.parametrize("step", ["offered", "taken", "kept"])
+def test_a_predecessor_that_dies_keeps_what_it_has_not_released(tmp_path: Path, step: str) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        offer, descriptors = await an_offer(made, end)
+        async with scripted_giver(made) as giver:
+            await giver.say(offer, tuple(descriptors))
+            if step != "offered":
+                assert await answered(giver) == encode(Taken(offer.number))
+            if step == "kept":
+                await giver.say(Keep(offer.number))
+        for each in descriptors:
+            os.close(each)
+        await made.new.until(lambda: made.after.status()["listening"])
+        assert made.new.is_idle
+        assert made.after.statistics.connections == {}
+        await echoed(end)
+        assert await end.ask() == b"ping"
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("fault", ["descriptors", "entries", "pod", "role", "carrier"])
+def test_contradictory_offers_are_declined(tmp_path: Path, fault: str) -> None:
+    async def body(made: Generations) -> None:
+        import msgspec.structs
+
+        end = await plain(made)
+        offer, descriptors = await an_offer(made, end)
+        (value,) = offer.entries[0]
+        wrong = {
+            "descriptors": offer,
+            "entries": msgspec.structs.replace(offer, entries=()),
+            "pod": msgspec.structs.replace(
+                offer, entries=((msgspec.structs.replace(value, pod=("a", "b", "c")),),)
+            ),
+            "role": msgspec.structs.replace(offer, entries=((value, value),)),
+            "carrier": msgspec.structs.replace(offer, entries=((msgspec.structs.replace(value, facts=None),),)),
+        }[fault]
+        async with scripted_giver(made) as giver:
+            await giver.say(wrong, tuple(descriptors[: 1 if fault == "descriptors" else 2]))
+            assert b"Declined" in await answered(giver)
+            await giver.say(Go(offer.number))  # of what is not here
+            for each in descriptors:
+                os.close(each)
+            await giver.say(Keep(99))
+        await made.new.until(lambda: made.after.status()["listening"])
+        assert made.new.is_idle
+        assert await end.ask() == b"ping"
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("wire", [b"\0\0\0\5\0\0hello", b"\0\0\0\1\0\1x", (1 << 31).to_bytes(4) + b"\0\0"])
+def test_rubbish_of_a_predecessor_ends_the_hand_over(tmp_path: Path, wire: bytes) -> None:
+    async def body(made: Generations) -> None:
+        async with scripted_giver(made) as giver:
+            giver.channel._socket.send(wire)
+            assert await giver.channel.receive() is None
+        await made.new.until(lambda: made.after.status()["listening"])
+
+    play(tmp_path, body)
+
+
+def test_frames_carry_many_descriptors_in_order(tmp_path: Path) -> None:
+    async def main() -> None:
+        one, other = socket.socketpair()
+        for sock in (one, other):
+            sock.setblocking(False)
+        near, far = Rendezvous(one), Rendezvous(other)
+        files = [os.open(tmp_path / f"{number}", os.O_RDWR | os.O_CREAT) for number in range(600)]
+        sending = asyncio.get_running_loop().create_task(near.send(b"x" * 700_000, files))
+        parcel = await far.receive()
+        await sending
+        assert parcel is not None
+        assert parcel.data == b"x" * 700_000
+        arrived = parcel.take_all()
+        assert [os.path.basename(os.readlink(f"/proc/self/fd/{each}")) for each in arrived] == [
+            str(number) for number in range(600)
+        ]
+        for each in files + arrived:
+            os.close(each)
+        near.close()
+        assert await far.receive() is None
+        far.close()
+
+    asyncio.run(main())
+    assert rendezvous.MAX_DESCRIPTORS > 600

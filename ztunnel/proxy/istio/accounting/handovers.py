@@ -1,0 +1,51 @@
+"""Counts of connections that moved between processes, for the metrics page and ``ztunnel handover``."""
+
+from collections.abc import Iterator
+from typing import Final
+
+PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Upper bounds of the histogram of pauses, in seconds."""
+
+
+class HandoverCounts:
+    """What moved and what stayed, since the start of the process.
+
+    Attributes:
+        connections: connections of pods, and tunnel connections without one, by result and reason: ``given`` or
+            ``kept`` by this process, ``taken`` or ``declined``.
+        paused_s: the sum of all pauses.
+    """
+
+    def __init__(self) -> None:
+        self.connections: dict[tuple[str, str], int] = {}
+        self.paused_s = 0.0
+        self._pauses = [0] * len(PAUSE_BUCKETS)
+        self._longer = 0
+
+    def count(self, result: str, reason: str, number: int) -> None:
+        """Count connections; of a reason the part before a colon, so that there are few."""
+        key = result, reason.partition(":")[0]
+        self.connections[key] = self.connections.get(key, 0) + number
+
+    def offered(self, result: str, reason: str, number: int, pause_s: float) -> None:
+        """Count the connections of an offer, which did nothing for ``pause_s``."""
+        self.count(result, reason, number)
+        self.paused_s += pause_s
+        for place, bound in enumerate(PAUSE_BUCKETS):
+            if pause_s <= bound:
+                self._pauses[place] += 1
+                return
+        self._longer += 1
+
+    @property
+    def offers(self) -> int:
+        """How many offers were answered."""
+        return sum(self._pauses) + self._longer
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Iterate over (upper bound, number of pauses up to it)."""
+        seen = 0
+        for bound, count in zip(PAUSE_BUCKETS, self._pauses, strict=True):
+            seen += count
+            yield str(bound), seen
+        yield "+Inf", self.offers

@@ -1,0 +1,1 @@
+"""Open connections that move to the process which replaces this one."""

@@ -1,0 +1,239 @@
+"""The process that is replaced: offers its open connections one by one, and forgets those that were taken."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from hbone.aio.handover import Frozen
+from hbone.tls import Unmovable
+from ztunnel.proxy.dataplane.rendezvous import Rendezvous, RendezvousError
+from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
+from ztunnel.proxy.istio.handover.messages import (
+    Declined,
+    Finished,
+    FromGiver,
+    FromTaker,
+    Go,
+    Greeting,
+    Keep,
+    Offer,
+    Taken,
+    Unreadable,
+    encode,
+    from_taker,
+)
+from ztunnel.proxy.istio.handover.units import Unit, survey
+from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+#: The time for an answer, during which a unit does nothing. A taker needs about a millisecond.
+ANSWER_S: Final = 2.0
+#: Between two walks over what could not move: requests that are opened, records that are incomplete.
+_AGAIN_S: Final = 0.02
+#: Unanswered offers after which the taker counts as stuck.
+_MOST_UNANSWERED: Final = 3
+
+
+class TakerGone(Exception):
+    """The other process has ended, or does not answer."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What was given, in connections of pods and in tunnel connections, and why others stayed."""
+
+    given: int = 0
+    carriers: int = 0
+    longest_s: float = 0.0
+    stays: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def left(self) -> int:
+        """How many stayed."""
+        return self.stays.total()
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.stays.items()))
+        return f"given={self.given} tunnel_connections={self.carriers} stayed={self.left}" + (
+            f" ({reasons})" if reasons else ""
+        )
+
+
+class Giver:
+    """Offers connections to one taker.
+
+    Args:
+        channel: to the taker, whose greeting was read.
+        taker: its greeting.
+        pods: returns the pods that are carried here now.
+        clock: for ages and pauses.
+        statistics: counts.
+    """
+
+    def __init__(
+        self,
+        channel: Rendezvous,
+        taker: Greeting,
+        pods: Callable[[], Iterable[PodProxy]],
+        clock: Clock,
+        statistics: HandoverCounts,
+    ) -> None:
+        self.taker = taker
+        self._channel = channel
+        self._pods = pods
+        self._clock = clock
+        self._statistics = statistics
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._unanswered = 0
+        self.gone = False
+
+    def answered(self, message: FromTaker) -> None:
+        """Pass an answer of the taker; an answer to a question that was withdrawn is ignored."""
+        if isinstance(message, Taken | Declined):
+            future = self._answers.pop(message.number, None)
+            if future is not None and not future.done():
+                future.set_result(message.reason if isinstance(message, Declined) else "")
+
+    def close(self) -> None:
+        """Have offers fail: the taker is gone. Idempotent."""
+        self.gone = True
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(TakerGone())
+                future.exception()
+
+    async def give(self, until_s: float) -> Result:
+        """Offer everything that can move, again and again until nothing is left or ``until_s`` of the loop's time.
+
+        Returns:
+            What was given, and what stays after the last walk.
+        """
+        loop, result = asyncio.get_running_loop(), Result()
+        declined: set[int] = set()
+        while True:
+            result.stays.clear()
+            units, others = survey(self._pods())
+            result.stays += others
+            for unit in units:
+                if id(unit.carrier or unit.relays[0][0]) in declined:
+                    result.stays["declined"] += max(1, unit.entries)
+                    continue
+                if self.gone:
+                    result.stays["no taker"] += max(1, unit.entries)
+                    continue
+                try:
+                    reason = await self._offer(unit, result)
+                except TakerGone:
+                    self.gone = True
+                    reason = "no taker"
+                if reason:
+                    result.stays[reason] += max(1, unit.entries)
+                    if reason.startswith("declined"):
+                        declined.add(id(unit.carrier or unit.relays[0][0]))
+                await asyncio.sleep(0)
+            if self.gone or not result.left or loop.time() >= until_s:
+                return result
+            await asyncio.sleep(_AGAIN_S)
+
+    async def finish(self, result: Result) -> None:
+        """Say that no offer follows for now."""
+        if not self.gone:
+            await self._send(Finished(given=result.given, left=result.left))
+
+    async def _offer(self, unit: Unit, result: Result) -> str:
+        """Offer one unit; return why it stays, or nothing if it was given.
+
+        Raises:
+            TakerGone: it stays, and so does everything else.
+        """
+        began_s = self._clock.monotonic()
+        try:
+            carrier = unit.carrier_value()
+            frozen = unit.freeze()
+        except (Unmovable, OSError) as error:
+            return str(error) if isinstance(error, Unmovable) else "about to end"
+        given = False
+        number = next(self._numbers)
+        try:
+            offer = Offer(
+                number=number,
+                unit=frozen.state,
+                carrier=carrier,
+                entries=unit.entry_values(began_s),
+            )
+            reason = await self._answer_to(offer, frozen)
+            if not reason and frozen.unchanged:
+                given = True
+                unit.went()
+                frozen.leave()
+            elif not reason:
+                reason = "ended meanwhile"
+        finally:
+            if not given:
+                frozen.thaw()
+        await self._send(Go(number) if given else Keep(number))
+        pause_s = self._clock.monotonic() - began_s
+        self._statistics.offered("given" if given else "kept", reason, max(1, unit.entries), pause_s)
+        if given:
+            result.given += unit.entries
+            result.carriers += unit.carrier is not None
+            result.longest_s = max(result.longest_s, pause_s)
+        return reason
+
+    async def _answer_to(self, offer: Offer, frozen: Frozen) -> str:
+        """Return why the taker does not take a unit, or nothing if it does.
+
+        Raises:
+            TakerGone: there will be no answer.
+        """
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[offer.number] = future
+        sent = False
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._send(offer, frozen.descriptors)
+                sent = True
+                reason = await future
+        except TimeoutError:
+            if not sent:
+                raise TakerGone from None  # it has a part of a message
+            self._unanswered += 1
+            if self._unanswered >= _MOST_UNANSWERED:
+                raise TakerGone from None
+            return "no answer in time"
+        finally:
+            self._answers.pop(offer.number, None)
+        self._unanswered = 0
+        return f"declined: {reason}" if reason else ""
+
+    async def _send(self, message: FromGiver, descriptors: Iterable[int] = ()) -> None:
+        try:
+            await self._channel.send(encode(message), list(descriptors))
+        except OSError:
+            self.gone = True
+            raise TakerGone from None
+
+
+async def read_message(channel: Rendezvous) -> FromTaker | None:
+    """Return the next message of a taker, or ``None`` at its end.
+
+    Raises:
+        RendezvousError: it is none.
+    """
+    parcel = await channel.receive()
+    if parcel is None:
+        return None
+    parcel.close()  # a taker has no descriptors to send
+    try:
+        return from_taker(parcel.data)
+    except Unreadable as error:
+        raise RendezvousError(f"not a message of a taker: {error}") from error

@@ -1,0 +1,314 @@
+"""Both sides of a hand-over in one process: it takes from its predecessor, and later gives to its successor.
+
+The processes meet at a Unix socket in a folder that both see. A process that is ready connects to it: the one that
+listens there is its predecessor, and gives when it drains. When that one is gone, this process listens in its
+place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from ztunnel.proxy.dataplane.rendezvous import Parcel, Rendezvous, RendezvousError
+from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
+from ztunnel.proxy.istio.handover.giver import Giver, Result, read_message
+from ztunnel.proxy.istio.handover.messages import (
+    OLDEST_SCHEMA,
+    SCHEMA,
+    Busy,
+    Declined,
+    Finished,
+    FromGiver,
+    FromTaker,
+    Go,
+    Greeting,
+    Keep,
+    Offer,
+    Taken,
+    TakeNow,
+    Unreadable,
+    encode,
+    from_giver,
+)
+from ztunnel.proxy.istio.handover.taker import Taker
+from ztunnel.proxy.istio.path.node import pod_key
+from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.settings.config import SOCKET_NAME
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.sockets import UnixListener, ready
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+#: The time to give what can move before the rest is asked to leave.
+GIVE_S: Final = 2.0
+_GREETING_S: Final = 5.0
+#: Until a busy predecessor is asked again.
+_BUSY_S: Final = 1.0
+#: Until a folder that cannot be used is tried again.
+_UNUSABLE_S: Final = 15.0
+#: Until what could not move is offered again while this process drains.
+_AGAIN_S: Final = 0.25
+_BACKLOG: Final = 4
+
+
+class Handover:
+    """Runs from :meth:`begin` to :meth:`close`.
+
+    Args:
+        folder: where the processes meet.
+        pods: returns the pods that are carried now.
+        clock: for ages.
+        version: of this program, for the other one's log.
+        replace: have the predecessor hand over and end as soon as this process is ready.
+        on_take_now: called when a successor demands that of this process.
+        statistics: counts; ``None``: its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pods: Callable[[], Iterable[PodProxy]],
+        clock: Clock,
+        *,
+        version: str,
+        replace: bool = False,
+        on_take_now: Callable[[], object] = lambda: None,
+        statistics: HandoverCounts | None = None,
+    ) -> None:
+        self.path = folder / SOCKET_NAME
+        self.statistics = statistics if statistics is not None else HandoverCounts()
+        self._pods = pods
+        self._clock = clock
+        self._version = version
+        self._replace = replace
+        self._on_take_now = on_take_now
+        self._tasks = Tasks("handover")
+        self._listener: UnixListener | None = None
+        self._giver: Giver | None = None
+        self._predecessor: Greeting | None = None
+        self._last = ""
+
+    def begin(self) -> None:
+        """Take from the predecessor, then wait for the successor. Called when this process carries its pods."""
+        self._tasks.keep(self._run, "rendezvous")
+
+    async def close(self) -> None:
+        """End both roles; what the other process has not released stays there."""
+        await self._tasks.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def successor_waits(self) -> bool:
+        """Whether a successor is connected."""
+        return self._giver is not None and not self._giver.gone
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``ztunnel handover status`` prints."""
+        giver = self._giver
+        counts = {
+            f"{result}{f' ({reason})' if reason else ''}": number
+            for (result, reason), number in sorted(self.statistics.connections.items())
+        }
+        return {
+            "socket": str(self.path),
+            "listening": self._listener is not None,
+            "predecessor": self._predecessor.version if self._predecessor is not None else None,
+            "successor": giver.taker.version if giver is not None and not giver.gone else None,
+            "connections": counts,
+            "last": self._last,
+        }
+
+    # As the successor
+
+    async def _run(self) -> None:
+        while not await self._take_from_predecessor():  # noqa: ASYNC110  it is another process
+            await asyncio.sleep(_BUSY_S)
+        self._listener = await self._listening()
+        try:
+            await self._accept(self._listener.socket)
+        finally:
+            self._listener.close()
+            self._listener = None
+
+    async def _listening(self) -> UnixListener:
+        """Return the socket for successors, once it can be made."""
+        while True:
+            try:
+                return UnixListener(self.path, socket.SOCK_STREAM, _BACKLOG)
+            except OSError as error:
+                reason = plain_reason(error)
+                log.error("open connections will not move to a successor path=%s error=%s", self.path, reason)
+                await asyncio.sleep(_UNUSABLE_S)
+
+    async def _take_from_predecessor(self) -> bool:
+        """Serve one connection to the process that listens now; return whether there is none, or none any more."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect(str(self.path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            return True
+        except OSError as error:  # its queue is full, or the path is too long
+            sock.close()
+            log.warning("no hand-over from a predecessor path=%s error=%s", self.path, plain_reason(error))
+            return False
+        try:
+            channel = Rendezvous(sock)
+        except RendezvousError as error:
+            log.error("no hand-over from a predecessor path=%s error=%s", self.path, error)
+            return False
+        taker = Taker(lambda: {pod_key(pod.name): pod for pod in self._pods()}, self.statistics)
+        try:
+            return await self._take(channel, taker)
+        except (RendezvousError, Unreadable) as error:
+            log.error("the hand-over ends: the predecessor sent what cannot be read error=%s", error)
+            return False
+        except OSError:
+            return False  # asked again, and then it is gone
+        finally:
+            taker.close()
+            channel.close()
+            self._predecessor = None
+
+    async def _take(self, channel: Rendezvous, taker: Taker) -> bool:
+        pods = len(list(self._pods()))
+        await channel.send(encode(Greeting(version=self._version, schema=SCHEMA, oldest=OLDEST_SCHEMA, pods=pods)))
+        if self._replace:
+            await channel.send(encode(TakeNow()))
+        while (parcel := await channel.receive()) is not None:
+            try:
+                message = from_giver(parcel.data)
+                if isinstance(message, Busy):
+                    log.info("the predecessor cannot hand over yet reason=%s", message.reason)
+                    return False
+                await self._answer(channel, taker, message, parcel)
+            finally:
+                parcel.close()
+        if self._predecessor is None:
+            return False
+        log.info("the predecessor is gone; %d of its connections continued here", taker.taken)
+        return True
+
+    async def _answer(self, channel: Rendezvous, taker: Taker, message: FromGiver, parcel: Parcel) -> None:
+        match message:
+            case Greeting():
+                self._predecessor = message
+                log.info("waiting for the connections of a predecessor version=%s", message.version)
+            case Offer():
+                reason = await taker.consider(message, parcel)
+                answer = Declined(message.number, reason) if reason else Taken(message.number)
+                await channel.send(encode(answer))
+            case Go():
+                taker.begin(message.number)
+            case Keep():
+                taker.forget(message.number)
+            case Finished():
+                self._last = f"took {taker.taken}, left with the predecessor {message.left}"
+                log.info(
+                    "connections taken over from the predecessor taken=%d stayed=%d", taker.taken, message.left
+                )
+
+    # As the predecessor
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                await ready(listener, writing=False)
+                continue
+            except OSError as error:  # out of descriptors
+                log.warning("no successor accepted error=%s", plain_reason(error))
+                await asyncio.sleep(_BUSY_S)
+                continue
+            sock.setblocking(False)
+            self._tasks.start(self._serve(sock), "successor")
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serve one process that wants connections, until it is gone."""
+        try:
+            channel = Rendezvous(sock)
+        except RendezvousError as error:
+            log.error("a hand-over was refused error=%s", error)
+            return
+        giver: Giver | None = None
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                greeting = await read_message(channel)
+            reason = self._objection(greeting)
+            if reason:
+                await channel.send(encode(Busy(reason=reason)))
+                return
+            assert isinstance(greeting, Greeting)
+            giver = self._giver = Giver(channel, greeting, self._pods, self._clock, self.statistics)
+            await channel.send(encode(Greeting(version=self._version, schema=SCHEMA, oldest=OLDEST_SCHEMA)))
+            log.info("a successor waits version=%s pods=%d", greeting.version, greeting.pods)
+            while (message := await read_message(channel)) is not None:
+                self._heard(giver, message)
+        except TimeoutError:
+            log.warning("a process has connected for a hand-over and said nothing")
+        except RendezvousError as error:
+            log.error("the hand-over ends error=%s", error)
+        except OSError as error:
+            log.debug("a successor is gone error=%s", plain_reason(error))
+        finally:
+            if giver is not None:
+                giver.close()
+                if self._giver is giver:
+                    self._giver = None
+            channel.close()
+
+    def _objection(self, greeting: FromTaker | None) -> str:
+        if not isinstance(greeting, Greeting):
+            raise RendezvousError("no greeting")
+        if self.successor_waits:
+            return "another process takes over already"
+        if not greeting.oldest <= SCHEMA <= greeting.schema:
+            return f"its schemas {greeting.oldest} to {greeting.schema} do not include {SCHEMA}"
+        return ""
+
+    def _heard(self, giver: Giver, message: FromTaker) -> None:
+        if isinstance(message, TakeNow):
+            log.info("the successor takes over now")
+            self._on_take_now()
+        else:
+            giver.answered(message)
+
+    async def give(self, seconds: float = GIVE_S) -> Result | None:
+        """Give the open connections to the successor, if one waits; return what came of it."""
+        giver = self._giver
+        if giver is None or giver.gone:
+            return None
+        result = await giver.give(asyncio.get_running_loop().time() + seconds)
+        self._note(giver, result)
+        with contextlib.suppress(OSError):
+            await giver.finish(result)
+        return result
+
+    def _note(self, giver: Giver, result: Result) -> None:
+        self._last = f"gave {result.given}, kept {result.left}"
+        log.info(
+            "connections handed over to the successor version=%s %s longest_pause=%.1fms",
+            giver.taker.version,
+            result,
+            result.longest_s * 1000,
+        )
+
+    async def give_late(self) -> None:
+        """Give what could not move before, and to a successor that comes late, until cancelled."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            giver = self._giver
+            if giver is not None and not giver.gone:
+                result = await giver.give(0.0)
+                if result.given or result.carriers:
+                    self._note(giver, result)
