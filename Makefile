@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -161,6 +161,15 @@ promtool: .tools/promtool ## Prometheus's checker for the tests of metrics pages
 	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && $(GO) mod init promtool 2>/dev/null && \
 	$(GO) get github.com/prometheus/prometheus/cmd/promtool@v0.55.1 && \
 	$(GO) build -o $(CURDIR)/$@ github.com/prometheus/prometheus/cmd/promtool && rm -rf $$build
+
+hubble: .tools/hubble ## the command of Hubble, for the tests of flows; needs Go, minutes once
+
+HUBBLE := github.com/cilium/cilium
+.tools/hubble:
+	@$(NEEDS_GO)
+	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && export CGO_ENABLED=0 GOFLAGS=-mod=mod && \
+	$(GO) mod init hubble 2>/dev/null && $(GO) get $(HUBBLE)/hubble@v1.20.2 && \
+	$(GO) build -trimpath -ldflags "-s -w -X $(HUBBLE)/hubble/pkg.Version=v1.20.2" -o $(CURDIR)/$@ $(HUBBLE)/hubble && rm -rf $$build
 
 lock: ## resolve requirements/*.lock anew
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ztunnel.ask.addons.listing import ADDON
 from ztunnel.ask.check.rules.model import CHECK_RESULT
+from ztunnel.ask.flows.model import FLOW
 from ztunnel.ask.inspect.audit import POD_AUDIT
 from ztunnel.ask.inspect.kinds import KINDS
 from ztunnel.ask.inspect.nodes import NODE_STATUS
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 def kinds() -> Iterator[Kind[Any]]:
     """Yield every kind that a command prints."""
     yield from KINDS.values()
-    yield from (CHECK_RESULT, NODE_STATUS, POD_AUDIT, LIMIT, PAIR, ADDON)
+    yield from (CHECK_RESULT, FLOW, NODE_STATUS, POD_AUDIT, LIMIT, PAIR, ADDON)
 
 
 def texts() -> dict[str, str]:

@@ -47,6 +47,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "node.intercept": ("intercept",),
     "ask.check": ("check",),
+    "ask.flows": ("flows",),
     "ask.report": ("bug-report",),
     "ask.limits": ("limits",),
     "policy.netpol": ("netpol",),
@@ -59,18 +60,9 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 #: The commands by what a person wants, in the order of the help.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ask": (
-        *(
-            "check",
-            "nodes",
-            "status",
-            "connections",
-            "denials",
-            "policies",
-            "certificates",
-            "workloads",
-            "services",
-        ),
-        *("explain", "simulate", "audit", "config", "log", "limits", "tap", "handover", "addons", "bug-report"),
+        *("check", "nodes", "status", "connections", "flows", "denials", "policies", "certificates"),
+        *("workloads", "services", "explain", "simulate", "audit", "config", "log", "limits", "tap"),
+        *("handover", "addons", "bug-report"),
     ),
     "Run": ("proxy", "agent", "control-plane", "authz", "policy", "netpol"),
     "Install": ("inject", "gate", "drain", "init", "intercept"),

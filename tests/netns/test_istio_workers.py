@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -97,6 +98,12 @@ def test_connections_are_spread_and_shown_once(tmp_path: Path) -> None:
             # One log of whole lines.
             lines = await proxy.lines("outbound", 12)
             assert len(lines) == 12
+            # One flight recorder, with the connections of both workers by time.
+            status, page = proxy.get(15000, "/flows")
+            flows = [json.loads(line)["flow"] for line in page.splitlines()]
+            assert status == 200
+            assert [flow["traffic_direction"] for flow in flows].count("EGRESS") == 12
+            assert [flow["time"] for flow in flows] == sorted(flow["time"] for flow in flows)
             assert sum(line["bytes_sent"] for line in lines) == proxy.metric(
                 "istio_tcp_received_bytes_total", **opened
             )

@@ -95,6 +95,8 @@ def add_source(
     across: bool = False,
     saved: bool = False,
     short_file: str | None = "-f",
+    own_pod: bool = False,
+    forms: tuple[str, ...] = (),
 ) -> None:
     """Add the flags of every command that asks a proxy; :func:`reaching` and ``fleet.gather`` obey them.
 
@@ -104,6 +106,8 @@ def add_source(
         across: the command can ask all nodes.
         saved: the command can read a file.
         short_file: the short form of ``--file``.
+        own_pod: ``--pod`` means something else to this command.
+        forms: further ones of ``-o``.
     """
     title = "the agent that is asked" if of_agent else "the proxy that is asked"
     group = parser.add_argument_group(title)
@@ -112,7 +116,10 @@ def add_source(
     what = "its pages (its --metrics), by a loopback address of its node" if of_agent else "its admin server"
     where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"of {what} (default {default})")
     beside = "of a pod's node" if of_agent else "that of a pod, on its node or beside it"
-    where.add_argument("--pod", metavar="NAME.NAMESPACE", help=f"by kubectl: {beside}; also NAMESPACE/NAME")
+    if own_pod:
+        parser.set_defaults(pod=None)
+    else:
+        where.add_argument("--pod", metavar="NAME.NAMESPACE", help=f"by kubectl: {beside}; also NAMESPACE/NAME")
     daemon = "agent" if of_agent else "ztunnel"
     where.add_argument("--node", metavar="NAME", help=f"by kubectl: the {daemon} of a node")
     if across:
@@ -126,7 +133,7 @@ def add_source(
             help="a saved config_dump or an archive of ztunnel bug-report instead; - is standard input",
         )
     add_cluster(parser)
-    add_output(parser)
+    add_output(parser, forms)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

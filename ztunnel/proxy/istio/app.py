@@ -29,6 +29,7 @@ from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.dataplane.life import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.identity.crl import RevocationFile
+from ztunnel.proxy.istio.accounting.flows import ring_of
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
 from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
@@ -145,6 +146,7 @@ class IstioProxy:
             config.metric_series,
             expiry_s=config.metric_expiry_s,
             removed=config.metric_labels_removed,
+            flows=ring_of(config.flows),
         )
         self.mesh = Mesh(node=config.node)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))

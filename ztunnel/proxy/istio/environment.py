@@ -4,7 +4,7 @@ Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
-``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, ``ZTUNNEL_HANDOVER_DIR``,
+``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_LOG_WAIT``, ``ZTUNNEL_HANDOVER_DIR``,
 ``ZTUNNEL_REPLACE``, and those of
 :mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
@@ -31,6 +31,7 @@ from ztunnel.policy.calico.settings import (
 )
 from ztunnel.proxy.addons.settings import OPTIONS_FILE, AddonSettings, addon_settings
 from ztunnel.proxy.addons.settings import VARIABLES as ADDON_VARIABLES
+from ztunnel.proxy.flows.ring import CAPACITY
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel, LogFilter
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.proxy.istio.certificates.credentials import Endpoint
@@ -478,6 +479,7 @@ def _limits(
             "they do with ZTUNNEL_WORKER_THREADS=1"
         )
     values["log_wait_s"] = seen.get("ZTUNNEL_LOG_WAIT", duration_s, 0.0)
+    values["flows"] = seen.get("ZTUNNEL_FLOWS", _number(0, 1_000_000), CAPACITY)
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
     values["metric_expiry_s"] = seen.get("ZTUNNEL_METRIC_EXPIRY", duration_s, EXPIRY_S)
     no_labels: frozenset[str] = frozenset()

@@ -178,10 +178,20 @@ def _custom_column(text: str) -> tuple[str, Any]:
     return heading, jsonpath.path(expression.strip("{}"))
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``-o`` and ``--json`` to a command that prints an :class:`Answer`."""
+def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> None:
+    """Add ``-o`` and ``--json`` to a command that prints an :class:`Answer`.
+
+    Args:
+        parser: of the command.
+        forms: further forms, which the command prints itself.
+    """
+
+    def form(text: str) -> Format:
+        return Format(text) if text in forms else parse_format(text)
+
+    usage = ", ".join([*forms, _USAGE])
     parser.add_argument(
-        *("-o", "--output"), type=parse_format, default=TABLE, metavar="FORM", help=f"{_USAGE} (default table)"
+        *("-o", "--output"), type=form, default=TABLE, metavar="FORM", help=f"{usage} (default table)"
     )
     parser.add_argument("--json", action="store_const", const=JSON, dest="output", help="the same as -o json")
 

@@ -23,6 +23,7 @@ from xds.model.workload import Workload
 from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
+from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.runtime.bounded_counts import BoundedCounts
@@ -273,6 +274,7 @@ class Metrics:
         expiry_s: how long a series of workloads that are gone is kept unused; 0: for ever.
         removed: labels to leave out of traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections that
             differ only in them are counted in one series from the start, so that no counter decreases.
+        flows: keeps connections that ended; None keeps none.
     """
 
     def __init__(
@@ -282,6 +284,7 @@ class Metrics:
         *,
         expiry_s: float = EXPIRY_S,
         removed: frozenset[str] = frozenset(),
+        flows: FlowRing | None = None,
     ) -> None:
         self.version = version
         self.removed = removed
@@ -308,6 +311,8 @@ class Metrics:
         #: By :class:`ztunnel.proxy.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
         self.ledger = Ledger[Pair]()
+        #: The last connections that ended.
+        self.flows = flows if flows is not None else FlowRing(0)
         self.connect_retries = 0
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.

@@ -15,6 +15,7 @@ from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.logs import (
     Bare,
@@ -142,6 +143,7 @@ class Record:
         dry_run: the hypothetical decision of dry-run policies, if it differs.
         http_left: the rule of a policy about requests, and the waypoint that judges them.
         described: where the attributes came from by :meth:`describe`; whoever changes one sets it to ``None``.
+        opened_s: monotonic seconds of when it counted as opened; 0 before.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
         asked: what addons have said. ``None`` if none was asked.
         counts: bytes moved, from the requesting side to the answering side and back.
@@ -162,6 +164,7 @@ class Record:
         "dry_run",
         "hbone_authority",
         "http_left",
+        "opened_s",
         "secured",
         "service",
         "source",
@@ -202,6 +205,7 @@ class Record:
         self.asked: Asked | None = None
         self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
+        self.opened_s = 0.0
 
     def describe(self, described: Described) -> None:
         """Take over what many connections have in common."""
@@ -258,6 +262,7 @@ class Record:
             return
         node, described = self._node, self.described
         metrics, now_s = node.metrics, node.clock.monotonic()
+        self.opened_s = now_s
         if described is not None and described.series is not None and described.forgotten == metrics.forgotten:
             self._series = described.series
             metrics.opened_in(described.series, self.counts, now_s)
@@ -286,6 +291,7 @@ class Record:
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
+        flows.note(node.metrics.flows, self, node.clock.wall(), now_s, str(failure or ""), flags)
         if node.addons is not None:
             node.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
         if not logged:
@@ -332,6 +338,8 @@ class Record:
         """Count a connection that ends before it opened, and write its line."""
         node = self._node
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
+        clock = node.clock
+        flows.note(node.metrics.flows, self, clock.wall(), clock.monotonic(), reason, Flags.NONE)
         if node.addons is not None:
             node.addons.ended(self, reason, node.clock.monotonic() - self.started_s)
         if node.logs.access_level <= _WARN:

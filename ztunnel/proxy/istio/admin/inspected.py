@@ -43,6 +43,9 @@ class InspectedWorkers(Protocol):
     async def connections(self) -> dict[RunningPod, Connections]:
         """Return live connections by pod."""
 
+    async def flows(self, after_ns: int, last: int) -> list[tuple[int, str]]:
+        """Return time and JSON line of the last connections that ended, by time."""
+
     def carriers(self) -> list[Carry]:
         """Return what captures in each worker."""
 

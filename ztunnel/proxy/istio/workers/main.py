@@ -54,9 +54,11 @@ from ztunnel.proxy.istio.workers.messages import (
     CountsPart,
     DrainPod,
     FetchResource,
+    FlowsPart,
     GetCertificate,
     GetConnections,
     GetCounts,
+    GetFlows,
     Listening,
     LogFilterChanged,
     Notification,
@@ -502,6 +504,13 @@ class Workers:
         else:
             worker.counts = [part.counts for part in found if isinstance(part, CountsPart)]
 
+    async def flows(self, after_ns: int, last: int) -> list[tuple[int, str]]:
+        """Return time and JSON line of the last connections that ended in workers, by time."""
+        wanted = GetFlows(after_ns=after_ns, last=last)
+        running = [worker for worker in self._running.values() if worker.synced]
+        found = await asyncio.gather(*(_flows_of(worker, wanted) for worker in running))
+        return sorted(line for lines in found for line in lines)
+
     async def connections(self) -> dict[RunningPod, Connections]:
         """Return live connections by pod, without those of a worker that answers late."""
         found: dict[int, Connections] = {number: {"inbound": [], "outbound": []} for number in self._pods}
@@ -522,6 +531,17 @@ class Workers:
 
         await asyncio.gather(*(of(worker) for worker in self._running.values() if worker.synced))
         return {pods[number]: connections for number, connections in found.items()}
+
+
+async def _flows_of(worker: WorkerProcess, request: GetFlows) -> list[tuple[int, str]]:
+    """Return the lines of one worker; none of one that answers late or has ended."""
+    try:
+        async with asyncio.timeout(_PAGE_S):
+            parts = await worker.channel.request(request)
+    except (TimeoutError, ChannelClosed, Refused):
+        return []
+    # A worker can be taken over by a peer: what it says stays one line each.
+    return [line for part in parts if isinstance(part, FlowsPart) for line in part.lines if "\n" not in line[1]]
 
 
 async def _refuse_notification(message: Notification, descriptors: Descriptors) -> None:

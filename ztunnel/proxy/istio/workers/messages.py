@@ -177,6 +177,18 @@ class GetConnections(Struct, frozen=True, tag=True):
     """Live connections, in parts (:class:`ConnectionsPart`), several per pod."""
 
 
+class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
+    """The last connections that ended, in parts (:class:`FlowsPart`).
+
+    Attributes:
+        after_ns: only later ones.
+        last: at most so many of the newest.
+    """
+
+    after_ns: int
+    last: int
+
+
 class TapPod(Struct, frozen=True, tag=True):
     """Capture a pod's new connections until the socket says EOF: :class:`TapTotals`.
 
@@ -186,7 +198,7 @@ class TapPod(Struct, frozen=True, tag=True):
     wanted: TapRequest
 
 
-RequestToWorker = Barrier | Turn | StartPod | StopPod | DrainPod | GetCounts | GetConnections | TapPod
+RequestToWorker = Barrier | Turn | StartPod | StopPod | DrainPod | GetCounts | GetConnections | GetFlows | TapPod
 
 
 # Requests to the main process
@@ -232,13 +244,19 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
     entries: tuple[dict[str, str | int | float | None], ...]
 
 
+class FlowsPart(Struct, frozen=True, tag=True):
+    """Connections that ended: time in nanoseconds, and a line of JSON."""
+
+    lines: tuple[tuple[int, str], ...]
+
+
 class TapTotals(Struct, frozen=True, tag=True):
     """A tap's totals in a worker."""
 
     totals: Totals
 
 
-Value = CountsPart | ConnectionsPart | TapTotals | bool | str | None
+Value = CountsPart | ConnectionsPart | FlowsPart | TapTotals | bool | str | None
 BodyT = TypeVar("BodyT")
 
 

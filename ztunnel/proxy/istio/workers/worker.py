@@ -26,6 +26,8 @@ from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.dataplane.life import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.flows import flow_node, ring_of
+from ztunnel.proxy.istio.accounting.flows import lines as flow_lines
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.path.names import Names
@@ -57,8 +59,10 @@ from ztunnel.proxy.istio.workers.messages import (
     CountsPart,
     DrainPod,
     FetchResource,
+    FlowsPart,
     GetConnections,
     GetCounts,
+    GetFlows,
     LogFilterChanged,
     MeshChange,
     Notification,
@@ -133,6 +137,7 @@ class _Carrier:
             config.metric_series,
             expiry_s=config.metric_expiry_s,
             removed=config.metric_labels_removed,
+            flows=ring_of(config.flows),
         )
         self.mesh = Mesh(node=config.node)
         self.revocations = ReplicatedRevocations() if config.crl_path else None
@@ -362,6 +367,10 @@ class Worker:
             case GetConnections():
                 for entries in _connections(dict(carrier.pods)):
                     yield entries
+            case GetFlows(after_ns=after_ns, last=last):
+                found = flow_lines(carrier.metrics.flows, flow_node(carrier.config), after_ns, last)
+                while some := tuple(islice(found, _ENTRIES_PER_PART)):
+                    yield FlowsPart(some)
             case TapPod(wanted):
                 yield TapTotals(await carrier.tap(wanted, descriptors))
             case _:

@@ -1,0 +1,168 @@
+"""``ztunnel flows``: filters, bounds, forms, following, and all nodes at once."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.ztunnel.ask.inspect.test_commands import pages
+from ztunnel.ask.flows import command
+from ztunnel.ask.flows.model import BadFilter, Filter, chosen, make, read
+from ztunnel.cli import main
+
+Said = pytest.CaptureFixture[str]
+SCHEMA = Path(__file__).parents[4] / "docs" / "schemas" / "FlowList.json"
+
+
+def line(number: int, verdict: str = "FORWARDED", **more: Any) -> dict[str, Any]:
+    time = f"2026-11-26T12:00:{number:02}.000000001Z"
+    flow = {
+        "time": time,
+        "uuid": f"id-{number}",
+        "verdict": verdict,
+        "IP": {"source": "10.0.0.1", "destination": "10.0.0.2", "encrypted": more.get("encrypted", True)},
+        "l4": {"TCP": {"source_port": 4000 + number, "destination_port": 8080, "flags": {"FIN": True}}},
+        "source": {"namespace": "shop", "pod_name": more.get("source", "web-1")},
+        "destination": {"namespace": "bank", "pod_name": "vault-1"},
+        "traffic_direction": more.get("direction", "INGRESS"),
+        "extensions": {
+            "value": {
+                "bytes_sent": 10,
+                "duration_seconds": 0.25,
+                "source_identity": "spiffe://td/ns/shop/sa/web",
+                **more.get("value", {}),
+            }
+        },
+    }
+    return {"flow": flow, "node_name": "c/n1", "time": time}
+
+
+LINES = [
+    line(1),
+    line(2, "DROPPED", value={"reason": "explicitly denied by: bank/p", "policy": "bank/p"}),
+    line(3, encrypted=False, source="cron-1"),
+    line(4, "ERROR", direction="EGRESS"),
+]
+PAGE = "".join(f"{json.dumps(each)}\n" for each in LINES).encode()
+
+
+def shown(capsys: Said, *words: str) -> list[str]:
+    with pages({"/flows": PAGE}) as address:
+        assert main(["flows", "--address", address, "-o", "name", *words]) == 0
+    return [each.partition("/id-")[2] for each in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], "1 2 3 4"),
+        (["--last", "2"], "3 4"),
+        (["--last", "0"], ""),
+        (["--verdict", "dropped"], "2"),
+        (["--verdict", "dropped", "--verdict", "error"], "2 4"),
+        (["--verdict", "forwarded", "--plain"], "3"),
+        (["--not", "--plain"], "1 2 4"),
+        (["--not", "--verdict", "forwarded", "--encrypted"], "2 4"),
+        (["--from", "shop/web"], "1 2 4"),
+        (["--from", "shop/"], "1 2 3 4"),
+        (["--from", "/cron"], "3"),
+        (["--from", "web"], ""),  # of namespace default
+        (["--to", "shop/"], ""),
+        (["--pod", "bank/vault"], "1 2 3 4"),
+        (["--to", "10.0.0.0/30"], "1 2 3 4"),
+        (["--from", "10.0.0.2"], ""),
+        (["--identity", "spiffe://td/ns/shop/*"], "1 2 3 4"),
+        (["--identity", "spiffe://td/ns/other/*"], ""),
+        (["--port", "4003"], "3"),
+        (["--direction", "outbound"], "4"),
+        (["-n", "nowhere"], ""),
+        (["-n", "bank"], "1 2 3 4"),
+        (["--since", "2026-11-26T12:00:03Z"], "3 4"),
+        (["--since", "2026-11-26T12:00:02Z", "--until", "2026-11-26T12:00:04Z"], "2 3"),
+        (["--since", "2026-11-26T12:00:00Z", "--last", "1"], "4"),
+    ],
+)
+def test_filters_and_bounds(words: list[str], found: str, capsys: Said) -> None:
+    assert shown(capsys, *words) == found.split()
+
+
+def test_a_table_says_what_was_refused_and_why(capsys: Said) -> None:
+    with pages({"/flows": PAGE}) as address:
+        assert main(["flows", "--address", address, "--verdict", "dropped"]) == 0
+    heading, row = capsys.readouterr().out.splitlines()
+    assert heading.split()[:5] == ["TIME", "VERDICT", "DIRECTION", "SOURCE", "DESTINATION"]
+    assert row.split()[:6] == [
+        *("2026-11-26T12:00:02.000Z", "DROPPED", "inbound"),
+        *("shop/web-1", "bank/vault-1:8080", "mTLS"),
+    ]
+    assert row.endswith("explicitly denied by: bank/p")
+
+
+def test_json_has_its_schema_and_jsonpb_is_the_proxys_line(capsys: Said) -> None:
+    with pages({"/flows": PAGE}) as address:
+        assert main(["flows", "--address", address, "-o", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+        assert found["items"][1]["policy"] == "bank/p"
+        assert main(["flows", "--address", address, "-o", "jsonpb", "--last", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == LINES[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--since", "soon"], "--since: neither a duration such as 5m nor a time: 'soon'"),
+        (["--not"], "--not: no filter follows"),
+    ],
+)
+def test_a_wrong_command_line(words: list[str], error: str, capsys: Said) -> None:
+    assert main(["flows", *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("verdict", "lost"), ("port", "http"), ("colour", "red")])
+def test_a_bad_filter_is_named(name: str, value: str) -> None:
+    with pytest.raises(BadFilter):
+        make(name, value)
+
+
+def test_a_proxy_without_a_recorder_is_named(capsys: Said) -> None:
+    with pages({"/config_dump": b"{}"}) as address:
+        assert main(["flows", "--address", address]) == 2
+    assert "it has no flight recorder (/flows)" in capsys.readouterr().err
+    with pages({"/flows": b"{}\nnonsense\n"}) as address:
+        assert main(["flows", "--address", address]) == 2
+    assert "/flows has a line that is no flow" in capsys.readouterr().err
+
+
+def test_following_prints_each_flow_once(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = threading.Event()
+    asked = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            seen.set()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("ztunnel.ask.flows.command.time.sleep", pause)
+    with pages({"/flows": PAGE}) as address:
+        words = ["flows", "-f", "--address", address, "--since", "2026-11-26T12:00:02Z", "--not", "--plain"]
+        assert main([*words, "-o", "json"]) == 0
+    found = [json.loads(each)["uuid"] for each in capsys.readouterr().out.splitlines()]
+    assert found == ["id-2", "id-4"]
+    assert seen.is_set()
+
+
+def test_kinds_of_filters_are_joined_and_their_values_are_alternatives() -> None:
+    flow = read(LINES[1])
+    assert flow is not None
+    filters: list[Filter] = [make("verdict", "ERROR"), make("verdict", "DROPPED"), make("from", "shop/web")]
+    assert chosen(filters)(flow)
+    assert not chosen([*filters, make("plain", "")])(flow)
+    assert not chosen([*filters, make("pod", "bank/", negated=True)])(flow)
+    assert command.time_ns("2026-11-26T12:00:02.000000001Z") % 1_000_000_000 == 1

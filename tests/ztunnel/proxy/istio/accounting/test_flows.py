@@ -1,0 +1,120 @@
+"""Connections of an Istio mesh in the flight recorder: outcomes, Hubble's shape, and the page."""
+
+import json
+from typing import Any
+
+import pytest
+
+from hbone.aio.relay import ByteCounts
+from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
+from xds.model.address import SocketAddress
+from ztunnel.proxy.istio.accounting import flows
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOKED, Failed, Flags
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+
+DENIED = "explicitly denied by: shop/no-web"
+
+
+@pytest.mark.parametrize(
+    ("reason", "flags", "verdict", "event", "drop", "policy"),
+    [
+        ("", Flags.NONE, "FORWARDED", (4, 11), 0, ""),
+        (DENIED, Flags.NONE, "DROPPED", (5, 0), 181, "shop/no-web"),
+        ("allow policies exist, but none allowed", Flags.NONE, "DROPPED", (5, 0), 133, ""),
+        ("policy a/b has not arrived", Flags.NONE, "DROPPED", (5, 0), 133, "a/b"),
+        (POLICY_CHANGE, Flags.DENY, "DROPPED", (1, 133), 133, ""),
+        (REVOKED, Flags.CERT_REVOKED, "DROPPED", (1, 189), 189, ""),
+        (DRAINED, Flags.NONE, "FORWARDED", (4, 11), 0, ""),
+        ("io error: Connection refused (os error 111)", Flags.CONNECT, "ERROR", (4, 11), 0, ""),
+    ],
+)
+def test_outcomes(reason: str, flags: Flags, verdict: str, event: Any, drop: int, policy: str) -> None:
+    found = flows.outcome_of(reason, flags, outbound=True, tunnel=True)
+    assert (found.verdict, found.event, found.drop, found.policy) == (verdict, event, drop, policy)
+    assert found.reset is bool(reason)
+
+
+def test_a_passthrough_goes_to_the_stack_and_inbound_to_the_endpoint() -> None:
+    assert flows.outcome_of("", Flags.NONE, outbound=True, tunnel=False).event == (4, 3)
+    assert flows.outcome_of("", Flags.NONE, outbound=False, tunnel=True).event == (4, 0)
+
+
+def record(rig: Rig, direction: Direction) -> Record:
+    found = Record(rig.proxy.node, direction, SocketAddress("10.0.0.1", 4000), SocketAddress("10.0.0.2", 15008))
+    found.source_workload, found.destination_workload = CLIENT, BACK
+    found.source_labels, found.destination_labels = PeerLabels.of(CLIENT), PeerLabels.of(BACK)
+    found.source_identity, found.destination_identity = CLIENT.identity, BACK.identity
+    found.hbone_authority, found.secured = "10.0.0.2:8080", True
+    return found
+
+
+def test_the_page_has_the_shape_of_hubble_and_what_its_readers_need() -> None:
+    async def check(rig: Rig) -> None:
+        ended = record(rig, Direction.OUTBOUND)
+        ended.opened()
+        ended.complete()
+        refused = record(rig, Direction.INBOUND)
+        refused.denied_early(DENIED)
+        failed = Record(
+            rig.proxy.node, Direction.OUTBOUND, SocketAddress("10.0.0.1", 4001), SocketAddress("192.0.2.1", 443)
+        )
+        failed.opened()
+        failed.complete(Failed("io error: Connection refused\x1b[2J", Flags.CONNECT))
+        lines = [json.loads(line) for line in (await rig.ask("admin", "/flows")).text.splitlines()]
+        first, second, third = (line["flow"] for line in lines)
+        assert [each["verdict"] for each in (first, second, third)] == ["FORWARDED", "DROPPED", "ERROR"]
+        for line, flow in zip(lines, (first, second, third), strict=True):
+            assert (line["time"], line["node_name"]) == (flow["time"], flow["node_name"])
+            assert flow["l4"]["TCP"]["destination_port"] in (8080, 443)  # never the tunnel's
+            assert flow["source"]
+            assert flow["destination"]
+            assert flow["is_reply"] is False
+            assert "destination_names" not in flow
+            assert flow["node_name"].count("/") == 1
+            assert flow["extensions"]["@type"] == "type.googleapis.com/google.protobuf.Struct"
+        assert len({line["time"] for line in lines}) == 3
+        assert first["IP"] == {
+            "source": "10.0.0.1",
+            "destination": "10.0.0.2",
+            "ipVersion": "IPv4",
+            "encrypted": True,
+        }
+        assert (first["traffic_direction"], first["auth_type"]) == ("EGRESS", "SPIRE")
+        assert first["source"]["pod_name"] == CLIENT.name
+        assert first["extensions"]["value"]["hbone_address"] == "10.0.0.2:15008"
+        assert second["ingress_denied_by"] == [
+            {"name": "no-web", "namespace": "shop", "kind": "AuthorizationPolicy"}
+        ]
+        assert (second["drop_reason"], second["drop_reason_desc"]) == (181, "POLICY_DENY")
+        assert third["destination"] == {"identity": 2, "labels": ["reserved:world"]}
+        assert third["Summary"].isprintable()
+        one = (await rig.ask("admin", "/flows?last=1")).text.splitlines()
+        assert [json.loads(line)["flow"]["verdict"] for line in one] == ["ERROR"]
+        assert (await rig.ask("admin", "/flows?after=x")).status == 400
+
+    served(check)
+
+
+def test_workloads_of_one_account_have_different_identities() -> None:
+    from dataclasses import replace
+
+    from ztunnel.proxy.flows.hubble import identity_of
+
+    other = replace(CLIENT, name="other", workload_name="other")
+    first, second = (identity_of(flows.side(each, None, None)) for each in (CLIENT, other))
+    assert first != second
+    assert min(first, second) >= 65536
+    assert first == identity_of(flows.side(CLIENT, None, CLIENT.identity))
+
+
+def test_the_recorder_can_be_off() -> None:
+    async def check(rig: Rig) -> None:
+        ended = record(rig, Direction.OUTBOUND)
+        ended.counts = ByteCounts()
+        ended.opened()
+        ended.complete()
+        assert (await rig.ask("admin", "/flows")).text == ""
+
+    served(check, {"ZTUNNEL_FLOWS": "0"})

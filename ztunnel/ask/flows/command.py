@@ -1,0 +1,264 @@
+"""The command ``ztunnel flows``.
+
+Exit status: 0; 2 if a proxy does not answer or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from ztunnel.ask.flows.model import FLOW, VERDICTS, BadFilter, Filter, Flow, Test, chosen, make, read
+from ztunnel.ask.inspect.fleet import Found, gather
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
+from ztunnel.runtime.console.arguments import whole_number
+from ztunnel.runtime.console.output import Answer, Format, emit, table
+from ztunnel.runtime.settings import duration_s
+
+#: Flows without another bound, as ``hubble observe`` has it.
+_LAST: Final = 20
+#: Between two questions of ``--follow``.
+_AGAIN_S: Final = 1.0
+JSONPB: Final = "jsonpb"
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``flows`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
+    flows = subparsers.add_parser(
+        "flows",
+        help="list the last connections that ended, were refused or failed, and follow new ones",
+        description="Show what the flight recorders of proxies have, or with -f what ends from now on. Filters of "
+        "one kind are alternatives, those of different kinds must all hold; --not turns the next one round. "
+        "`ztunnel flows -o jsonpb | hubble observe --input-file -` is for those who know Hubble.",
+    )
+    add_source(flows, across=True, saved=True, short_file=None, own_pod=True, forms=(JSONPB,))
+    flows.add_argument("--last", type=whole_number, metavar="N", help=f"of each proxy (default {_LAST})")
+    flows.add_argument("--since", metavar="WHEN", help="5m, or RFC 3339")
+    flows.add_argument("--until", metavar="WHEN", help="the same")
+    flows.add_argument("-f", "--follow", "-w", "--watch", action="store_true", help="print what ends from now on")
+    flows.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
+    filters = flows.add_argument_group(
+        "filters: POD is NAMESPACE/PREFIX, an address or block, or a SPIFFE id with *"
+    )
+    for name, metavar, text in (
+        ("from", "POD", "the client"),
+        ("to", "POD", "the server"),
+        ("pod", "POD", "either of them"),
+        ("identity", "ID", "SPIFFE id of either of them"),
+        ("verdict", "VERDICT", ", ".join(VERDICTS).lower()),
+        ("port", "PORT", "of either of them"),
+        ("service", "NAMESPACE/PREFIX", "that was called"),
+        ("direction", "WAY", "inbound or outbound: which proxy reports"),
+        ("trace", "ID", "of a traceparent"),
+    ):
+        filters.add_argument(f"--{name}", action=_Add, metavar=metavar, help=text, dest="filters")
+    filters.add_argument("--plain", action=_Add, nargs=0, help="without mTLS", dest="filters")
+    filters.add_argument("--encrypted", action=_Add, nargs=0, help="with mTLS", dest="filters")
+    filters.add_argument("--not", action=_Not, nargs=0, help="turn the next filter round", dest="filters")
+    flows.set_defaults(run=run, filters=[])
+
+
+class _Add(argparse.Action):
+    """Adds a filter to those of the command line; a pending ``--not`` turns it round."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        filters: list[Filter | None] = list(namespace.filters or [])
+        negated = bool(filters) and filters[-1] is None
+        if negated:
+            filters.pop()
+        try:
+            filters.append(make(str(option_string).lstrip("-"), values or "", negated=negated))
+        except BadFilter as error:
+            parser.error(str(error))
+        namespace.filters = filters
+
+
+class _Not(argparse.Action):
+    """Notes that the next filter is turned round."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.filters = [*(namespace.filters or []), None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a command line asks for: a test, bounds in nanoseconds, and how many per proxy."""
+
+    test: Test
+    since_ns: int
+    until_ns: int
+    last: int | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print flows, and return the exit status."""
+    try:
+        wanted = _wanted(args, time.time())
+        if args.follow:
+            if args.file is not None:
+                return failed(args, "--follow asks a running proxy: not with --file")
+            return follow(args, wanted)
+        found = gather(args, lambda pages: look(pages, wanted))
+    except (AskFailed, BadFilter) as error:
+        return failed(args, str(error))
+    lines = _merged(found)
+    if args.output.form == JSONPB:
+        for _, line in lines:
+            print(json.dumps(line))
+        return 2 if found.silent else 0
+    items = [flow for flow, _ in lines]
+    return emit(Answer(kind=FLOW, items=items, silent=found.silent, across=found.across), args.output)
+
+
+def _wanted(args: argparse.Namespace, now_s: float) -> Wanted:
+    filters: list[Filter] = list(args.filters)
+    if any(each is None for each in filters):
+        raise BadFilter("--not: no filter follows")
+    if args.namespace:
+        filters.append(make("pod", f"{args.namespace}/"))
+    since_ns, until_ns = (
+        moment_ns(text, now_s, name) for text, name in ((args.since, "since"), (args.until, "until"))
+    )
+    unbounded = args.since is not None or args.until is not None
+    last = args.last if args.last is not None else None if unbounded else _LAST
+    return Wanted(chosen(filters), since_ns or 0, until_ns or 1 << 63, last)
+
+
+def moment_ns(text: str | None, now_s: float, name: str) -> int | None:
+    """Return a time in nanoseconds: ``5m`` ago, or RFC 3339.
+
+    Raises:
+        BadFilter: it is neither.
+    """
+    if text is None:
+        return None
+    try:
+        return int((now_s - duration_s(text)) * 1e9)
+    except ValueError:
+        pass
+    try:
+        return int(datetime.fromisoformat(text).timestamp() * 1e9)
+    except ValueError:
+        raise BadFilter(f"--{name}: neither a duration such as 5m nor a time: {text!r}") from None
+
+
+Line = tuple[Flow, Mapping[str, Any]]
+
+
+def look(pages: Pages, wanted: Wanted) -> list[Line]:
+    """Return the wanted flows of one proxy, the oldest first.
+
+    Raises:
+        AskFailed: it does not answer, or has no flight recorder.
+    """
+    try:
+        page = pages.text("/flows", {"after": str(wanted.since_ns)} if wanted.since_ns else None)
+    except AskFailed as error:
+        if error.status == 404:
+            raise AskFailed(f"{pages.name}: it has no flight recorder (/flows)", 404) from None
+        raise
+    found = list(_read(page, wanted, pages.name))
+    return found if wanted.last is None else found[-wanted.last :] if wanted.last else []
+
+
+def _read(page: str, wanted: Wanted, name: str) -> Iterator[Line]:
+    for text in page.splitlines():
+        try:
+            line = json.loads(text)
+            flow = read(line)
+        except (ValueError, TypeError, AttributeError):
+            raise AskFailed(f"{name}: /flows has a line that is no flow") from None
+        if flow is None:
+            lost = (line.get("lost_events") or {}).get("num_events_lost")
+            if lost:
+                print(f"{name}: flows were overwritten before they were read", file=sys.stderr)
+        elif wanted.since_ns < time_ns(flow.time) <= wanted.until_ns and wanted.test(flow):
+            yield flow, line
+
+
+def time_ns(text: str) -> int:
+    """Return a time of a flow in nanoseconds, which ``datetime`` does not have."""
+    whole, _, rest = text.rstrip("Z").partition(".")
+    seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
+    return int(seconds) * 1_000_000_000 + int(rest.ljust(9, "0")[:9] or 0)
+
+
+def _merged(found: Found[list[Line]]) -> list[Line]:
+    lines = [
+        (msgspec.structs.replace(flow, node=node) if found.across else flow, line)
+        for node, of_node in found.by_node.items()
+        for flow, line in of_node
+    ]
+    return sorted(lines, key=lambda each: each[0].time)
+
+
+def follow(args: argparse.Namespace, wanted: Wanted) -> int:
+    """Print flows as they end, until Ctrl-C; a proxy that does not answer is waited for."""
+    printer = _Printer(args.output)
+    newest = {"": wanted.since_ns or int(time.time() * 1e9)}
+    failure = ""
+    first = True
+    try:
+        while True:
+            begin = min(newest.values())
+            try:
+                found = gather(args, lambda pages: look(pages, Wanted(wanted.test, begin, 1 << 63, None)))  # noqa: B023  called at once
+            except AskFailed as error:
+                if first or error.status == 404:
+                    raise
+                reason, found = str(error), Found({})
+            else:
+                reason = "; ".join(f"node {each.node}: {each.reason}" for each in found.silent)
+            first = False
+            if reason and reason != failure:
+                print(f"ztunnel flows: {reason}; waiting", file=sys.stderr)
+            failure = reason
+            fresh = []
+            for flow, line in _merged(found):
+                moment = time_ns(flow.time)
+                if moment > newest.get(flow.node or "", begin):
+                    fresh.append((flow, line))
+            for flow, _ in fresh:
+                newest[flow.node or ""] = max(newest.get(flow.node or "", 0), time_ns(flow.time))
+            printer.show(fresh, across=found.across)
+            time.sleep(_AGAIN_S)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+
+
+class _Printer:
+    """Prints flows as lines, in columns that only grow."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self._widths: list[int] = []
+
+    def show(self, lines: Sequence[Line], *, across: bool) -> None:
+        if not lines:
+            return
+        if self._form.form == JSONPB:
+            for _, line in lines:
+                print(json.dumps(line), flush=True)
+            return
+        if not self._form.for_people:
+            for flow, _ in lines:
+                print(msgspec.json.encode(flow).decode(), flush=True)
+            return
+        answer = Answer(kind=FLOW, items=[flow for flow, _ in lines], across=across)
+        rows = table(answer, wide=self._form.form == "wide")
+        shown = rows if not self._widths else rows[1:]
+        before = self._widths or [0] * len(rows[0])
+        self._widths = [max(width, *(len(row[place]) for row in rows)) for place, width in enumerate(before)]
+        for row in shown:
+            print(
+                "  ".join(cell.ljust(width) for cell, width in zip(row, self._widths, strict=True)).rstrip(),
+                flush=True,
+            )

@@ -1,0 +1,212 @@
+"""Writes an entry of the ring as Hubble's Flow in JSON, as ``hubble observe -o jsonpb`` writes and reads it. Pure.
+
+Hubble counts packets of pods with numeric identities; here an entry is a connection at its end. What the message
+has no field for (bytes, times, SPIFFE ids, the reason) is in ``Summary`` for people, in ``extensions`` for
+programs.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import xxhash
+
+from ztunnel.proxy.flows.ring import Entry
+
+#: Identities of Cilium: of everything outside, and the first one of pods.
+WORLD: Final = 2
+_FIRST: Final = 65536
+_IDENTITIES: Final = (1 << 24) - _FIRST
+_STRUCT: Final = "type.googleapis.com/google.protobuf.Struct"
+#: Event types and their sub-types: a trace at an observation point, a drop, a policy's verdict.
+TRACE, DROP, POLICY = 4, 1, 5
+TO_ENDPOINT, TO_STACK, TO_NETWORK = 0, 3, 11
+_DROP_REASONS: Final = {133: "POLICY_DENIED", 181: "POLICY_DENY", 189: "AUTH_REQUIRED"}
+#: The longest reason in a summary: some of it is a peer's.
+_MOST_SUMMARY: Final = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a connection.
+
+    Attributes:
+        namespace, pod, workload, kind, cluster, account: empty if unknown.
+        app, version: the canonical service and its revision.
+        spiffe: the SPIFFE id; of a plain client the one of its address's workload, which is not proven.
+    """
+
+    namespace: str = ""
+    pod: str = ""
+    workload: str = ""
+    kind: str = ""
+    cluster: str = ""
+    account: str = ""
+    app: str = ""
+    version: str = ""
+    spiffe: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is a workload of the mesh."""
+        return bool(self.pod or self.workload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a connection ended.
+
+    Attributes:
+        verdict: FORWARDED, DROPPED, ERROR or AUDIT.
+        event: type and sub-type of Cilium's event.
+        drop: Cilium's reason of a drop; 0 without one.
+        reason: in the words of the access line.
+        policy: ``NAMESPACE/NAME`` of the policy that decided. Empty if none did.
+        flags: the response flags.
+        reset: it did not end by itself.
+    """
+
+    verdict: str
+    event: tuple[int, int]
+    drop: int = 0
+    reason: str = ""
+    policy: str = ""
+    flags: str = "-"
+    reset: bool = False
+
+
+def identity_of(side: Side) -> int:
+    """Return Cilium's number of a side: the same on all nodes, and different for workloads of one account."""
+    if not side.known:
+        return WORLD
+    text = f"{side.spiffe}|{side.cluster}|{side.workload or side.pod}"
+    return _FIRST + xxhash.xxh64_intdigest(text.encode()) % _IDENTITIES
+
+
+def response(
+    entry: Entry,
+    node: str,
+    source: Side,
+    destination: Side,
+    outcome: Outcome,
+    *,
+    service: tuple[str, str] | None,
+    tunnel: str,
+    emitter: str,
+) -> dict[str, Any]:
+    """Return a GetFlowsResponse.
+
+    Args:
+        entry: of the ring.
+        node: ``CLUSTER/NODE``.
+        source, destination: the sides.
+        outcome: how it ended.
+        service: name and namespace of the service that was called; None without one.
+        tunnel: the address of the tunnel's other end, or empty.
+        emitter: the version of this program.
+    """
+    time = rfc3339(entry.ended_ns)
+    v6 = ":" in (entry.source[0] or entry.destination[0])
+    flow: dict[str, Any] = {
+        "time": time,
+        "uuid": str(uuid.UUID(int=(entry.ended_ns << 64) | xxhash.xxh64_intdigest(node.encode()))),
+        "verdict": outcome.verdict,
+        **({"drop_reason": outcome.drop} if outcome.drop else {}),
+        "IP": {
+            "source": entry.source[0],
+            "destination": entry.destination[0],
+            "ipVersion": "IPv6" if v6 else "IPv4",
+            **({"encrypted": True} if entry.secured else {}),
+        },
+        "l4": {
+            "TCP": {
+                "source_port": entry.source[1],
+                "destination_port": entry.destination[1],
+                "flags": {"RST": True} if outcome.reset else {"FIN": True},
+            }
+        },
+        "source": _endpoint(source),
+        "destination": _endpoint(destination),
+        "Type": "L3_L4",
+        "node_name": node,
+        "event_type": {"type": outcome.event[0], **({"sub_type": outcome.event[1]} if outcome.event[1] else {})},
+        **({"destination_service": {"name": service[0], "namespace": service[1]}} if service is not None else {}),
+        "traffic_direction": "EGRESS" if entry.outbound else "INGRESS",
+        **({"policy_match_type": 2} if outcome.policy else {}),
+        **({"drop_reason_desc": _DROP_REASONS[outcome.drop]} if outcome.drop else {}),
+        "is_reply": False,
+        **({"auth_type": "SPIRE"} if entry.secured else {}),
+        **({"trace_context": {"parent": {"trace_id": entry.trace.hex()}}} if any(entry.trace) else {}),
+        "emitter": {"name": "ztunnel", "version": emitter},
+        "Summary": summary(entry, outcome, tunnel),
+        "extensions": {"@type": _STRUCT, "value": _extension(entry, source, destination, outcome, tunnel)},
+    }
+    if outcome.policy and outcome.verdict == "DROPPED" and not entry.outbound:
+        namespace, _, name = outcome.policy.rpartition("/")
+        flow["ingress_denied_by"] = [{"name": name, "namespace": namespace, "kind": "AuthorizationPolicy"}]
+    return {"flow": flow, "node_name": node, "time": time}
+
+
+def _extension(entry: Entry, source: Side, destination: Side, outcome: Outcome, tunnel: str) -> dict[str, Any]:
+    found: Mapping[str, Any] = {
+        "bytes_sent": entry.sent,
+        "bytes_received": entry.received,
+        "duration_seconds": round(entry.duration_s, 6),
+        "connect_seconds": round(entry.connect_s, 6) if entry.connect_s >= 0 else None,
+        "source_identity": source.spiffe or None,
+        "destination_identity": destination.spiffe or None,
+        "hbone_address": tunnel or None,
+        "reason": outcome.reason or None,
+        "policy": outcome.policy or None,
+        "response_flags": outcome.flags,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _endpoint(side: Side) -> dict[str, Any]:
+    if not side.known:
+        return {"identity": WORLD, "labels": ["reserved:world"]}
+    labels = {
+        "k8s:app": side.app,
+        "k8s:version": side.version,
+        "k8s:io.kubernetes.pod.namespace": side.namespace,
+        "k8s:io.cilium.k8s.policy.serviceaccount": side.account,
+        "k8s:io.cilium.k8s.policy.cluster": side.cluster,
+        "spiffe:id": side.spiffe,
+    }
+    found = {
+        "identity": identity_of(side),
+        "cluster_name": side.cluster,
+        "namespace": side.namespace,
+        "labels": [f"{key}={value}" for key, value in labels.items() if value],
+        "pod_name": side.pod,
+        "workloads": [{"name": side.workload or side.pod, "kind": side.kind or "Pod"}],
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def summary(entry: Entry, outcome: Outcome, tunnel: str) -> str:
+    """Return the line for people: bytes, duration, tunnel and reason, without control characters."""
+    way = f"HBONE {tunnel}" if tunnel else "TCP"
+    moved = f"{entry.sent} bytes sent, {entry.received} received"
+    text = f"{way}: {_how(outcome)} after {shown_duration(entry.duration_s)}, {moved}"
+    return "".join(each if each.isprintable() else "?" for each in text)[:_MOST_SUMMARY]
+
+
+def _how(outcome: Outcome) -> str:
+    return outcome.reason or "closed"
+
+
+def shown_duration(seconds: float) -> str:
+    """Return a duration for people."""
+    return f"{seconds * 1000:.0f}ms" if seconds < 10 else f"{seconds:.0f}s"
+
+
+def rfc3339(time_ns: int) -> str:
+    """Return a time with nanoseconds, in UTC."""
+    seconds, ns = divmod(time_ns, 1_000_000_000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns:09d}Z"

@@ -1,0 +1,209 @@
+"""A ring of the last connections that ended, in slots that are made at the start.
+
+One call per connection writes numbers into octets and references into a list: no object is made that outlives the
+connection, because CPython returns memory by the megabyte, and one small object per hundred connections would keep
+all of theirs. Texts come from a bounded table. What is stored is formatted only when it is read.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+#: The connections that are kept by default; about 200 octets each.
+CAPACITY: Final = 4096
+#: Different texts and identities that a ring keeps references to; then the table starts over.
+_MOST_TEXTS: Final = 8192
+#: Time, durations, bytes, ports, flags, addresses, trace id: 93 octets.
+_SLOT: Final = struct.Struct("<qddqqHHB16s16s16s")
+_ZEROES: Final = bytes(16)
+_V4_IN_V6: Final = bytes(10) + b"\xff\xff"
+
+
+class Entry(NamedTuple):
+    """A connection that ended.
+
+    Attributes:
+        ended_ns: wall time, in nanoseconds. No two entries of a ring have the same.
+        duration_s: from accept to end.
+        connect_s: from accept until it counted as opened; negative if it never did.
+        sent, received: bytes from the client to the server, and back.
+        source, destination: address and port. An empty host is not known, such as that of a name.
+        trace: the trace id, 16 octets; zeroes without one.
+        outbound: the source's proxy reports.
+        secured: by mTLS.
+        refs: what the front end stored, in its order.
+    """
+
+    ended_ns: int
+    duration_s: float
+    connect_s: float
+    sent: int
+    received: int
+    source: tuple[str, int]
+    destination: tuple[str, int]
+    trace: bytes
+    outbound: bool
+    secured: bool
+    refs: tuple[Any, ...]
+
+
+class FlowRing:
+    """The last connections of one process.
+
+    Args:
+        capacity: entries that are kept; 0 keeps none.
+        width: references per entry.
+
+    Attributes:
+        total: entries ever written.
+        capacity: see above.
+    """
+
+    def __init__(self, capacity: int = CAPACITY, width: int = 8) -> None:
+        self.capacity = capacity
+        self.total = 0
+        self._width = width
+        self._slots = bytearray(_SLOT.size * capacity)
+        self._refs: list[Any] = [None] * (width * capacity)
+        self._texts: dict[Any, Any] = {}
+        self._hosts: dict[str, bytes] = {}
+        self._last_ns = 0
+
+    def add(
+        self,
+        ended_s: float,
+        duration_s: float,
+        connect_s: float,
+        counts: tuple[int, int],
+        ends: tuple[tuple[str, int], tuple[str, int]],
+        trace: bytes,
+        flags: int,
+        refs: tuple[Any, ...],
+    ) -> None:
+        """Write an entry over the oldest one.
+
+        Args:
+            ended_s: wall time.
+            duration_s: from accept to end.
+            connect_s: from accept to open, or negative.
+            counts: bytes sent and received.
+            ends: host and port of source and destination.
+            trace: a ``traceparent``, or empty.
+            flags: bit 0 outbound, bit 1 secured.
+            refs: values that recur; a text among them, or another value that is made per connection, goes through
+                :meth:`text` before.
+        """
+        capacity = self.capacity
+        if not capacity:
+            return
+        slot = self.total % capacity
+        self.total += 1
+        ended_ns = int(ended_s * 1e9)
+        if ended_ns <= self._last_ns:
+            ended_ns = self._last_ns + 1
+        self._last_ns = ended_ns
+        (host, port), (other_host, other_port) = ends
+        hosts = self._hosts
+        _SLOT.pack_into(
+            self._slots,
+            slot * _SLOT.size,
+            ended_ns,
+            duration_s,
+            connect_s,
+            *counts,
+            port & 0xFFFF,
+            other_port & 0xFFFF,
+            flags,
+            hosts.get(host) or self._packed(host),
+            hosts.get(other_host) or self._packed(other_host),
+            _trace(trace) if trace else _ZEROES,
+        )
+        place = slot * self._width
+        self._refs[place : place + self._width] = refs
+
+    def text(self, value: Any) -> Any:
+        """Return an equal value that is shared by all entries with it."""
+        texts = self._texts
+        known = texts.get(value)
+        if known is None:
+            if len(texts) >= _MOST_TEXTS:
+                texts.clear()
+            known = texts[value] = value
+        return known
+
+    def _packed(self, host: str) -> bytes:
+        """Return an address as 16 octets, zeroes if it is none; hosts recur, so most are known."""
+        if len(self._hosts) >= _MOST_TEXTS:
+            self._hosts.clear()
+        try:
+            v6 = ":" in host
+            packed = socket.inet_pton(socket.AF_INET6, host) if v6 else _V4_IN_V6 + socket.inet_aton(host)
+        except OSError:
+            packed = _ZEROES
+        self._hosts[host] = packed
+        return packed
+
+    def entries(self, after_ns: int = 0, last: int | None = None) -> Iterator[Entry]:
+        """Yield entries, the oldest first.
+
+        Args:
+            after_ns: only those that ended later.
+            last: at most so many of the newest.
+        """
+        capacity = self.capacity
+        first = max(0, self.total - capacity)
+        if last is not None:
+            first = max(first, self.total - last)
+        for number in range(first, self.total):
+            if number < self.total - capacity:
+                continue  # overwritten while the reader paused
+            slot = number % capacity
+            if self._ended(slot) > after_ns:
+                yield self._entry(slot)
+
+    def lost(self, after_ns: int) -> int:
+        """Return how many entries after a time were overwritten, at least; 0 if none was or nothing is known."""
+        if not after_ns or self.total <= self.capacity or not self.capacity:
+            return 0
+        return 1 if self._ended(self.total % self.capacity) > after_ns else 0
+
+    def _ended(self, slot: int) -> int:
+        return int.from_bytes(self._slots[slot * _SLOT.size : slot * _SLOT.size + 8], "little")
+
+    def _entry(self, slot: int) -> Entry:
+        found = _SLOT.unpack_from(self._slots, slot * _SLOT.size)
+        ended_ns, duration_s, connect_s, sent, received, port, other_port, flags, host, other_host, trace = found
+        place = slot * self._width
+        return Entry(
+            ended_ns,
+            duration_s,
+            connect_s,
+            sent,
+            received,
+            (_unpacked(host), port),
+            (_unpacked(other_host), other_port),
+            trace,
+            bool(flags & 1),
+            bool(flags & 2),
+            tuple(self._refs[place : place + self._width]),
+        )
+
+
+def _unpacked(data: bytes) -> str:
+    if data == _ZEROES:
+        return ""
+    if data.startswith(_V4_IN_V6):
+        return socket.inet_ntoa(data[12:])
+    return socket.inet_ntop(socket.AF_INET6, data)
+
+
+def _trace(traceparent: bytes) -> bytes:
+    """Return the trace id of a ``traceparent`` (W3C Trace Context, 3.2.2.3); zeroes if it has none."""
+    try:
+        found = bytes.fromhex(traceparent[3:35].decode("ascii"))
+    except ValueError:
+        return _ZEROES
+    return found if len(found) == 16 else _ZEROES
