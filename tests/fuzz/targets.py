@@ -55,8 +55,8 @@ from ztunnel.policy.calico.read import read_resources
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.engine import compiled
 from ztunnel.proxy.dataplane import proxy_protocol
+from ztunnel.proxy.dataplane import server_name as client_hello
 from ztunnel.proxy.envoy.config.bootstrap import read_bootstrap
-from ztunnel.proxy.envoy.listeners import client_hello
 from ztunnel.proxy.envoy.telemetry.format import renderer
 from ztunnel.proxy.istio.dns import message as dns
 from ztunnel.proxy.istio.path import socks5

@@ -100,20 +100,14 @@ class Held(ABC):
 
     def _hold_by_addon(self) -> None:
         """Have an addon whose answer waits for the release. Of a tunnel it holds the inbound half."""
-        gate, secured = self._gate, self.secured
+        gate, proxy = self._gate, self.rig.proxy
 
-        class Waits(Addon):
-            time_limit_s = 60.0
+        async def wait(addon: Addon, facts: Facts) -> None:
+            await gate.wait()
 
-            async def connecting(self, facts: Facts) -> None:
-                if not secured:
-                    await gate.wait()
-
-            async def accepting(self, facts: Facts) -> None:
-                await gate.wait()
-
-        proxy = self.rig.proxy
-        host = AddonHost([load_class(Waits, {})])
+        hook = "accepting" if self.secured else "connecting"
+        waits = type("Waits", (Addon,), {"time_limit_s": 60.0, hook: wait})
+        host = AddonHost([load_class(waits, {})])
         proxy.connections.addons = StreamAddons(host, proxy.decisions)
 
     # Configuration

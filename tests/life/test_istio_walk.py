@@ -129,17 +129,12 @@ class Held(ABC):
         """Have an addon whose answer waits for the release."""
         gate = self._gate
 
-        class Waits(Addon):
-            time_limit_s = 60.0
+        async def wait(addon: Addon, facts: Facts) -> None:
+            await gate.wait()
 
-            async def accepting(self, facts: Facts) -> None:
-                await gate.wait()
-
-            async def connecting(self, facts: Facts) -> None:
-                if facts.destination.name == "far":  # else it would hold the client of a tunnel within the node
-                    await gate.wait()
-
-        self.cluster.node.addons = PodAddons(AddonHost([load_class(Waits, {})]))
+        hook = "accepting" if self.direction == "inbound" else "connecting"
+        waits = type("Waits", (Addon,), {"time_limit_s": 60.0, hook: wait})
+        self.cluster.node.addons = PodAddons(AddonHost([load_class(waits, {})]))
 
     # Events
 

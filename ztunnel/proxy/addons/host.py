@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from contextlib import contextmanager
+from typing import Final
 
 from hbone.aio.relay import ByteCounts
 from ztunnel.addons import Cut, Delay, Facts, MeshSummary, Record
@@ -175,7 +176,8 @@ class AddonHost:
         for addon, hook in hooks:
             if hook.waits:
                 asked.waited = True
-                verdict = await _held(life, addon.decide_later(hook, asked.facts))
+                with held(life):
+                    verdict = await addon.decide_later(hook, asked.facts)
             else:
                 verdict = addon.decide(hook, asked.facts)
             if verdict is None:
@@ -185,7 +187,8 @@ class AddonHost:
                 return
             if type(verdict) is Delay:
                 asked.waited = True
-                await _held(life, asyncio.sleep(verdict.seconds))
+                with held(life):
+                    await asyncio.sleep(verdict.seconds)
 
     # Observation
 
@@ -274,12 +277,13 @@ class AddonHost:
             addon.end(cancel=True)
 
 
-async def _held(life: Life, waiting: Any) -> Any:
-    """Await something while the life is in :attr:`State.HELD`, and return its result."""
+@contextmanager
+def held(life: Life) -> Iterator[None]:
+    """Have a life in :attr:`State.HELD` meanwhile."""
     before = life.state
     life.state = State.HELD
     try:
-        return await waiting
+        yield
     finally:
         if life.state is State.HELD:  # else it has been closed meanwhile
             life.state = before

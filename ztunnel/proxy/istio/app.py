@@ -195,6 +195,8 @@ class IstioProxy:
                 config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
             )
             awaited.add(WORKERS)
+            if config.addons is not None:
+                self.node.names_answered = self.workers.names_given
         self._handover: Handover | None = None
         if config.moves:
             from ztunnel.proxy.istio.handover.service import Handover  # most proxies have no place to meet

@@ -9,7 +9,7 @@ from xds.model import listener as model
 from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane import proxy_protocol
-from ztunnel.proxy.envoy.listeners import client_hello
+from ztunnel.proxy.dataplane import server_name as client_hello
 from ztunnel.proxy.envoy.stats.stats import Scope
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE

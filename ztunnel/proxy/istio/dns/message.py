@@ -387,8 +387,14 @@ def answer_count(response: bytes) -> int:
 
 def first_address(response: bytes) -> str | None:
     """Return the address of the first A or AAAA record of class IN in the answer section, or None."""
+    return next(iter(addresses_in(response)), None)
+
+
+def addresses_in(response: bytes) -> list[str]:
+    """Return the addresses of A and AAAA records of class IN in the answer section, up to a malformed record."""
+    found: list[str] = []
     if len(response) < HEADER_BYTES:
-        return None
+        return found
     questions, answers = struct.unpack_from(">2H", response, 4)
     try:
         position = HEADER_BYTES
@@ -398,10 +404,10 @@ def first_address(response: bytes) -> str | None:
             if record.rdclass == _IN and record.kind in (_A, _AAAA):
                 packed = response[record.end - record.length : record.end]
                 if len(packed) == (16 if record.kind == _AAAA else 4):
-                    return str(ip_address(packed))
+                    found.append(str(ip_address(packed)))
     except (ValueError, struct.error, IndexError):
-        return None
-    return None
+        pass
+    return found
 
 
 def address_query(name: str, *, ipv6: bool, number: int) -> bytes:

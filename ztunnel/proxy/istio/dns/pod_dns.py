@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -73,6 +74,9 @@ class PodDns:
             dropped=node.metrics.dns_dropped,
             rng=node.rng,
         )
+        if node.names_answered is not None:
+            # Before the pod has the answer, so that its connection finds the name.
+            self._server.answered = partial(node.names_answered, (name.namespace, name.name))
         udp: list[socket.socket] = []
         tcp: list[socket.socket] = []
         try:

@@ -29,6 +29,7 @@ from ztunnel.proxy.istio.dns.message import (
     Malformed,
     Query,
     address_query,
+    addresses_in,
     answer_count,
     bad_version,
     first_address,
@@ -150,6 +151,8 @@ class DnsServer:
         self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
         self._dropped: MutableMapping[str, int] = dropped if dropped is not None else {}
 
+        self.answered: Callable[[str, Sequence[str]], None] | None = None
+
     def start(self, udp: Sequence[socket.socket], tcp: Sequence[socket.socket]) -> None:
         """Serve bound datagram sockets and listening stream sockets; :meth:`close` closes them."""
         loop = asyncio.get_running_loop()
@@ -183,6 +186,7 @@ class DnsServer:
         except (ValueError, Malformed):
             return None
         response, _ = await self._answer(query, MOST_BYTES)
+        self._note(query, response)
         return first_address(response)
 
     # UDP
@@ -293,6 +297,7 @@ class DnsServer:
             return error.response
         limit = min(query.udp_bytes, _DATAGRAM_BYTES) if protocol == "udp" else MOST_BYTES
         response, outcome = await self._answer(query, limit)
+        self._note(query, response)
         self._on_query(
             QueryReport(
                 client=outcome.client,
@@ -307,6 +312,12 @@ class DnsServer:
             )
         )
         return response
+
+    def _note(self, query: Query, response: bytes) -> None:
+        if self.answered is not None and query.wants_address:
+            addresses = addresses_in(response)
+            if addresses:
+                self.answered(query.name, addresses)
 
     async def _answer(self, query: Query, limit: int) -> tuple[bytes, "_Outcome"]:
         client = await self._client()

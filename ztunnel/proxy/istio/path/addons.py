@@ -14,11 +14,12 @@ hook               when
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+from hbone.aio.deadline import Deadline
+from hbone.aio.socket import PlainSocket
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
@@ -27,7 +28,9 @@ from ztunnel.addons import Direction, Facts, MeshSummary, Path
 from ztunnel.addons import Record as Ended
 from ztunnel.addons import Workload as Side
 from ztunnel.proxy.addons.decide import Labels
-from ztunnel.proxy.addons.host import AddonHost, Asked
+from ztunnel.proxy.addons.host import AddonHost, Asked, held
+from ztunnel.proxy.dataplane.names_answered import NamesAnswered
+from ztunnel.proxy.dataplane.server_name import MAX_BYTES, NeedMore, NotTls, parse_client_hello
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import Failed, Flags
 from ztunnel.proxy.istio.accounting.record import Record
@@ -36,11 +39,10 @@ from ztunnel.proxy.istio.path.connections import PodConnection
 
 _PATHS: Final = {"TCP": Path.DIRECT, "HBONE": Path.TUNNEL, "DOUBLEHBONE": Path.DOUBLE_TUNNEL}
 _NO_SIDE: Final = Side()
+#: The longest wait for a ClientHello. A client of TLS sends it as soon as it is connected.
+_HELLO_S: Final = 0.2
 #: Workloads whose description is remembered.
 _MOST_SIDES: Final = 4096
-
-#: Returns the names for which a pod got an address from the proxy's DNS.
-NamesOf = Callable[[str, str], tuple[str, ...]]
 
 
 class PodAddons:
@@ -50,19 +52,22 @@ class PodAddons:
         host: calls them.
 
     Attributes:
-        names_of: for :attr:`ztunnel.addons.Facts.names`; ``None``: names are not known here.
+        names: that pods got from our DNS.
     """
 
     def __init__(self, host: AddonHost) -> None:
         self.host = host
-        self.names_of: NamesOf | None = None
+        self.names = NamesAnswered()
         self._sides: dict[WorkloadUid, tuple[Workload, Side]] = {}
 
-    async def connecting(self, entry: PodConnection, dialled: SocketAddress) -> tuple[Labels, ...] | None:
+    async def connecting(
+        self, entry: PodConnection, client: PlainSocket, dialled: SocketAddress
+    ) -> tuple[Labels, ...] | None:
         """Ask about an outbound connection whose record has its route.
 
         Args:
             entry: of the connection.
+            client: the application's end.
             dialled: the address that the application dialled.
 
         Returns:
@@ -73,7 +78,11 @@ class PodAddons:
             Failed: an addon denies it.
         """
         record = entry.record
-        facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled)
+        name = ""
+        if "server_name" in self.host.needs and record.destination_workload is None:
+            with held(entry):
+                name = await _server_name(client)
+        facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled, name)
         asked = record.asked = await self.host.connecting(entry, facts)
         _raise_denial(asked)
         return asked.prefer if asked.prefer or asked.waited else None
@@ -98,7 +107,7 @@ class PodAddons:
         if isinstance(asked, Asked):
             old = asked.facts
             dialled = SocketAddress(old.destination_address, old.destination_port)
-            asked.facts = self._outbound(old.connection, record, protocol, dialled)
+            asked.facts = self._outbound(old.connection, record, protocol, dialled, old.server_name)
 
     def ended(self, record: Record, reason: str, duration_s: float) -> None:
         """Inform the addons of the end of a connection; called with its access line."""
@@ -135,9 +144,11 @@ class PodAddons:
         self._sides[workload.uid] = workload, side
         return side
 
-    def _outbound(self, number: int, record: Record, protocol: str, dialled: SocketAddress) -> Facts:
+    def _outbound(
+        self, number: int, record: Record, protocol: str, dialled: SocketAddress, server_name: str = ""
+    ) -> Facts:
         source, there, service = record.source, record.destination_workload, record.service
-        names_of = self.names_of
+        pod = record.source_workload
         return Facts(
             number,
             "istio",
@@ -153,7 +164,8 @@ class PodAddons:
             _text(record.destination_identity) if record.secured else "",
             str(record.destination),
             service.hostname if service is not None else "",
-            names_of(source.host, dialled.host) if names_of is not None else (),
+            self.names.of((pod.namespace, pod.name), dialled.host) if pod is not None else (),
+            server_name,
         )
 
     def _inbound(self, record: Record) -> Facts:
@@ -177,6 +189,27 @@ class PodAddons:
             "",
             service.hostname if service is not None else "",
         )
+
+
+async def _server_name(client: PlainSocket) -> str:
+    """Return the server name of a ClientHello, whose bytes stay in the kernel. Empty without one.
+
+    A client that waits for its server's first bytes is waited for :data:`_HELLO_S`.
+    """
+    seen = b""
+    try:
+        with Deadline(client.poller, _HELLO_S):
+            while True:
+                more = await client.peek(MAX_BYTES, seen=len(seen))
+                if len(more) <= len(seen):
+                    return ""
+                seen = more
+                try:
+                    return parse_client_hello(seen).server_name
+                except NeedMore:
+                    continue
+    except (NotTls, TimeoutError):
+        return ""
 
 
 def _summary(mesh: Mesh) -> MeshSummary:

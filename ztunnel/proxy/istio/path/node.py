@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,8 @@ class Node:
         policies: Calico's. ``None`` if the mesh's policies alone decide.
         taps: the taps of this process's pods; ``None``: the configuration permits none.
         addons: the addons of this process; ``None``: none is loaded.
+        names_answered: called with a pod's namespace and name, a name, and the addresses that the pod gets for it
+            from our DNS. ``None``: no addon asks for names.
         log_pressure: has new connections wait for the log; ``None``: lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
@@ -88,6 +90,7 @@ class Node:
     policies: LivePolicies | None = None
     taps: Taps | None = None
     addons: PodAddons | None = None
+    names_answered: Callable[[tuple[str, str], str, Sequence[str]], None] | None = None
     log_pressure: LogPressure | None = None
     is_ours: Callable[[], bool] | None = None
     tell_open: Callable[[int], None] | None = None
@@ -215,6 +218,7 @@ def addons_of(node: Node) -> AddonProcess | None:
 
     process = AddonProcess(node.config.addons)
     node.addons = PodAddons(process.host)
+    node.names_answered = node.addons.names.note
     node.metrics.addons_here = process.host.report
     return process
 

@@ -130,11 +130,13 @@ class PodCall(NamedTuple):
         labels: of the pod, as it was described when the connection came.
         client: the application's end, whose first bytes may go along with a CONNECT; ``None``: they may not,
             because a tap is to see them.
+        application: the application's end.
     """
 
     entry: PodConnection
     labels: WorkloadLabels
     client: PlainSocket | None
+    application: PlainSocket
 
 
 class Outbound:
@@ -297,7 +299,7 @@ class Outbound:
         if begun is None or not begun.opened:  # else its record has more already
             record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
-        call = PodCall(entry, labels, client if capture is None else None)
+        call = PodCall(entry, labels, client if capture is None else None, client)
         upstream = await self._open(call, destination, begun)
         record.settled()
         joined = upstream.joined
@@ -387,7 +389,7 @@ class Outbound:
                 if record.asked is not None:
                     node.addons.rerouted(record, call.entry.protocol)
                 else:
-                    wanted = await node.addons.connecting(call.entry, destination)
+                    wanted = await node.addons.connecting(call.entry, call.application, destination)
                     if wanted is not None:
                         prefer = wanted
                         continue

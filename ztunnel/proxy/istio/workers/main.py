@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
@@ -61,6 +61,7 @@ from ztunnel.proxy.istio.workers.messages import (
     GetFlows,
     Listening,
     LogFilterChanged,
+    NamesGiven,
     Notification,
     ProtocolViolation,
     ResolveName,
@@ -391,6 +392,10 @@ class Workers:
     def _revocations_changed(self) -> None:
         assert self._node.revocations is not None
         self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
+
+    def names_given(self, pod: tuple[str, str], name: str, addresses: Sequence[str]) -> None:
+        """Tell workers which addresses a pod gets for a name; their addons can ask for it."""
+        self._notify(NamesGiven(namespace=pod[0], pod=pod[1], name=name, addresses=tuple(addresses)))
 
     def log_filter_changed(self) -> None:
         """Pass a changed log filter on to the workers."""

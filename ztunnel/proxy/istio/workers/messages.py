@@ -122,7 +122,16 @@ class LogFilterChanged(Struct, frozen=True, tag=True):
     text: str
 
 
-Notification = Begin | MeshChange | CertificateIssued | RevocationsChanged | LogFilterChanged
+class NamesGiven(Struct, frozen=True, kw_only=True, tag=True):
+    """A pod gets addresses for a name from the main process's DNS; only if addons are loaded."""
+
+    namespace: str
+    pod: str
+    name: str
+    addresses: tuple[str, ...]
+
+
+Notification = NamesGiven | Begin | MeshChange | CertificateIssued | RevocationsChanged | LogFilterChanged
 
 
 # Requests to a worker
@@ -287,6 +296,7 @@ FromMain = (
     | CertificateIssued
     | RevocationsChanged
     | LogFilterChanged
+    | NamesGiven
     | Request[RequestToWorker]
     | Response
 )

@@ -65,6 +65,7 @@ from ztunnel.proxy.istio.workers.messages import (
     GetFlows,
     LogFilterChanged,
     MeshChange,
+    NamesGiven,
     Notification,
     ResolveName,
     RevocationsChanged,
@@ -345,6 +346,10 @@ class Worker:
                 await self._begun.change_revocations(lists)
             case LogFilterChanged(text):
                 self._begun.change_log_filter(text)
+            case NamesGiven():
+                given = self._begun.node.names_answered
+                if given is not None:
+                    given((message.namespace, message.pod), message.name, message.addresses)
             case _:
                 assert_never(message)
 

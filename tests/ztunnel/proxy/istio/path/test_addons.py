@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ztunnel.proxy.dataplane.test_server_name import hello
 from tests.ztunnel.proxy.istio.inbound_case import DENY, GATED, closing, fields, refused
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE
 from tests.ztunnel.proxy.istio.pods import (
@@ -29,6 +30,7 @@ from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.report import page
+from ztunnel.proxy.dataplane.names_answered import NamesAnswered
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.path.addons import PodAddons
@@ -341,3 +343,37 @@ def test_the_metrics_page_and_the_list_have_the_addon(tmp_path: Path) -> None:
         assert entry["state"] == "suspended in 1 of 3 processes: for the test"
 
     play(tmp_path, body)
+
+
+HELLO = hello("files.example", [])
+
+
+@pytest.mark.parametrize(("first", "name"), [(HELLO, "files.example"), (b"GET / HTTP/1.1\r\n", ""), (b"", "")])
+def test_the_server_name_of_what_leaves_the_mesh_is_read(tmp_path: Path, first: bytes, name: str) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        assert cluster.node.addons is not None
+        cluster.node.addons.host.needs = frozenset({"server_name"})
+        cluster.node.addons.names.note(("default", "client"), "Files.Example.", ["127.0.9.1"])
+        await cluster.start(POD)
+        cluster.application("127.0.9.1", 443)
+        client = cluster.dial("127.0.9.1:443")
+        await client.send(first)
+        await cluster.until(lambda: addon.said)
+        facts = addon.said[0][1]
+        assert (facts.server_name, facts.names) == (name, ("files.example",))
+        assert await client.ask(b"ping") == first + b"ping"
+
+    play(tmp_path, body)
+
+
+def test_names_answered_are_bounded() -> None:
+    names = NamesAnswered()
+    for number in range(5000):
+        names.note(("ns", "pod"), f"name{number}", [f"10.0.{number // 256}.{number % 256}"])
+    assert names.of(("ns", "pod"), "10.0.0.0") == ()
+    assert names.of(("ns", "pod"), "10.0.19.135") == ("name4999",)
+    assert names.of(("ns", "other"), "10.0.19.135") == ()
+    for number in range(10):
+        names.note(("ns", "pod"), f"also{number}", ["10.0.19.135"])
+    assert names.of(("ns", "pod"), "10.0.19.135") == tuple(f"also{number}" for number in range(2, 10))

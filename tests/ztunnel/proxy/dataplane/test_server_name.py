@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ztunnel.proxy.envoy.listeners.client_hello import (
+from ztunnel.proxy.dataplane.server_name import (
     ClientHello,
     NeedMore,
     NotTls,

@@ -1,0 +1,45 @@
+"""Remembers for which names pods got an address, so that a connection to it can be named. Pure.
+
+One address can stand for many names, and a name for many addresses. Names are texts of strangers, so everything
+is bounded: the oldest addresses of a pod are forgotten first, and the pod that asked least recently.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+PodKey = tuple[str, str]
+
+_PODS: Final = 512
+_ADDRESSES: Final = 4096
+_NAMES: Final = 8
+
+
+class NamesAnswered:
+    """The names by pod and address; a pod is its namespace and name."""
+
+    def __init__(self) -> None:
+        self._pods: OrderedDict[PodKey, OrderedDict[str, tuple[str, ...]]] = OrderedDict()
+
+    def note(self, pod: PodKey, name: str, addresses: Iterable[str]) -> None:
+        """Remember that a pod got these addresses for a name."""
+        known = self._pods.get(pod)
+        if known is None:
+            known = self._pods[pod] = OrderedDict()
+            if len(self._pods) > _PODS:
+                self._pods.popitem(last=False)
+        self._pods.move_to_end(pod)
+        name = name.removesuffix(".").lower()
+        for address in addresses:
+            others = tuple([each for each in known.get(address, ()) if each != name])
+            known[address] = (*others, name)[-_NAMES:]
+            known.move_to_end(address)
+        while len(known) > _ADDRESSES:
+            known.popitem(last=False)
+
+    def of(self, pod: PodKey, address: str) -> tuple[str, ...]:
+        """Return the names for which a pod got an address, the last one last."""
+        known = self._pods.get(pod)
+        return known.get(address, ()) if known is not None else ()
