@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: addons nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -28,8 +28,8 @@ $(STAMP): requirements/dev.lock requirements/rivals.lock pyproject.toml
 
 setup: $(STAMP) ## the virtual environment, from requirements/dev.lock
 
-demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpod as Istio has it, MODE=kube in a cluster, MODE=policy Calico's; KEEP=1 stays up
-	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(filter-out 0 no false,$(KEEP)),--keep)
+demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpod as Istio has it, MODE=kube in a cluster, MODE=policy Calico's, MODE=addons; KEEP=1 stays up
+	@$(if $(ADDON),ADDON=$(ADDON)) $(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(filter-out 0 no false,$(KEEP)),--keep)
 
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q $(WORKERS)
@@ -50,6 +50,9 @@ nightly: $(STAMP) ## what a commit has no time for: every test with all examples
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
 	$(PY) -m deploy.life_table
 	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life.py
+
+addons: $(STAMP) ## the five addons of examples/addons in the demo's mesh, each with a connection that shows it; make demo MODE=addons
+	@$(PY) -m deploy.demo --mode addons
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q $(WORKERS) -m netns

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import hbone
 from deploy.demo import policy
+from deploy.demo.addons import AddonsDemo
 from deploy.demo.folder import FolderTooDeep, demo_folder
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.kube import KubeDemo, MissingPrograms, programs
@@ -28,7 +29,7 @@ from ztunnel import __version__
 #: Between two checks whether a demo that stays up was interrupted.
 _LOOK_S = 0.5
 
-MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": KubeDemo}
+MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": KubeDemo, "addons": AddonsDemo}
 
 
 @contextlib.contextmanager
@@ -46,6 +47,7 @@ def main() -> int:
         choices=(*MODES, "policy"),
         default="node",
         help="node: Envoy's dialect; inpod: today's Istio; kube: the same in a cluster, with a real API server; "
+        "addons: Istio with those of examples/addons; "
         "policy: Calico's, beside Envoy (make demo MODE=policy)",
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards (make demo KEEP=1)")

@@ -37,6 +37,7 @@ from deploy.demo.stage import (
     short,
 )
 from deploy.lab import Place
+from ztunnel.runtime.console.proxy_flags import ADDON_VARIABLES
 
 HOSTNAME = "reviews.default.svc.cluster.local"
 #: An address without a host: only the pod's own proxy can answer queries to it.
@@ -95,8 +96,13 @@ class InPodDemo(Demo):
             "INSTANCE_IP": str(place.ipv4),
             "SERVICE_ACCOUNT": "ztunnel",
             "ZTUNNEL_TAP_SOCKET": str(self.tap_socket(node)),
+            **self.addon_environment(node),
         }
         return self.run_proxy(node, place, [*ZTUNNEL_COMMAND, "proxy", "ztunnel"], environment)
+
+    def addon_environment(self, node: str) -> Mapping[str, str]:
+        """Return the variables of a node's addons."""
+        return {name: os.environ[name] for name in ADDON_VARIABLES.values() if name in os.environ}
 
     def _is_ready(self, place: Place) -> bool:
         return self.page(place, 15021, "/healthz/ready") == (200, "ready\n")

@@ -160,6 +160,23 @@ def _least(one: float | None, other: float | None) -> float | None:
     return min(given) if given else None
 
 
+def in_words(verdict: Verdict | None) -> str:
+    """Return a verdict as an explanation shows it."""
+    match verdict:
+        case None:
+            return "nothing"
+        case Deny(reason):
+            return f"deny: {' '.join(reason.split())[:_LONGEST_REASON]}"
+        case Delay(seconds):
+            return f"wait {seconds:g} s"
+        case Prefer(labels):
+            return f"prefer endpoints with {', '.join(f'{key}={value}' for key, value in labels.items())}"
+        case Cut(reason, after_s, after_bytes):
+            limits = [f"{after_s:g} s"] if after_s is not None else []
+            limits += [f"{after_bytes} bytes"] if after_bytes is not None else []
+            return f"cut after {' or '.join(limits)}: {reason}"
+
+
 def refusal(addon: str, reason: str) -> str:
     """Return the text of the access line of a connection that an addon denied."""
     line = " ".join(reason.split())

@@ -158,7 +158,12 @@ def faults_of(settings: AddonSettings) -> list[str]:
 
 
 def load_class(
-    cls: type, options: Mapping[str, Mapping[str, Given]], spec: AddonSpec | None = None, digest: str = ""
+    cls: type,
+    options: Mapping[str, Mapping[str, Given]],
+    spec: AddonSpec | None = None,
+    digest: str = "",
+    *,
+    start: bool = True,
 ) -> LoadedAddon:
     """Make the addon of a class; see :func:`load`.
 
@@ -167,6 +172,7 @@ def load_class(
         options: of all addons, by name.
         spec: where the class is from, for messages; ``None``: the class's name.
         digest: of its file.
+        start: make the object and call its hook ``configured``. Otherwise it can only be described.
 
     Raises:
         AddonError: it cannot be loaded.
@@ -181,9 +187,9 @@ def load_class(
     except OptionsError as error:
         raise AddonError(*error.faults) from error
     try:
-        instance = cls()
+        instance = cls() if start else cls
         bound = {hook: getattr(instance, hook) for hook in hooks}
-        if "configured" in bound:
+        if start and "configured" in bound:
             bound["configured"](value)
     except KeyboardInterrupt:
         raise

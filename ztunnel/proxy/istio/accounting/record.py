@@ -81,6 +81,9 @@ class Asked(Protocol):
 class Observer(Protocol):
     """The addons of this process: :class:`ztunnel.proxy.istio.path.addons.PodAddons`."""
 
+    def taken_over(self, record: "Record") -> Asked:
+        """Return what stands for their verdicts, which the other process had and this one has not."""
+
     def ended(self, record: "Record", reason: str, duration_s: float) -> None:
         """Inform them of the end of a connection, with the text of its access line."""
 
@@ -271,6 +274,13 @@ class Record:
         self._series = metrics.opened(self._labels(), workloads, self.counts, now_s, foreign=foreign)
         if described is not None:
             described.series, described.forgotten = self._series, metrics.forgotten
+
+    def taken_over(self) -> Asked | None:
+        """Have addons observe a connection that another process has opened. ``None`` without addons."""
+        addons = self._node.addons
+        if addons is not None:
+            self.asked = addons.taken_over(self)
+        return self.asked
 
     def complete(self, failure: Failed | None = None) -> None:
         """Count the end of an opened connection and write its line. Idempotent; does nothing if it

@@ -59,6 +59,10 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         answer["certificate"] = _certificate(proxy, asked.source.identity)
     if proxy.policies is not None:
         _ask_calico(proxy.policies, asked.host, asked.destination, answer)
+    if proxy.config.addons is not None or proxy.node.addons is not None:
+        from ztunnel.proxy.istio.admin.explained_addons import ask_addons  # most proxies have no addons
+
+        ask_addons(proxy, asked, answer)
     return text(format_json(answer), content_type=JSON)
 
 

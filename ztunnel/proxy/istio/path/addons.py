@@ -14,15 +14,17 @@ hook               when
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from hbone.aio.deadline import Deadline
 from hbone.aio.socket import PlainSocket
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
+from xds.model.service import Service
 from xds.model.workload import Workload, WorkloadUid
 from ztunnel.addons import Direction, Facts, MeshSummary, Path
 from ztunnel.addons import Record as Ended
@@ -109,16 +111,18 @@ class PodAddons:
             dialled = SocketAddress(old.destination_address, old.destination_port)
             asked.facts = self._outbound(old.connection, record, protocol, dialled, old.server_name)
 
+    def taken_over(self, record: Record) -> Asked:
+        """Return what stands for a connection about which no hook was asked here."""
+        if record.direction.value == "inbound":
+            return Asked(self.host, self._inbound(record))
+        protocol = "HBONE" if record.hbone_authority else "TCP"
+        return Asked(self.host, self._outbound(self.host.next_number(), record, protocol, record.destination))
+
     def ended(self, record: Record, reason: str, duration_s: float) -> None:
         """Inform the addons of the end of a connection; called with its access line."""
         asked = record.asked
         if not isinstance(asked, Asked):  # refused before a hook was asked
-            facts = (
-                self._inbound(record)
-                if record.direction.value == "inbound"
-                else self._outbound(self.host.next_number(), record, "TCP", record.destination)
-            )
-            asked = Asked(self.host, facts)
+            asked = self.taken_over(record)
         counts = record.counts
         asked.ended(Ended(asked.facts, counts.sent, counts.received, duration_s, reason, asked.addon))
 
@@ -131,14 +135,7 @@ class PodAddons:
         known = self._sides.get(workload.uid)
         if known is not None and known[0] is workload:
             return known[1]
-        side = Side(
-            workload.name,
-            workload.namespace,
-            workload.service_account,
-            workload.node,
-            workload.cluster_id,
-            addon_labels(workload),
-        )
+        side = _described(workload)
         if len(self._sides) >= _MOST_SIDES:
             self._sides.clear()
         self._sides[workload.uid] = workload, side
@@ -221,6 +218,72 @@ def _summary(mesh: Mesh) -> MeshSummary:
 def _raise_denial(asked: Asked) -> None:
     if asked.outcome.denied:
         raise Failed(asked.outcome.denied, Flags.DENY)
+
+
+def would_connect(
+    source: Workload,
+    host: str,
+    dialled: SocketAddress,
+    service: Service | None,
+    there: Workload | None,
+    way: Mapping[str, Any],
+    names: tuple[str, ...] = (),
+) -> Facts:
+    """Return the facts of a connection that could be, as ``connecting`` would get them.
+
+    Args:
+        source: the workload that would open it, at the address ``host``.
+        host: see above.
+        dialled: the address that its application would dial.
+        service: there.
+        there: the workload at the way's end.
+        way: of an answer of :func:`ztunnel.proxy.istio.path.explain.explain`.
+        names: for which the pod got the address.
+    """
+    return Facts(
+        dialect="istio",
+        direction=Direction.OUTBOUND,
+        path=Path.DOUBLE_TUNNEL if "gateway" in way else Path.TUNNEL if "authority" in way else Path.DIRECT,
+        source=_described(source),
+        source_address=host,
+        source_identity=str(source.identity),
+        destination=_described(there) if there is not None else _NO_SIDE,
+        destination_address=dialled.host,
+        destination_port=dialled.port,
+        destination_identity=str(there.identity) if there is not None and "authority" in way else "",
+        endpoint=str(way.get("target", "")),
+        service=service.hostname if service is not None else "",
+        names=names,
+    )
+
+
+def would_accept(
+    source: Workload | None, host: str, identity: str, there: Workload, application: SocketAddress
+) -> Facts:
+    """Return the facts of a connection that could be, as ``accepting`` would get them."""
+    return Facts(
+        dialect="istio",
+        direction=Direction.INBOUND,
+        path=Path.TUNNEL if identity else Path.DIRECT,
+        source=_described(source) if source is not None else _NO_SIDE,
+        source_address=host,
+        source_identity=identity,
+        destination=_described(there),
+        destination_address=application.host,
+        destination_port=application.port,
+        destination_identity=str(there.identity) if identity else "",
+    )
+
+
+def _described(workload: Workload) -> Side:
+    return Side(
+        workload.name,
+        workload.namespace,
+        workload.service_account,
+        workload.node,
+        workload.cluster_id,
+        addon_labels(workload),
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -106,7 +106,7 @@ class PodConnection(Life):
         finish: Abort | None = None,
     ) -> None:
         super().opened(abort, state=state, leave=leave, finish=finish)
-        asked = self.record.asked
+        asked = self.record.asked or self.record.taken_over()
         if asked is not None:
             asked.opened(self, self.record.counts)
 

@@ -1,0 +1,82 @@
+"""What ``/explain`` says of addons, and that their denial is its verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ztunnel.proxy.istio.admin.test_explain_page import told, usual
+from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD
+from tests.ztunnel.proxy.istio.pods import Cluster, play
+from ztunnel.addons import Addon, Deny, Facts, Prefer, Verdict
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.load import load_class
+from ztunnel.proxy.istio.path.addons import PodAddons
+
+
+class Steers(Addon):
+    def connecting(self, facts: Facts) -> Verdict | None:
+        return Prefer({"version": "v2"}) if facts.destination.name == "server" else None
+
+
+class Lots(Addon):
+    pure = False
+
+    def connecting(self, facts: Facts) -> Verdict | None:
+        raise AssertionError("is not called")
+
+
+class Waits(Addon):
+    async def connecting(self, facts: Facts) -> Verdict | None:
+        raise AssertionError("is not called")
+
+
+class Gate(Addon):
+    def accepting(self, facts: Facts) -> Deny | None:
+        return Deny("not to 8080") if facts.destination_port == 8080 else None
+
+
+class Fails(Addon):
+    def accepting(self, facts: Facts) -> Deny | None:
+        raise ValueError("bad day")
+
+
+def explained(folder: Path, *classes: type) -> dict[str, object]:
+    answers = []
+
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(NEAR, POD)
+        usual(cluster)
+        host = AddonHost([load_class(each, {}) for each in classes])
+        cluster.node.addons = PodAddons(host)
+        answers.append(told(cluster))
+        assert not any(each.suspended for each in host.addons)
+        assert not any(counts.calls for counts in host.counts())
+
+    play(folder, body)
+    found: dict[str, object] = answers[0]
+    return found
+
+
+def test_addons_are_asked_in_words_without_being_counted(tmp_path: Path) -> None:
+    answer = explained(tmp_path, Steers, Lots, Waits)
+    assert answer["verdict"] == "allowed"
+    (way,) = answer["ways"]  # type: ignore[misc, attr-defined]
+    assert way["addons"] == [
+        {"addon": "steers", "says": "prefer endpoints with version=v2"},
+        {"addon": "lots", "says": "not known here: it depends on more than the connection"},
+        {"addon": "waits", "says": "not known here: it is asynchronous"},
+    ]
+
+
+def test_a_denial_is_the_verdict(tmp_path: Path) -> None:
+    answer = explained(tmp_path, Gate)
+    assert answer["verdict"] == "refused by addon gate"
+    (way,) = answer["ways"]  # type: ignore[misc, attr-defined]
+    assert way["inbound"]["addons"] == [{"addon": "gate", "says": "deny: not to 8080"}]
+
+
+def test_a_fault_is_part_of_the_answer(tmp_path: Path) -> None:
+    answer = explained(tmp_path, Fails)
+    assert answer["verdict"] == "refused by addon fails"
+    (way,) = answer["ways"]  # type: ignore[misc, attr-defined]
+    assert "ValueError: bad day" in way["inbound"]["addons"][0]["says"]

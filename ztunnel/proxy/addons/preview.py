@@ -1,0 +1,99 @@
+"""What addons would say of a connection that is not there: for ``ztunnel explain`` and ``ztunnel simulate``.
+
+Only hooks whose verdicts follow from the facts are called. An addon says otherwise by ``pure = False``, and an
+``async def`` hook is taken to ask somebody else. Calls are not counted, and a fault suspends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from ztunnel.addons import Facts, Verdict
+from ztunnel.proxy.addons.decide import fault_of, in_words
+from ztunnel.proxy.addons.load import LoadedAddon, find_class, load_class, where
+from ztunnel.proxy.addons.settings import AddonSettings
+
+_NOT_PURE: Final = "not known here: it depends on more than the connection"
+_WAITS: Final = "not known here: it is asynchronous"
+
+
+class Said(NamedTuple):
+    """What one addon would say.
+
+    Attributes:
+        addon: its name.
+        says: in words.
+        verdict: ``None``: nothing, or it is not known.
+        known: whether it is known.
+        denies: the connection would be refused.
+    """
+
+    addon: str
+    says: str
+    verdict: Verdict | None = None
+    known: bool = True
+    denies: bool = False
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as an answer has it."""
+        return {"addon": self.addon, "says": self.says}
+
+
+def would_say(addons: Iterable[tuple[LoadedAddon, str]], hook: str, facts: Facts) -> list[Said]:
+    """Return what each addon with a hook would say, in their order, up to the first that denies.
+
+    Args:
+        addons: each with the reason of its suspension, or the empty string.
+        hook: ``connecting`` or ``accepting``.
+        facts: of the connection.
+    """
+    found = []
+    for loaded, suspended in addons:
+        function = loaded.hooks.get(hook)
+        if function is None:
+            continue
+        said = _one(loaded, suspended, hook, function, facts)
+        found.append(said)
+        if said.denies:
+            break
+    return found
+
+
+def _one(loaded: LoadedAddon, suspended: str, hook: str, function: Callable[..., Any], facts: Facts) -> Said:
+    name, denies = loaded.name, loaded.common.denies
+    if suspended:
+        effect = "deny" if denies else "nothing"
+        return Said(name, f"{effect}: it is suspended: {suspended}", denies=denies)
+    if hook in loaded.waits:
+        return Said(name, _WAITS, known=False)
+    if not loaded.pure:
+        return Said(name, _NOT_PURE, known=False)
+    try:
+        verdict = function(facts)
+    except Exception as error:  # noqa: BLE001  part of the answer
+        return Said(name, f"it fails: {where(error)}", denies=denies)
+    fault = fault_of(hook, verdict)
+    if fault:
+        return Said(name, f"it fails: it {fault}", denies=denies)
+    words = in_words(verdict)
+    if "server_name" in loaded.needs and not facts.server_name and not facts.destination.name:
+        words += " (without a server name)"
+    return Said(name, words, verdict, denies=type(verdict).__name__ == "Deny")
+
+
+def preview_of(settings: AddonSettings) -> list[tuple[LoadedAddon, str]]:
+    """Load addons for questions only, in a process that calls none: those whose verdicts follow from the facts.
+
+    Others are loaded without being started, so that they have no effect.
+
+    Raises:
+        AddonError: one cannot be loaded.
+    """
+    found = []
+    for spec in settings.specs:
+        cls, digest = find_class(spec)
+        starts = getattr(cls, "pure", True) and any(hasattr(cls, hook) for hook in ("connecting", "accepting"))
+        loaded = load_class(cls, settings.options, spec, digest, start=bool(starts))
+        found.append((loaded, ""))
+    return found
