@@ -25,15 +25,20 @@ from tests.ztunnel.proxy.istio.pods import (
     shop,
     workload,
 )
+from xds.model.address import SocketAddress
 from ztunnel.addons import Addon, Cut, Delay, Deny, Direction, Facts, Metric, Prefer, Record, Verdict
 from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.report import page
+from ztunnel.proxy.dataplane.life import ALLOWED
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
+from ztunnel.proxy.istio.accounting.record import Direction as Direction_
+from ztunnel.proxy.istio.accounting.record import Record as Record_
 from ztunnel.proxy.istio.path.addons import PodAddons
+from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.workers.messages import CountsPart, FrameDecoder, Response, encode
 
 NEAR = workload("client", CLIENT, canonical_name="client", canonical_revision="v1")
@@ -377,3 +382,22 @@ def test_names_answered_are_bounded() -> None:
     for number in range(10):
         names.note(("ns", "pod"), f"also{number}", ["10.0.19.135"])
     assert names.of(("ns", "pod"), "10.0.19.135") == tuple(f"also{number}" for number in range(2, 10))
+
+
+def test_a_connection_of_a_predecessor_is_opened_and_closed_without_a_question(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        await cluster.start(POD)
+        source, there = SocketAddress(CLIENT, 4000), SocketAddress(SERVER, 15008)
+        record = Record_(cluster.node, Direction_.OUTBOUND, source, there)
+        record.hbone_authority = f"{SERVER}:{APP_PORT}"
+        group = cluster.pods["client"].connections.outbound
+        entry = PodConnection(group, record, lambda reason: None, lambda entry: ALLOWED)
+        record.opened()
+        entry.opened(lambda reason: None)
+        entry.close()
+        record.complete()
+        assert addon.names() == ["opened", "closed"]
+        assert addon.said[0][1].path is Way.TUNNEL
+
+    play(tmp_path, body)
