@@ -94,6 +94,7 @@ PURE_APPLICATION = (
     "ztunnel/ask/check/rules/workloads.py",
     "ztunnel/ask/flows/model.py",
     "ztunnel/ask/report/scrub.py",
+    "ztunnel/ask/stat/traffic.py",
     "ztunnel/policy/effect.py",
     "ztunnel/ask/inspect/kinds.py",
     "ztunnel/runtime/console/jsonpath.py",
@@ -307,6 +308,7 @@ LAYERS = {
     "ask/report": {"runtime", "kube", "ask/check", "ask/inspect"},
     "ask/flows": {"runtime", "ask/inspect"},
     "ask/limits": {"runtime", "policy", "policy/calico", "proxy/dataplane", "proxy/istio", "proxy/otlp"},
+    "ask/stat": {"runtime", "ask/inspect"},
     "ask/simulate": {"runtime", "policy", "proxy/istio", "ask/inspect"},
     "cli": {
         "runtime",
@@ -316,6 +318,7 @@ LAYERS = {
         "ask/flows",
         "ask/limits",
         "ask/report",
+        "ask/stat",
         "ask/simulate",
         "control_plane",
         "node/agent",

@@ -49,6 +49,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "ask.check": ("check",),
     "ask.flows": ("flows",),
     "ask.report": ("bug-report",),
+    "ask.stat": ("stat", "top", "edges"),
     "ask.limits": ("limits",),
     "policy.netpol": ("netpol",),
     "policy.policysync": ("policy",),
@@ -60,7 +61,19 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 #: The commands by what a person wants, in the order of the help.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ask": (
-        *("check", "nodes", "status", "connections", "flows", "denials", "policies", "certificates"),
+        *(
+            "check",
+            "nodes",
+            "status",
+            "connections",
+            "flows",
+            "stat",
+            "top",
+            "edges",
+            "denials",
+            "policies",
+            "certificates",
+        ),
         *("workloads", "services", "explain", "simulate", "audit", "config", "log", "limits", "tap"),
         *("handover", "addons", "bug-report"),
     ),

@@ -56,6 +56,7 @@ _PAGES = {
     "/connections": "live connections, by pod",
     "/denials": "the last connections that policies denied or ended, by pair of workloads",
     "/check": "facts of this node for ztunnel check; ?reach=ADDRESS tries port 15008 of a workload",
+    "/metrics": "the metrics of the stats port, for commands that ask through one port",
     "/flows": "the last connections that ended, as JSON lines of Hubble's flows: ?last=N&after=NANOSECONDS",
     "/explain": "what would become of a connection: ?source=NAMESPACE/POD&destination=SERVICE.NAMESPACE:PORT",
     "/ui": "the live page: the mesh of this node as it is now",
@@ -212,6 +213,8 @@ class Servers:
                 from ztunnel.proxy.istio.admin.check_page import check_page  # asked seldom
 
                 return check_page(self._proxy, request)
+            case path if path in _METRICS_PATHS:
+                return self._stats(request)
             case "/flows":
                 from ztunnel.proxy.istio.admin.flows_page import flows_page
 

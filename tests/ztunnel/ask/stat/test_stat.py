@@ -1,0 +1,180 @@
+"""``ztunnel stat`` and ``edges``: counting pairs, and a real proxy measured twice."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.ztunnel.ask.inspect.test_commands import pages
+from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
+from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
+from xds.model.address import SocketAddress
+from ztunnel.ask.stat.traffic import NodeReadings, PairKey, edges, pairs, plain_because, quantile, reading, stats
+from ztunnel.cli import main
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+
+Said = pytest.CaptureFixture[str]
+SCHEMAS = Path(__file__).parents[4] / "docs" / "schemas"
+WEB, BANK = ("shop", "web"), ("gold", "bank")
+SECURED, PLAIN = PairKey(WEB, BANK, True), PairKey(WEB, BANK, False)
+
+
+def page(reporter: str = "source", security: str = "mutual_tls", **numbers: float) -> str:
+    labels = (
+        f'reporter="{reporter}",source_workload="web",source_workload_namespace="shop",destination_workload="bank",'
+        f'destination_workload_namespace="gold",response_flags="-",connection_security_policy="{security}"'
+    )
+    names = {"opened": "connections_opened", "closed": "connections_closed", "failed": "connections_failed"}
+    return "# HELP x y\nother_total 1\n" + "".join(
+        f"istio_tcp_{names.get(name, name)}_total{{{labels}}} {value}\n" for name, value in numbers.items()
+    )
+
+
+def flow(verdict: str = "FORWARDED", connect_s: float | None = None, way: str = "EGRESS") -> dict[str, Any]:
+    return {
+        "flow": {
+            "verdict": verdict,
+            "IP": {"encrypted": True},
+            "traffic_direction": way,
+            "source": {"namespace": "shop", "workloads": [{"name": "web"}]},
+            "destination": {"namespace": "gold", "workloads": [{"name": "bank"}]},
+            "extensions": {"value": {} if connect_s is None else {"connect_seconds": connect_s}},
+        }
+    }
+
+
+def node(before: str, after: str, *flows: dict[str, Any]) -> NodeReadings:
+    return NodeReadings(before=reading(before), after=reading(after), flows=flows)
+
+
+def test_what_happened_between_two_readings_counts() -> None:
+    before, after = page(opened=10, closed=4, sent_bytes=100), page(opened=15, closed=6, failed=1, sent_bytes=350)
+    found = pairs([node(before, after)])
+    counted = found[SECURED]
+    assert (counted.opened, counted.closed, counted.failed, counted.sent, counted.open_now) == (5, 2, 1, 250, 9)
+
+
+def test_a_pair_that_both_proxies_report_counts_once() -> None:
+    found = pairs([node("", page(opened=5)), node("", page("destination", opened=5))])
+    assert found[SECURED].opened == 5
+    found = pairs([node("", page(opened=5)), node("", page("destination", opened=7))])  # other clients of its name
+    assert found[SECURED].opened == 7
+
+
+def test_a_counter_that_went_down_is_a_new_processs() -> None:
+    assert pairs([node(page(opened=100), page(opened=3))])[SECURED].opened == 3
+
+
+def test_pairs_without_a_connection_are_left_out_and_open_ones_are_not() -> None:
+    assert pairs([node(page(opened=5, closed=5), page(opened=5, closed=5))]) == {}
+    assert pairs([node(page(opened=5, closed=4), page(opened=5, closed=4))])[SECURED].open_now == 1
+
+
+def test_the_recorder_adds_denials_and_times() -> None:
+    flows = [*(flow(connect_s=number / 1000) for number in range(100)), flow("DROPPED", way="INGRESS")]
+    found = pairs([node("", page(opened=100, closed=100), *flows)])
+    (stat,) = stats(found, 10.0, by="destination")
+    assert (stat.namespace, stat.workload, stat.connections, stat.denied) == ("gold", "bank", 100, 1)
+    assert (stat.connect_p50_seconds, stat.connect_p99_seconds, stat.per_second) == (0.05, 0.099, 10.0)
+    (client,) = stats(found, 10.0, by="source")
+    assert client.workload == "web"
+
+
+def test_shares_of_mtls_and_plain_pairs_first() -> None:
+    found = pairs([node("", page(opened=3, closed=3) + page(security="unknown", opened=1, closed=1))])
+    (stat,) = stats(found, 0.0, by="destination")
+    assert stat.encrypted == 0.75
+    assert [each.security for each in edges(found, 1.0, lambda key: "x")] == ["plain", "mTLS"]
+
+
+@pytest.mark.parametrize(
+    ("workloads", "reason"),
+    [
+        ([("shop", "web", "HBONE"), ("gold", "bank", "TCP")], "the destination takes no tunnels"),
+        ([("shop", "web", "TCP"), ("gold", "bank", "HBONE")], "the source is not in the mesh"),
+        ([("shop", "web", "HBONE"), ("gold", "bank", "HBONE")], "both are in the mesh"),
+    ],
+)
+def test_why_a_pair_is_plain(workloads: list[tuple[str, str, str]], reason: str) -> None:
+    listed = [{"namespace": n, "workloadName": w, "protocol": p} for n, w, p in workloads]
+    assert plain_because({"workloads": listed})(PLAIN).startswith(reason)
+
+
+def test_quantiles() -> None:
+    assert quantile([], 0.5) is None
+    assert quantile([3.0], 0.99) == 3.0
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 3.0
+
+
+# Commands
+
+
+def told(capsys: Said) -> Any:
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, json.loads((SCHEMAS / f"{found['kind']}.json").read_text()))
+    return found
+
+
+NAMED = replace(CLIENT, workload_name="client"), replace(BACK, workload_name="back")
+
+
+def named(found: Record) -> Record:
+    found.source_workload, found.destination_workload = NAMED
+    found.source_labels, found.destination_labels = map(PeerLabels.of, NAMED)
+    return found
+
+
+def test_a_real_proxy_is_measured(capsys: Said) -> None:
+    async def check(rig: Rig) -> None:
+        rig.proxy.mesh.apply(NAMED)
+        address = str(rig.addresses["admin"][0])
+
+        async def traffic() -> None:
+            await asyncio.sleep(0.2)
+            for _ in range(3):
+                closed = named(record(rig, Direction.OUTBOUND))
+                closed.opened()
+                closed.complete()
+            named(record(rig, Direction.INBOUND)).denied_early(DENIED)
+            plain = Record(
+                rig.proxy.node, Direction.OUTBOUND, SocketAddress("10.0.0.1", 1), SocketAddress("192.0.2.1", 80)
+            )
+            plain.opened()
+
+        async def ask(*words: str) -> int:
+            return await asyncio.to_thread(main, [*words, "--address", address, "-o", "json"])
+
+        status, _ = await asyncio.gather(ask("edges", "-t", "1s", "--fail-on", "plain"), traffic())
+        assert status == 1
+        found = told(capsys)
+        assert found["summary"]["plain"] == 1
+        plain, secured = found["items"]
+        assert (plain["security"], plain["because"]) == ("plain", "the destination is outside the mesh")
+        assert (secured["source"], secured["connections"], secured["denied"]) == ("shop/client", 3, 1)
+        assert secured["connectP50Seconds"] is not None
+        assert await ask("stat", "--total") == 0
+        assert {each["workload"] for each in told(capsys)["items"]} == {"back", "unknown"}
+
+    served(check)
+
+
+def test_a_gate_passes_where_all_is_encrypted(capsys: Said) -> None:
+    bodies = {"/metrics": page(opened=5, closed=5).encode(), "/flows": b""}
+    with pages(bodies) as address:
+        assert main(["edges", "--total", "--fail-on", "plain", "--address", address]) == 0
+        assert "1 pairs, 0 of them plain" in capsys.readouterr().out
+        assert main(["edges", "-t", "0s", "--address", address, "-n", "nowhere"]) == 0
+        assert capsys.readouterr().out == "No pairs with connections found.\n"
+
+
+def test_a_proxy_without_metrics_on_its_admin_server_is_named(capsys: Said) -> None:
+    with pages({"/config_dump": b"{}"}) as address:
+        assert main(["stat", "--total", "--address", address]) == 2
+    assert "its admin server has no /metrics" in capsys.readouterr().err
+    assert main(["stat", "--window", "soon"]) == 2

@@ -1,0 +1,177 @@
+"""The commands ``ztunnel stat``, ``top`` and ``edges``.
+
+Exit status: 0; 1 of ``edges --fail-on plain`` with a plain pair; 2 if a proxy does not answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ztunnel.ask.inspect.fleet import Found, gather
+from ztunnel.ask.inspect.source import ADDRESS, AskFailed, Pages, add_source, failed
+from ztunnel.ask.inspect.watch import add_watch, watch
+from ztunnel.ask.stat.traffic import (
+    EDGE,
+    STAT,
+    Counted,
+    Edge,
+    NodeReadings,
+    PairKey,
+    Reading,
+    edges,
+    pairs,
+    plain_because,
+    reading,
+    stats,
+)
+from ztunnel.runtime.console.output import Answer, Silent, emit
+from ztunnel.runtime.settings import duration_s
+
+#: The window between two readings; that of an archive's, too.
+_WINDOW: Final = "10s"
+_ARCHIVED_S: Final = 10.0
+_NOT_FOUND: Final = 404
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add the commands to ``argparse``'s sub-commands; ``args.run`` runs one."""
+    for name, text in (
+        ("stat", "show connections, failures, denials, bytes and times by workload"),
+        ("top", "redraw stat again and again"),
+        ("edges", "show which pairs of workloads talk, and whether by mTLS; a gate for CI"),
+    ):
+        command = subparsers.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}, over a window, from two readings of all metrics and "
+            "the flight recorders, without Prometheus.",
+        )
+        add_source(command, across=True, saved=True)
+        command.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
+        command.add_argument(
+            *("-t", "--window"),
+            default=_WINDOW,
+            metavar="DURATION",
+            help=f"between the readings (default {_WINDOW})",
+        )
+        command.add_argument("--total", action="store_true", help="since the proxies started, by one reading")
+        if name == "edges":
+            command.add_argument("--fail-on", choices=("plain",), help="exit with 1 if a pair is not encrypted")
+        else:
+            command.add_argument(
+                "--by", choices=("destination", "source"), default="destination", help="the side that is listed"
+            )
+        if name == "stat":
+            add_watch(command)
+        command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and return the exit status."""
+    one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.file is not None
+    args.all_nodes = args.all_nodes or not one
+    try:
+        window_s = duration_s(args.window)
+    except ValueError as error:
+        return failed(args, f"--window {args.window}: {error}")
+    try:
+        if args.command == "top" or getattr(args, "watch", None) is not None:
+            pause = getattr(args, "watch", None) or 1.0
+            return watch(lambda: _answer(args, window_s), pause, args.output, command=args.command)
+        return emit(_answer(args, window_s), args.output)
+    except AskFailed as error:
+        return failed(args, str(error))
+
+
+def _answer(args: argparse.Namespace, window_s: float) -> Answer[Any]:
+    found, window_s, silent = measured(args, window_s)
+    if args.namespace:
+        found = {key: each for key, each in found.items() if args.namespace in (key.source[0], key.destination[0])}
+    if args.command != "edges":
+        return Answer(kind=STAT, items=list(stats(found, window_s, by=args.by)), silent=silent)
+    plain = any(not key.secured for key in found)
+    items: list[Edge] = list(edges(found, window_s, _why(args) if plain else lambda key: ""))
+    summary = {
+        "pairs": len(items),
+        "plain": sum(1 for each in items if each.security == "plain"),
+        "windowSeconds": window_s,
+    }
+    notes = ["", f"{summary['pairs']} pairs, {summary['plain']} of them plain"] if items else []
+    bad = args.fail_on == "plain" and bool(summary["plain"])
+    return Answer(kind=EDGE, items=items, silent=silent, bad=bad, notes=notes, summary=summary)
+
+
+def measured(args: argparse.Namespace, window_s: float) -> tuple[dict[PairKey, Counted], float, list[Silent]]:
+    """Return traffic by pair, the window in seconds, and silent nodes.
+
+    Raises:
+        AskFailed: no proxy answers.
+    """
+    if args.file is not None:
+        archived = gather(args, _archived)
+        return pairs(archived.by_node.values()), _ARCHIVED_S, list(archived.silent)
+    began_s = time.time()
+    if args.total:
+        totals = gather(args, lambda pages: NodeReadings(before={}, after=_metrics(pages), flows=_flows(pages, 0)))
+        return pairs(totals.by_node.values()), 0.0, list(totals.silent)
+    first: Found[Reading] = gather(args, _metrics)
+    time.sleep(max(0.0, window_s - (time.time() - began_s)))
+    after_ns = int(began_s * 1e9)
+    second = gather(args, lambda pages: (_metrics(pages), _flows(pages, after_ns)))
+    both = [
+        NodeReadings(before=first.by_node[node], after=after, flows=flows)
+        for node, (after, flows) in second.by_node.items()
+        if node in first.by_node
+    ]
+    silent = {each.node: each for each in (*first.silent, *second.silent)}
+    return pairs(both), round(time.time() - began_s, 1), list(silent.values())
+
+
+def _archived(pages: Pages) -> NodeReadings:
+    before = reading(pages.text("/metrics"))
+    try:
+        after = reading(pages.text("/metrics_later"))
+    except AskFailed:
+        before, after = {}, before  # of --quick: totals
+    return NodeReadings(before=before, after=after, flows=_flows(pages, 0))
+
+
+def _metrics(pages: Pages) -> Reading:
+    try:
+        return reading(pages.text("/metrics"))
+    except AskFailed as error:
+        if error.status == _NOT_FOUND:
+            raise AskFailed(
+                f"{pages.name}: its admin server has no /metrics: not a proxy of an Istio mesh of this project",
+                _NOT_FOUND,
+            ) from None
+        raise
+
+
+def _flows(pages: Pages, after_ns: int) -> list[Mapping[str, Any]]:
+    try:
+        page = pages.text("/flows", {"after": str(after_ns)} if after_ns else None)
+    except AskFailed as error:
+        if error.status == _NOT_FOUND:
+            return []
+        raise
+    try:
+        lines = [json.loads(line) for line in page.splitlines()]
+    except ValueError:
+        raise AskFailed(f"{pages.name}: /flows has a line that is no flow") from None
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("flow"), dict)]
+
+
+def _why(args: argparse.Namespace) -> Callable[[PairKey], str]:
+    """Return why pairs are plain, by the mesh of one proxy."""
+    found = gather(args, lambda pages: plain_because(_workloads(pages)))
+    return next(iter(found.by_node.values()), lambda key: "")
+
+
+def _workloads(pages: Pages) -> Mapping[str, Any]:
+    dump = pages.json("/config_dump")
+    return {"workloads": dump.get("workloads")} if isinstance(dump, Mapping) else {}
