@@ -309,7 +309,7 @@ LAYERS = {
     "ask/flows": {"runtime", "ask/inspect"},
     "ask/limits": {"runtime", "policy", "policy/calico", "proxy/dataplane", "proxy/istio", "proxy/otlp"},
     "ask/stat": {"runtime", "ask/inspect"},
-    "ask/simulate": {"runtime", "policy", "proxy/istio", "ask/inspect"},
+    "ask/simulate": {"runtime", "policy", "proxy/istio", "ask/inspect", "addons", "proxy/addons"},
     "cli": {
         "runtime",
         "ask/addons",

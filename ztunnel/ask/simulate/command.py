@@ -87,6 +87,14 @@ def add_arguments(subparsers: Any) -> None:
         help="the selector in FILE is the active policy's, whose labels the mesh does not tell; repeatable",
     )
     changes.add_argument(
+        "--addon",
+        metavar="FILE",
+        help="instead of policies: what this addon would have said of the log's connections (FILE.py[:Class])",
+    )
+    changes.add_argument(
+        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="as of ztunnel proxy"
+    )
+    changes.add_argument(
         "--suggest", action="store_true", help="instead print the least policies that let in what was allowed"
     )
     seen = command.add_argument_group("connections").add_mutually_exclusive_group(required=True)
@@ -117,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
             raise _Failed(f"{args.file or args.address}: {_OTHER_DIALECT}")
         dump = mesh_dump(found)
         before = mesh_of(dump)
+        if args.addon:
+            return _replayed(args, before)
         proposals = [
             each for file in args.policy for each in read_policies(_read(file), file, args.root_namespace)
         ]
@@ -140,6 +150,30 @@ def run(args: argparse.Namespace) -> int:
         return 0
     answer = simulate(before, after, log.seen)
     return emit(_answer(answer, log), args.output)
+
+
+def _replayed(args: argparse.Namespace, mesh: LocalMesh) -> int:
+    """Replay the log against an addon, and return the exit status.
+
+    Raises:
+        _Failed: there is no answer.
+    """
+    from ztunnel.ask.simulate.addon_replay import ReplayFailed, replay
+    from ztunnel.proxy.addons.load import AddonError, load
+    from ztunnel.proxy.addons.settings import ADDONS, OPTION, addon_settings
+
+    if not args.from_log or args.policy or args.remove or args.enforce or args.suggest:
+        raise _Failed("--addon goes with --from-log, and not with policies")
+    options = "\n".join(args.addon_option)
+    settings, faults = addon_settings({ADDONS: args.addon, OPTION: options})
+    if settings is None or faults:
+        raise _Failed("; ".join(faults) or f"--addon {args.addon}: no addon")
+    try:
+        loaded = load(settings.specs[0], settings.options)
+        found = replay(loaded, _read(args.from_log).splitlines(), mesh.workloads)
+    except (AddonError, ReplayFailed) as error:
+        raise _Failed(str(error)) from None
+    return emit(_answer(found.simulation, Log({}, found.unread, found.others)), args.output)
 
 
 def _read(file: str) -> str:
@@ -219,7 +253,7 @@ PAIR: Final = Kind(
 
 def _answer(found: Simulation, log: Log) -> Answer[SimulatedPair]:
     counts = ", ".join(f"{found.total(change)} {change.value}" for change in Change)
-    notes = [f"{sum(log.seen.values())} connections: {counts}"]
+    notes = [f"{_judged(found)} connections: {counts}"]
     if found.unknown:
         notes.append(f"{found.unknown} went to addresses that are no workload of the mesh: not judged")
     if log.unread:
@@ -228,6 +262,11 @@ def _answer(found: Simulation, log: Log) -> Answer[SimulatedPair]:
         notes.append(f"lines of the log that are no access lines: {log.others}")
     bad = bool(found.total(Change.NEWLY_REFUSED))
     return Answer(kind=PAIR, items=_pairs(found), bad=bad, notes=notes, summary=_summary(found, log))
+
+
+def _judged(found: Simulation) -> int:
+    """Return how many connections were judged, or went to an unknown workload."""
+    return sum(found.total(change) for change in Change) + found.unknown
 
 
 def _pairs(found: Simulation) -> list[SimulatedPair]:
@@ -246,7 +285,7 @@ def _pairs(found: Simulation) -> list[SimulatedPair]:
 
 def _summary(answer: Simulation, log: Log) -> dict[str, Any]:
     return {
-        "connections": sum(log.seen.values()),
+        "connections": _judged(answer),
         "totals": {change.value: answer.total(change) for change in Change},
         "unknownDestinations": answer.unknown,
         "unreadLines": log.unread,

@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 from xds.model.address import SocketAddress, canonical
 from ztunnel.ask.inspect.seen import fields_of
 
-_MESSAGE: Final = "connection complete"
+#: In every access line of a connection that counted as opened.
+MESSAGE: Final = "connection complete"
 
 
 class Seen(NamedTuple):
@@ -45,7 +46,7 @@ def read_log(lines: Iterable[str]) -> Log:
     found: dict[Seen, int] = {}
     unread = others = 0
     for line in lines:
-        if _MESSAGE not in line:
+        if MESSAGE not in line:
             others += 1
             continue
         fields = fields_of(line)
@@ -54,12 +55,12 @@ def read_log(lines: Iterable[str]) -> Log:
         try:
             # A tunnel names the application; its TCP connection went to port 15008. Of a host name the address of
             # the TCP connection is the workload's, and the port is the name's.
-            host, port = _split(fields["dst.addr"])
+            host, port = split(fields["dst.addr"])
             if authority := fields.get("dst.hbone_addr"):
-                named, port = _split(authority)
+                named, port = split(authority)
                 host = _address(named) or host
             connection = Seen(
-                canonical(_split(fields["src.addr"])[0]),
+                canonical(split(fields["src.addr"])[0]),
                 fields.get("src.identity", ""),
                 SocketAddress(canonical(host), port),
             )
@@ -79,15 +80,20 @@ def open_now(pods: Mapping[str, Any], identity_at: Mapping[str, str]) -> Iterato
     """
     for state in pods.values():
         for each in (state.get("connections") or {}).get("inbound") or []:
-            host, port = _split(each["actualDst"])
-            source = canonical(_split(each["src"])[0])
+            host, port = split(each["actualDst"])
+            source = canonical(split(each["src"])[0])
             identity = identity_at.get(source, "") if each.get("protocol") != "TCP" else ""
             if "srcIdentity" in each:
                 identity = each["srcIdentity"] or ""
             yield Seen(source, identity, SocketAddress(canonical(host), port))
 
 
-def _split(text: str) -> tuple[str, int]:
+def split(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
     host, _, port = text.rpartition(":")
     number = int(port)
     if not host or not 0 < number < 1 << 16:

@@ -114,3 +114,41 @@ def test_a_running_proxy_is_asked(tmp_path: Path, capsys: Said) -> None:
         await asyncio.to_thread(ask, str(rig.addresses["admin"][0]))
 
     served(check)
+
+
+GATE = """
+from ztunnel.addons import Addon, Deny
+
+class Gate(Addon):
+    def accepting(self, facts):
+        {body}
+"""
+
+
+def test_an_addon_is_replayed_against_a_log(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    addon = tmp_path / "gate.py"
+    addon.write_text(
+        GATE.format(body="return Deny(f'not {facts.source.name}') if facts.source_identity else None")
+    )
+    assert main([*files, "--addon", str(addon)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("newly refused") or lines[1].startswith("refused as before")
+    assert "addon gate: deny: not " in lines[1]
+    assert lines[-2].startswith("3 connections: 2 newly refused")
+    addon.write_text(GATE.format(body="return None"))
+    assert main([*files, "--addon", str(addon)]) == 0
+    assert "addon gate: nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("1 / 0", "line 1 of the log: its hook accepting raised"), ("return 5", "returned a value of type int")],
+)
+def test_a_faulty_addon_is_no_answer(files: list[str], tmp_path: Path, capsys: Said, body: str, said: str) -> None:
+    addon = tmp_path / "gate.py"
+    addon.write_text(GATE.format(body=body))
+    assert main([*files, "--addon", str(addon)]) == 2
+    assert said in capsys.readouterr().err
+    assert main([*files, "--addon", str(tmp_path / "missing.py")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert main([*files, "--addon", str(addon), "--remove", "shop/old"]) == 2
