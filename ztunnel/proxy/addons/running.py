@@ -16,7 +16,9 @@ A suspended addon is not called until it is replaced. Its hooks that decide deny
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from asyncio import _get_running_loop, _set_running_loop
 from collections.abc import Coroutine, Generator, Iterator
 from time import perf_counter_ns
 from typing import Any, Final
@@ -105,7 +107,7 @@ class RunningAddon:
         self._budget_ns = int(loaded.common.budget_us * 1000)
         self._share = LoopShare(perf_counter_ns())
         self._lined_ns = 0
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self._waiting: dict[asyncio.Task[Any], _Steps] = {}
 
     # Hooks that decide
 
@@ -135,8 +137,8 @@ class RunningAddon:
         limit_s = self.loaded.common.time_limit_s
         steps = _Steps(self, hook, facts)
         task = asyncio.get_running_loop().create_task(_run(steps), name=str(hook))
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
+        self._waiting[task] = steps
+        task.add_done_callback(self._waiting.pop)
         try:
             done, _ = await asyncio.wait({task}, timeout=limit_s)
         except asyncio.CancelledError:
@@ -223,7 +225,10 @@ class RunningAddon:
             _Failed: it raised, and the addon is suspended.
         """
         current = self._current
+        loop = _get_running_loop()
         began = perf_counter_ns()
+        # A hook that is no coroutine has no business with the loop, and could stop it.
+        _set_running_loop(None)
         try:
             # Inside the block: the interruption of a hook that blocks is raised while ``interruptible`` is set.
             current.hook, current.began_ns, current.interruptible = hook, began, True
@@ -232,9 +237,11 @@ class RunningAddon:
         except BaseException as error:  # noqa: BLE001  SystemExit of an addon must not end the proxy either
             current.interruptible = False
             current.hook = None
+            _set_running_loop(loop)
             self.charge(hook, perf_counter_ns() - began)
             raise _Failed(self._raised(hook, error)) from None
         current.hook = None
+        _set_running_loop(loop)
         now = perf_counter_ns()
         took = now - began
         hook.account.took(took)
@@ -295,6 +302,12 @@ class RunningAddon:
     def _must_have_ended(self, task: asyncio.Task[Any], hook: Hook) -> None:
         if not task.done():
             self.suspend(f"its hook {hook.name} did not end within {_ENDS_S:g} s of its cancellation")
+            self._abandon(task)
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        """End a task whatever its hook does."""
+        self._waiting[task].abandoned = True
+        task.cancel()
 
     # Its counts and its end
 
@@ -322,7 +335,7 @@ class RunningAddon:
         """
         if cancel:
             for task in list(self._waiting):
-                task.cancel()
+                self._abandon(task)  # else a hook that survives its cancellation would keep the process
         done = self.hooks.get("done")
         if done is not None:
             try:
@@ -351,6 +364,7 @@ class _Steps:
 
     Attributes:
         used_ns: the time of the loop so far; waiting costs nothing.
+        abandoned: the next cancellation ends the task, and the hook with it.
     """
 
     def __init__(self, addon: RunningAddon, hook: Hook, facts: object) -> None:
@@ -358,6 +372,7 @@ class _Steps:
         self._hook = hook
         self._facts = facts
         self.used_ns = 0
+        self.abandoned = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
         addon, hook = self._addon, self._hook
@@ -382,9 +397,18 @@ class _Steps:
             error = None
             try:
                 value = yield yielded
-            except BaseException as thrown:  # noqa: BLE001  passed on to the hook, which sees what any coroutine would
+            except BaseException as thrown:
+                if self.abandoned:
+                    with contextlib.suppress(
+                        RuntimeError
+                    ):  # it survives this as well, and is left to the collector
+                        coroutine.close()
+                    raise
                 error = thrown
 
 
 async def _run(steps: _Steps) -> Any:
-    return await steps
+    try:
+        return await steps
+    except (SystemExit, KeyboardInterrupt) as error:  # a task would pass them on to the loop, which ends
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

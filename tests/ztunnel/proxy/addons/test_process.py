@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hbone import virtual_time
 from tests.ztunnel.proxy.addons.test_host import connecting
+from ztunnel.proxy.addons import process
 from ztunnel.proxy.addons.load import AddonError
 from ztunnel.proxy.addons.process import AddonProcess
 from ztunnel.proxy.addons.settings import AddonSettings, parse_spec
@@ -32,25 +32,31 @@ def write(path: Path, version: str, configured: str = "pass") -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CHECK_EVERY_S", 0.05)
+
+
 def running(path: str, body: Callable[[AddonProcess], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with AddonProcess(AddonSettings(specs=(parse_spec(path),))) as process:
-            await body(process)
+        async with AddonProcess(AddonSettings(specs=(parse_spec(path),))) as entered:
+            await body(entered)
 
-    virtual_time.run(main)
+    # Not in virtual time: files are loaded in a thread, for which that does not wait.
+    asyncio.run(main())
 
 
 async def until(ready: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
         while not ready():
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
 
 
 def test_a_changed_file_replaces_its_addon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "gate.py"
 
-    async def body(process: AddonProcess) -> None:
-        host = process.host
+    async def body(running: AddonProcess) -> None:
+        host = running.host
         assert (await connecting(host)).outcome.denied.endswith(": first")
         before = host.addons[0]
         write(path, "the second")
@@ -75,8 +81,8 @@ def test_the_last_good_version_stays(
 ) -> None:
     path = tmp_path / "gate.py"
 
-    async def body(process: AddonProcess) -> None:
-        host = process.host
+    async def body(running: AddonProcess) -> None:
+        host = running.host
         if text is None:
             path.unlink()
         else:
@@ -98,8 +104,8 @@ def test_a_changed_file_ends_a_suspension(tmp_path: Path) -> None:
     path = tmp_path / "gate.py"
     path.write_text("class Gate:\n  def connecting(self, facts): 1 / 0")
 
-    async def body(process: AddonProcess) -> None:
-        host = process.host
+    async def body(running: AddonProcess) -> None:
+        host = running.host
         await connecting(host)
         assert host.states()[0].suspended
         write(path, "repaired")
