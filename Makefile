@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: addons nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: addons nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -91,6 +91,9 @@ mutants: $(STAMP) ## small faults in the modules that decide: does a test notice
 
 faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minutes
 	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py tests/netns/test_istio_exhaustion.py
+
+ops: $(STAMP) ## an operator's questions to a mesh of two nodes, and the state that fails each check
+	$(PY) -m pytest -q -n 2 tests/ztunnel/ask tests/ztunnel/runtime/console tests/netns/test_istio_ops.py
 
 ui: $(STAMP) ## the live page of both demos in headless Chromium, clicked through; pictures in .run/ui
 	UI=1 $(PY) -m pytest -q -rs tests/ui

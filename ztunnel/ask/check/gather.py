@@ -54,6 +54,7 @@ _API_S: Final = 5.0
 #: Nodes that one node tries to reach.
 _MOST_REACHED: Final = 20
 _NOT_FOUND: Final = 404
+_NO_CLUSTER: Final = "--no-cluster"
 
 
 def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
@@ -70,7 +71,7 @@ def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
         facts = Facts(now_s=time.time())
         nodes = facts if before else _with_nodes(args, facts)
         if cluster is None:
-            return replace(nodes, cluster_error="--no-cluster")
+            return replace(nodes, cluster_error=_NO_CLUSTER, cluster_asked=False)
         found = cluster.result()
     return replace(
         found, nodes=nodes.nodes, silent=nodes.silent, no_nodes="before installation" if before else nodes.no_nodes
@@ -244,6 +245,7 @@ def archived_facts(args: argparse.Namespace) -> Facts:
         return Facts(
             now_s=time.time(),
             cluster_error=f"{args.file} has no objects of a cluster",
+            cluster_asked=False,
             nodes={node or "node": each for node, each in found.by_node.items()},
         )
     archive = Archive.read(args.file)
@@ -260,6 +262,7 @@ def archived_facts(args: argparse.Namespace) -> Facts:
     return Facts(
         now_s=_seconds(index.get("time")) or time.time(),
         cluster_error=str(index.get("clusterError") or ""),
+        cluster_asked=index.get("clusterError") != _NO_CLUSTER,
         version=index.get("kubernetes") or {},
         objects=objects,
         nodes=nodes,

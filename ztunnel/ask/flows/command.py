@@ -44,6 +44,11 @@ def add_arguments(subparsers: Any) -> None:
     flows.add_argument("--since", metavar="WHEN", help="5m, or RFC 3339")
     flows.add_argument("--until", metavar="WHEN", help="the same")
     flows.add_argument("-f", "--follow", "-w", "--watch", action="store_true", help="print what ends from now on")
+    flows.add_argument(
+        "--why",
+        action="store_true",
+        help="of what a policy refused, ask the proxy for the clause that decides now",
+    )
     flows.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
     filters = flows.add_argument_group(
         "filters: POD is NAMESPACE/PREFIX, an address or block, or a SPIFFE id with *"
@@ -106,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
             if args.file is not None:
                 return failed(args, "--follow asks a running proxy: not with --file")
             return follow(args, wanted)
-        found = gather(args, lambda pages: look(pages, wanted))
+        found = gather(
+            args, lambda pages: _explained(pages, look(pages, wanted)) if args.why else look(pages, wanted)
+        )
     except (AskFailed, BadFilter) as error:
         return failed(args, str(error))
     lines = _merged(found)
@@ -182,6 +189,44 @@ def _read(page: str, wanted: Wanted, name: str) -> Iterator[Line]:
                 print(f"{name}: flows were overwritten before they were read", file=sys.stderr)
         elif wanted.since_ns < time_ns(flow.time) <= wanted.until_ns and wanted.test(flow):
             yield flow, line
+
+
+def _explained(pages: Pages, lines: list[Line]) -> list[Line]:
+    """Add to refused inbound flows the clause by which the present policies decide; each question once."""
+    answers: dict[tuple[str, str, str], str | None] = {}
+
+    def clause(flow: Flow) -> str | None:
+        identity = flow.source_identity if flow.encrypted and flow.source_identity else ""
+        key = (flow.source, f"{flow.destination}:{flow.destination_port}", identity)
+        if key not in answers:
+            asked = {"source": key[0], "destination": key[1], "direction": "inbound", **_given(identity=identity)}
+            try:
+                answers[key] = clause_of(pages.json("/explain", asked))
+            except AskFailed:
+                answers[key] = None
+        return answers[key]
+
+    refused = ("DROPPED",)
+    return [
+        (msgspec.structs.replace(flow, clause=clause(flow)), line)
+        if flow.verdict in refused and flow.direction == "inbound"
+        else (flow, line)
+        for flow, line in lines
+    ]
+
+
+def _given(**values: str) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value}
+
+
+def clause_of(answer: Any) -> str | None:
+    """Return the clause of an answer that refuses: of a DENY that holds, else why no ALLOW does."""
+    inbound = answer.get("inbound") or {} if isinstance(answer, Mapping) else {}
+    policies = inbound.get("policies") or ()
+    denies = [each for each in policies if each.get("action") == "Deny" and each.get("holds")]
+    for each in denies or [each for each in policies if not each.get("holds")]:
+        return f"{each.get('policy')}: {each.get('because')}"
+    return None
 
 
 def time_ns(text: str) -> int:

@@ -18,7 +18,10 @@ VERDICTS: Final = ("FORWARDED", "DROPPED", "ERROR", "AUDIT")
 
 
 class Flow(Item, frozen=True, kw_only=True):
-    """A connection that ended. ``source_identity`` of a flow that is not ``encrypted`` is not proven."""
+    """A connection that ended. ``source_identity`` of a flow that is not ``encrypted`` is not proven.
+
+    ``clause`` is what the present policies say of a refused one, with ``--why``.
+    """
 
     time: str
     uuid: str
@@ -41,6 +44,7 @@ class Flow(Item, frozen=True, kw_only=True):
     bytes_received: int | None = None
     reason: str | None = None
     policy: str | None = None
+    clause: str | None = None
     response_flags: str | None = None
     trace_id: str | None = None
 
@@ -77,6 +81,7 @@ FLOW: Final[Kind[Flow]] = Kind(
         Column("REASON", "reason"),
         Column("CONNECT", lambda item: _span(item.connect_seconds), wide=True),
         Column("POLICY", "policy", wide=True),
+        Column("CLAUSE", "clause", wide=True),
         Column("SERVICE", "service", wide=True),
         Column("SOURCE IDENTITY", "source_identity", wide=True),
         Column("UUID", "uuid", wide=True),

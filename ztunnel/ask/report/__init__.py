@@ -1,5 +1,14 @@
-"""``ztunnel bug-report``: one archive of everything that a ticket needs, from all nodes."""
+"""``ztunnel bug-report``: an archive of everything that a ticket needs; ``changes``: what is new since one."""
 
-from ztunnel.ask.report.command import add_arguments
+from typing import Any
+
+from ztunnel.ask.report import changes, command
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add the commands to ``argparse``'s sub-commands."""
+    command.add_arguments(subparsers)
+    changes.add_arguments(subparsers)
+
 
 __all__ = ["add_arguments"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TextIO, TypeVar
 
 import msgspec
@@ -130,11 +130,13 @@ class Format:
         form: one of :data:`FORMS`, ``jsonpath`` or ``custom-columns``.
         template: of ``jsonpath``.
         columns: of ``custom-columns``: headings and expressions.
+        sort: of ``--sort-by``: an expression of an item.
     """
 
     form: str = "table"
     template: jsonpath.Template | None = None
     columns: tuple[tuple[str, Any], ...] = field(default=())
+    sort: tuple[Any, ...] | None = None
 
     @property
     def for_people(self) -> bool:
@@ -186,14 +188,42 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
         forms: further forms, which the command prints itself.
     """
 
+    class Output(argparse.Action):
+        """Sets the form, and keeps the order that ``--sort-by`` has set."""
+
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            namespace.output = replace(values or JSON, sort=namespace.output.sort)
+
+    class SortBy(argparse.Action):
+        """Sets the order, and keeps the form."""
+
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            try:
+                steps = jsonpath.path(str(values).strip("{}"))
+            except jsonpath.BadTemplate as error:
+                parser.error(f"argument --sort-by: {error}")
+            namespace.output = replace(namespace.output, sort=steps)
+
     def form(text: str) -> Format:
         return Format(text) if text in forms else parse_format(text)
 
     usage = ", ".join([*forms, _USAGE])
     parser.add_argument(
-        *("-o", "--output"), type=form, default=TABLE, metavar="FORM", help=f"{usage} (default table)"
+        *("-o", "--output"),
+        action=Output,
+        type=form,
+        default=TABLE,
+        metavar="FORM",
+        help=f"{usage} (default table)",
     )
-    parser.add_argument("--json", action="store_const", const=JSON, dest="output", help="the same as -o json")
+    parser.add_argument("--json", action=Output, nargs=0, dest="output", help="the same as -o json")
+    parser.add_argument(
+        "--sort-by",
+        action=SortBy,
+        metavar=".PATH",
+        default=argparse.SUPPRESS,
+        help="a field of -o json, as in kubectl",
+    )
 
 
 def shown(value: object) -> str:
@@ -264,6 +294,20 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
+def ordered(items: Sequence[T], steps: Sequence[Any]) -> list[T]:
+    """Return items by the value of an expression: numbers before texts, items without a value last."""
+
+    def key(item: T) -> tuple[int, float, str]:
+        found = jsonpath.select(steps, msgspec.json.decode(msgspec.json.encode(item)))
+        value = found[0] if found else None
+        if value is None:
+            return 2, 0.0, ""
+        is_number = isinstance(value, int | float)
+        return (0, float(value), "") if is_number else (1, 0.0, jsonpath.shown(value))
+
+    return sorted(items, key=key)
+
+
 _OURS: Final = ("description", "default", "title")
 
 
@@ -274,6 +318,8 @@ def _is_text(value: Any) -> bool:
 def emit(answer: Answer[T], form: Format, out: TextIO | None = None) -> int:
     """Print an answer and return the exit status. Nodes without an answer are named on standard error."""
     out = out if out is not None else sys.stdout
+    if form.sort is not None:
+        answer = replace(answer, items=ordered(answer.items, form.sort))
     for line in _lines(answer, form, out):
         print(line, file=out)
     if form.form != "json":

@@ -144,3 +144,33 @@ def test_foreign_archives_are_refused(tmp_path: Path, capsys: Said) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     answer: Any = main(["status", "--file", str(path)])
     assert answer == 2
+
+
+def test_what_changed_since_an_archive(cluster: Path, capsys: Said) -> None:
+    made(cluster, "--quick")
+    archive = str(cluster / "report.tar.gz")
+    capsys.readouterr()
+    assert main(["changes", archive]) == 0
+    assert capsys.readouterr().out == "No differences found.\n"
+    later = {
+        **RUST,
+        "version": {**RUST["version"], "version": "1.31.0"},  # type: ignore[dict-item]  # a mapping
+        "policies": [{**RUST["policies"][0], "rules": []}],  # type: ignore[index]  # a list
+        "workloads": [{**RUST["workloads"][0], "status": "Unhealthy"}, {**RUST["workloads"][1], "name": "d"}],  # type: ignore[index]  # the same
+    }
+    with pages({"/config_dump": json.dumps(later).encode()}) as address:
+        assert main(["changes", archive, "--address", address]) == 1
+        lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()[1:]]
+        assert main(["changes", archive, "--address", address, "-o", "json"]) == 1
+    found = {(line[0], line[1], line[2]): line[3:] for line in lines}
+    assert found["changed", "proxy", "node"] == ["version: 1.30.0 -> 1.31.0"]
+    assert found["changed", "workload", "default/a"] == ["status: Healthy -> Unhealthy"]
+    assert ("removed", "workload", "default/c") in found
+    assert ("added", "workload", "default/d") in found
+    assert ("removed", "policy", "default/no") in found
+    assert found["changed", "rules", "default/few"][0].endswith("-> none")
+    assert {each["change"] for each in json.loads(capsys.readouterr().out)["items"]} == {
+        "added",
+        "removed",
+        "changed",
+    }

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -10,7 +11,17 @@ import pytest
 import yaml
 
 from deploy.schemas import FOLDER, kinds, texts
-from ztunnel.runtime.console.output import Answer, Column, Item, Kind, Silent, emit, parse_format, table
+from ztunnel.runtime.console.output import (
+    Answer,
+    Column,
+    Item,
+    Kind,
+    Silent,
+    add_output,
+    emit,
+    parse_format,
+    table,
+)
 
 
 class Thing(Item, frozen=True, kw_only=True):
@@ -90,6 +101,33 @@ def test_a_kind_can_take_several_rows_for_an_item() -> None:
         rows=lambda item: [Thing(name=item.name, parts=(part,)) for part in item.parts],
     )
     assert table(Answer(kind=several, items=THINGS.items)) == [("PART",), ("x",), ("y",)]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--sort-by", ".seconds"], "b a c"),
+        (["--sort-by", ".name", "-o", "name"], "a b c"),
+        (["--json", "--sort-by", "{.parts[0]}"], "a c b"),
+    ],
+)
+def test_items_are_sorted_by_a_field_whatever_the_form(words: list[str], names: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_output(parser)
+    args = parser.parse_args(words)
+    items = [Thing(name="a", seconds=10, parts=("x",)), Thing(name="c", parts=("y",)), Thing(name="b", seconds=9)]
+    out = io.StringIO()
+    emit(Answer(kind=THING, items=items), args.output, out)
+    text = out.getvalue()
+    assert sorted(names.split(), key=lambda name: re.search(rf"\b{name}\b", text).start()) == names.split()  # type: ignore[union-attr]  # each is there
+    assert args.output.form == ("json" if "--json" in words else "name" if "-o" in words else "table")
+
+
+def test_an_order_that_is_no_path_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    add_output(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--sort-by", "a b"])
 
 
 # Schemas

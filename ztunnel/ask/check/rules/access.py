@@ -23,6 +23,8 @@ _WEBHOOK_WARN_S: Final = 7 * 86400.0
 
 def api_server(facts: Facts) -> Iterator[Finding]:
     """Judge whether the API server answers."""
+    if not facts.cluster_asked:
+        raise NotGathered(facts.cluster_error)
     if facts.cluster_error:
         yield error(facts.cluster_error)
 

@@ -84,6 +84,7 @@ class Facts:
     Attributes:
         now_s: Unix time.
         cluster_error: why the API server does not answer. Empty if it does.
+        cluster_asked: the API server was asked, or could have been.
         version: of the API server, its ``/version``.
         clock_s: the API server's clock less that of this machine.
         objects: by kind; a text says why they are not known.
@@ -96,6 +97,7 @@ class Facts:
 
     now_s: float
     cluster_error: str = ""
+    cluster_asked: bool = True
     version: Mapping[str, Any] = field(default_factory=dict)
     clock_s: float | None = None
     objects: Mapping[str, Sequence[Object] | str] = field(default_factory=dict)
