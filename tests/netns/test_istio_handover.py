@@ -5,6 +5,7 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,8 +56,12 @@ async def replaced(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
     return before
 
 
+def lines(proxy: NodeProxy, text: str) -> list[dict[str, Any]]:
+    return [line for line in proxy.log() if text in str(line.get("message"))]
+
+
 def said(proxy: NodeProxy, text: str) -> list[str]:
-    return [str(line["message"]) for line in proxy.log() if text in str(line.get("message"))]
+    return [str(line["message"]) for line in lines(proxy, text)]
 
 
 def test_no_connection_breaks_when_proxies_are_replaced(tmp_path: Path) -> None:
@@ -86,5 +91,46 @@ def test_no_connection_breaks_when_proxies_are_replaced(tmp_path: Path) -> None:
                         assert "error" not in each
                         assert int(each["duration"].removesuffix("ms")) > 2000
                         assert min(each["bytes_sent"], each["bytes_recv"]) >= size
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dedicated", [False, True], ids=["node", "dedicated"])
+def test_a_proxy_is_replaced_in_place(tmp_path: Path, dedicated: bool) -> None:
+    """``--replace``: in the same network namespace, on the same ports, without a word to the old process."""
+
+    async def main() -> None:
+        nodes = {"w1": ["client"], "w2": ["far"]}
+        for name in nodes:
+            (tmp_path / f"handover-{name}").mkdir()
+        env = {"ZTUNNEL_HANDOVER_DIR": f"{tmp_path}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1"}
+        async with mesh_of(nodes, tmp_path, env=env, dedicated=dedicated) as mesh, app(mesh.lab.pod("far")):
+            async with held(mesh, "client", "far") as sock:
+                for name, before in list(mesh.proxies.items()):
+                    node = name if not dedicated else {"client": "w1", "far": "w2"}[name]
+                    more = {}
+                    if dedicated:
+                        more = {
+                            "PROXY_MODE": "dedicated",
+                            "PROXY_WORKLOAD_INFO": f"default/{name}/{name}",
+                            "PACKET_MARK": "1337",
+                        }
+                    path = tmp_path / f"next-{name}.log"
+                    with path.open("wb") as output:
+                        process = mesh.start_proxy(
+                            mesh.lab.worker(node), before.place, stdout=output, ZTUNNEL_REPLACE="true", **more
+                        )
+                    after = NodeProxy(before.place, tmp_path, process, before.agent, before.pods)
+                    after.log_path = path
+                    assert await exited(before.process) == 0
+                    (line,) = await eventually(
+                        lambda after=after: lines(after, "connections taken over"), "a line"
+                    )
+                    assert (line["taken"], line["stayed"]) == (1, 0)
+                    await lives(sock)
+                    mesh.proxies[name] = after
+            for after in mesh.proxies.values():
+                (line,) = await after.lines("", 1)
+                assert "error" not in line
 
     asyncio.run(main())

@@ -121,7 +121,9 @@ def _unheard(
         port,
         transparent=transparent,
         mark=config.packet_mark if shared else None,
-        reuse_port=shared and config.inpod_port_reuse,
+        reuse_port=config.inpod_port_reuse
+        if shared
+        else config.moves,  # the successor listens beside this process
         netns=netns,
         backlog=0,
     )
