@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: addons nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: addons nightly wheels help demo test check unit life netns interop hostile handover soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -97,6 +97,9 @@ ops: $(STAMP) ## an operator's questions to a mesh of two nodes, and the state t
 
 ui: $(STAMP) ## the live page of both demos in headless Chromium, clicked through; pictures in .run/ui
 	UI=1 $(PY) -m pytest -q -rs tests/ui
+
+handover: $(STAMP) ## long connections of mixed kinds over replacements of proxies: CONNECTIONS=n (1000), REPLACEMENTS=n (10)
+	$(PY) -m tests.handover --connections $(or $(CONNECTIONS),1000) --replacements $(or $(REPLACEMENTS),10)
 
 soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what grows, what fails
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),30)

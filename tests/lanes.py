@@ -25,6 +25,7 @@ WAITING = (
     "tests/netns/test_demo.py",
     "tests/interop/",
     "tests/netns/",
+    "tests/handover/",
     "tests/hostile/",
     "tests/apiserver/",
     "tests/soak/",

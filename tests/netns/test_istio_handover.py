@@ -2,66 +2,32 @@
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.handover import generations
+from tests.handover.generations import NODES, PAIRS, replaced, said
 from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, eventually, mesh_of
 from tests.netns.test_istio_policy import held, lives
 from tests.netns.test_istio_shutdown import exited
 from tests.netns.toys import app
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
-NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
-CAPTURED = ["client", "near", "far"]
-#: A tunnel between the nodes in either direction, one within a node, plain text from outside, and to outside.
-PAIRS = (("client", "far"), ("far", "near"), ("client", "near"), ("outside", "near"), ("client", "outside"))
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, **env: str) -> AsyncIterator[AmbientMesh]:
-    for node in NODES:
-        (tmp_path / f"handover-{node}").mkdir()
-    env = {"ZTUNNEL_HANDOVER_DIR": f"{tmp_path}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1", **env}
-    rig = mesh_of(NODES, tmp_path, captured=CAPTURED, env=env)
-    async with rig as mesh, contextlib.AsyncExitStack() as stack:
+async def running(tmp_path: Path) -> AsyncIterator[AmbientMesh]:
+    async with generations.running(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far", "outside"):
             await stack.enter_async_context(app(mesh.lab.pod(name)))
         yield mesh
 
 
-async def started(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
-    """The next generation of a node's proxy, beside the old one; its log is a file of its own."""
-    worker, before = mesh.lab.worker(node), mesh.proxies[node]
-    place = worker.ztunnel if before.place is worker.place else worker.place
-    count = len(list(mesh.folder.glob(f"{node}-*.log")))
-    path = mesh.folder / f"{node}-{count}.log"
-    with path.open("wb") as output:
-        process = mesh.start_proxy(worker, place, stdout=output, **env)
-    proxy = NodeProxy(place, mesh.folder, process, before.agent, before.pods)
-    proxy.log_path = path
-    await eventually(proxy.ready, "the next generation ready")
-    return proxy
-
-
-async def replaced(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
-    """Replace a node's proxy; return the old one, which was asked to end."""
-    proxy, before = await started(mesh, node, **env), mesh.proxies[node]
-    await eventually(lambda: said(proxy, "waiting for the connections of a predecessor"), "they have met")
-    before.process.send_signal(signal.SIGTERM)
-    mesh.proxies[node] = proxy
-    return before
-
-
 def lines(proxy: NodeProxy, text: str) -> list[dict[str, Any]]:
     return [line for line in proxy.log() if text in str(line.get("message"))]
-
-
-def said(proxy: NodeProxy, text: str) -> list[str]:
-    return [str(line["message"]) for line in lines(proxy, text)]
 
 
 def test_no_connection_breaks_when_proxies_are_replaced(tmp_path: Path) -> None:

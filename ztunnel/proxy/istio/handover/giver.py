@@ -52,13 +52,18 @@ class Result:
 
     given: int = 0
     carriers: int = 0
-    longest_s: float = 0.0
+    pauses_s: list[float] = field(default_factory=list)
     stays: Counter[str] = field(default_factory=Counter)
 
     @property
     def left(self) -> int:
         """How many stayed."""
         return self.stays.total()
+
+    def pause_ms(self, part: float) -> float:
+        """Return a quantile of the pauses of what was given, in milliseconds; 1 is the longest."""
+        ordered = sorted(self.pauses_s)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * part))] * 1000 if ordered else 0.0
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.stays.items()))
@@ -186,7 +191,7 @@ class Giver:
         if given:
             result.given += unit.entries
             result.carriers += unit.carrier is not None
-            result.longest_s = max(result.longest_s, pause_s)
+            result.pauses_s.append(pause_s)
         return reason
 
     async def _answer_to(self, offer: Offer, frozen: Frozen) -> str:

@@ -297,10 +297,11 @@ class Handover:
     def _note(self, giver: Giver, result: Result) -> None:
         self._last = f"gave {result.given}, kept {result.left}"
         log.info(
-            "connections handed over to the successor version=%s %s longest_pause=%.1fms",
+            "connections handed over to the successor version=%s %s pause_p50=%.1fms pause_p99=%.1fms "
+            "longest_pause=%.1fms",
             giver.taker.version,
             result,
-            result.longest_s * 1000,
+            *(result.pause_ms(part) for part in (0.5, 0.99, 1.0)),
         )
 
     async def give_late(self) -> None:

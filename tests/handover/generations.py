@@ -1,0 +1,157 @@
+"""A mesh whose proxies are replaced one after the other under long connections; and what that cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.handover.traffic import KINDS, Outcome, client, serving, short_connections
+from tests.netns.istio import AmbientMesh, NodeProxy, eventually, mesh_of
+
+NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
+CAPTURED = ["client", "near", "far"]
+#: A tunnel between nodes in both directions, one within a node, plain text from outside and to outside.
+PAIRS = (("client", "far"), ("far", "near"), ("client", "near"), ("outside", "near"), ("client", "outside"))
+_HZ = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Replacement:
+    """One hand-over, from the signal to the old process's end.
+
+    Attributes:
+        took_s: how long that was.
+        given, stayed: connections, by the old process's line.
+        pauses_ms: median, 99th percentile and longest pause of a unit, by the same.
+        rss_kib: of the old process before, and of the new one after.
+        cpu_s: that the new process has used by then.
+    """
+
+    node: str
+    took_s: float
+    given: int
+    stayed: int
+    pauses_ms: tuple[float, float, float]
+    rss_kib: tuple[int, int]
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run has shown."""
+
+    outcome: Outcome = field(default_factory=Outcome)
+    replacements: list[Replacement] = field(default_factory=list)
+    lines: int = 0
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, **env: str) -> AsyncIterator[AmbientMesh]:
+    """The mesh, with a folder per node in which generations meet."""
+    for node in NODES:
+        (folder / f"handover-{node}").mkdir()
+    env = {"ZTUNNEL_HANDOVER_DIR": f"{folder}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1", **env}
+    async with mesh_of(NODES, folder, captured=CAPTURED, env=env) as mesh:
+        yield mesh
+
+
+async def started(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
+    """The next generation of a node's proxy, beside the old one; its log is a file of its own."""
+    worker, before = mesh.lab.worker(node), mesh.proxies[node]
+    place = worker.ztunnel if before.place is worker.place else worker.place
+    count = len(list(mesh.folder.glob(f"{node}-*.log")))
+    path = mesh.folder / f"{node}-{count}.log"
+    with path.open("wb") as output:
+        process = mesh.start_proxy(worker, place, stdout=output, **env)
+    proxy = NodeProxy(place, mesh.folder, process, before.agent, before.pods)
+    proxy.log_path = path
+    await eventually(proxy.ready, "the next generation ready")
+    return proxy
+
+
+async def replaced(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
+    """Replace a node's proxy; return the old one, which was asked to end."""
+    proxy, before = await started(mesh, node, **env), mesh.proxies[node]
+    await eventually(lambda: said(proxy, "waiting for the connections of a predecessor"), "they have met")
+    before.process.send_signal(signal.SIGTERM)
+    mesh.proxies[node] = proxy
+    return before
+
+
+def said(proxy: NodeProxy, text: str) -> list[str]:
+    """Messages of a log with a text."""
+    return [str(line["message"]) for line in proxy.log() if text in str(line.get("message"))]
+
+
+async def measured(mesh: AmbientMesh, node: str) -> Replacement:
+    """Replace a node's proxy, and wait until the old process has ended."""
+    loop = asyncio.get_running_loop()
+    rss_before = _rss_kib(mesh.proxies[node].process.pid)
+    before = await replaced(mesh, node)
+    began_s = loop.time()
+    await eventually(lambda: before.process.poll() is not None, "the old process has ended", 60.0)
+    took_s = loop.time() - began_s
+    (line,) = [each for each in before.log() if "connections handed over" in str(each.get("message"))][:1] or [{}]
+    text = " ".join(f"{key}={value}" for key, value in line.items())
+    found = {
+        key: float(match[1]) if (match := re.search(rf"\b{key}=([\d.]+)", text)) else -1.0
+        for key in ("given", "stayed", "pause_p50", "pause_p99", "longest_pause")
+    }
+    pid = mesh.proxies[node].process.pid
+    return Replacement(
+        node=node,
+        took_s=took_s,
+        given=int(found["given"]),
+        stayed=int(found["stayed"]),
+        pauses_ms=(found["pause_p50"], found["pause_p99"], found["longest_pause"]),
+        rss_kib=(rss_before, _rss_kib(pid)),
+        cpu_s=_cpu_s(pid),
+    )
+
+
+async def run(folder: Path, *, connections: int, replacements: int, pause_s: float) -> Report:
+    """Hold connections of every kind over every pair, and replace proxies in turn meanwhile."""
+    report = Report()
+    seconds = 3.0 + replacements * (pause_s + 4.0) + connections / 100
+    pace_s = 0.02 * max(1.0, connections / 100)  # this process plays all applications
+    async with running(folder) as mesh, contextlib.AsyncExitStack() as stack:
+        for name in ("near", "far", "outside"):
+            await stack.enter_async_context(serving(mesh.lab.pod(name), report.outcome))
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for number in range(connections):
+                one, other = PAIRS[number % len(PAIRS)]
+                kind = KINDS[number // len(PAIRS) % len(KINDS)]
+                place, host = mesh.lab.pod(one), mesh.lab.pod(other).ipv4
+                group.create_task(client(place, host, kind, seconds, report.outcome, pace_s))
+                if not number % 20:
+                    await asyncio.sleep(0.1)
+            for one, other in PAIRS[:3]:
+                place, host = mesh.lab.pod(one), mesh.lab.pod(other).ipv4
+                group.create_task(short_connections(place, host, stop, report.outcome))
+            await asyncio.sleep(1.0)
+            for number in range(replacements):
+                node = tuple(NODES)[number % len(NODES)]
+                report.replacements.append(await measured(mesh, node))
+                await asyncio.sleep(pause_s)
+            stop.set()
+        report.lines = sum(
+            len(NodeProxy(each.place, folder, each.process, None, []).access()) for each in mesh.proxies.values()
+        )
+    return report
+
+
+def _rss_kib(pid: int) -> int:
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) if match else 0
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _HZ

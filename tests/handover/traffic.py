@@ -1,0 +1,236 @@
+"""Long connections of several kinds, each of which notices a byte that is lost, doubled or out of order.
+
+The first 32 bytes of a connection name its kind, its duration and its pace in seconds. Kinds:
+
+======  ==========================================================================================
+kind    what it does
+======  ==========================================================================================
+echo    the client sends numbers, the server returns them, and the client measures round trips
+both    client and server send numbers at their own rates, and each checks the other's
+bulk    the client sends as fast as it can, and both compare the hash of all bytes
+idle    says nothing until its end, and then echoes once
+half    the client ends its direction at once, the server sends numbers until the end
+======  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from deploy.lab import Place
+from tproxy.aio.sockets import connect, listen
+
+PORT = 9000
+KINDS = ("echo", "both", "bulk", "idle", "half")
+_NUMBER = struct.Struct("!Q")
+_PACE_S = 0.02
+_CHUNK = os.urandom(65_536)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What all connections saw.
+
+    Attributes:
+        done: connections that ended as they should, by kind.
+        failures: what was wrong with others.
+        round_trips_s: of echoes.
+        bytes: that bulk connections have moved.
+    """
+
+    done: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    round_trips_s: list[float] = field(default_factory=list)
+    bytes: int = 0
+
+
+class _Stream:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self.sock, data)
+
+    async def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = await self._loop.sock_recv(self.sock, size - len(data))
+            if not piece:
+                raise EOFError(f"ended after {len(data)} of {size} bytes")
+            data += piece
+        return data
+
+    async def some(self) -> bytes:
+        return await self._loop.sock_recv(self.sock, 1 << 18)
+
+    def eof(self) -> None:
+        self.sock.shutdown(socket.SHUT_WR)
+
+    async def numbers(self, until_s: float, pace_s: float) -> None:
+        """Send numbers in order until a time, then end this direction."""
+        number = 0
+        while time.monotonic() < until_s:
+            await self.send(_NUMBER.pack(number))
+            number += 1
+            await asyncio.sleep(pace_s)
+        self.eof()
+
+    async def expect_numbers(self) -> int:
+        """Read numbers in order to the end."""
+        number, rest = 0, b""
+        while data := await self.some():
+            rest += data
+            whole = len(rest) - len(rest) % _NUMBER.size
+            for (found,) in _NUMBER.iter_unpack(rest[:whole]):
+                if found != number:
+                    raise ValueError(f"{found} instead of {number}")
+                number += 1
+            rest = rest[whole:]
+        if rest:
+            raise ValueError("a number was cut off")
+        return number
+
+
+# The server
+
+
+async def _answer(sock: socket.socket) -> None:
+    stream = _Stream(sock)
+    kind, seconds, pace = (await stream.read(32)).decode().split()
+    until_s, pace_s = time.monotonic() + float(seconds), float(pace)
+    if kind in ("echo", "idle"):
+        while data := await stream.some():
+            await stream.send(data)
+        stream.eof()
+    elif kind == "half":
+        if await stream.some():
+            raise ValueError("more bytes than were sent")
+        await stream.numbers(until_s, pace_s)
+    elif kind == "both":
+        _, count = await asyncio.gather(stream.numbers(until_s, pace_s), stream.expect_numbers())
+        if not count:
+            raise ValueError("no number arrived")
+    elif kind == "bulk":
+        seen, size = hashlib.sha256(), 0
+        while data := await stream.some():
+            seen.update(data)
+            size += len(data)
+        await stream.send(seen.digest() + _NUMBER.pack(size))
+        stream.eof()
+
+
+@contextlib.asynccontextmanager
+async def serving(place: Place, outcome: Outcome) -> AsyncIterator[None]:
+    """Serve every kind in a pod; what the server finds wrong is a failure, too."""
+    loop = asyncio.get_running_loop()
+
+    async def one(client: socket.socket) -> None:
+        with client:
+            try:
+                await _answer(client)
+            except (OSError, EOFError, ValueError) as error:
+                outcome.failures.append(f"server in {place.name}: {error!r}")
+
+    async def accept(sock: socket.socket, group: asyncio.TaskGroup) -> None:
+        while True:
+            client, _ = await loop.sock_accept(sock)
+            client.setblocking(False)
+            group.create_task(one(client))
+
+    with listen("::", PORT, netns=place.netns) as sock:
+        async with asyncio.TaskGroup() as group:
+            accepting = group.create_task(accept(sock, group))
+            try:
+                yield
+            finally:
+                accepting.cancel()
+
+
+# The client
+
+
+async def _echo(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
+    until_s, number = time.monotonic() + seconds, 0
+    while time.monotonic() < until_s:
+        sent_s = time.monotonic()
+        await stream.send(_NUMBER.pack(number))
+        if await stream.read(_NUMBER.size) != _NUMBER.pack(number):
+            raise ValueError(f"another number than {number}")
+        outcome.round_trips_s.append(time.monotonic() - sent_s)
+        number += 1
+        await asyncio.sleep(pace_s)
+
+
+async def _both(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
+    _, count = await asyncio.gather(stream.numbers(time.monotonic() + seconds, pace_s), stream.expect_numbers())
+    if not count:
+        raise ValueError("no number arrived")
+
+
+async def _bulk(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
+    until_s, sent, size = time.monotonic() + seconds, hashlib.sha256(), 0
+    while time.monotonic() < until_s:
+        await stream.send(_CHUNK)
+        sent.update(_CHUNK)
+        size += len(_CHUNK)
+        await asyncio.sleep(pace_s / 4)
+    stream.eof()
+    if await stream.read(sent.digest_size + _NUMBER.size) != sent.digest() + _NUMBER.pack(size):
+        raise ValueError("other bytes arrived")
+    outcome.bytes += size
+
+
+async def _idle(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
+    await asyncio.sleep(seconds)
+    await stream.send(b"still here")
+    if await stream.read(10) != b"still here":
+        raise ValueError("another answer")
+
+
+async def _half(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
+    stream.eof()
+    if not await stream.expect_numbers():
+        raise ValueError("no number arrived")
+
+
+_CLIENTS: dict[str, Callable[[_Stream, float, float, Outcome], Awaitable[None]]] = {
+    "echo": _echo,
+    "both": _both,
+    "bulk": _bulk,
+    "idle": _idle,
+    "half": _half,
+}
+
+
+async def client(
+    place: Place, host: object, kind: str, seconds: float, outcome: Outcome, pace_s: float = _PACE_S
+) -> None:
+    """One connection of a kind, from a pod to another; ``pace_s`` between what it sends."""
+    try:
+        with await connect((str(host), PORT), netns=place.netns) as sock:
+            stream = _Stream(sock)
+            await stream.send(f"{kind} {seconds:.3f} {pace_s:.3f}".ljust(32).encode())
+            await _CLIENTS[kind](stream, seconds, pace_s, outcome)
+            if kind in ("echo", "idle"):
+                stream.eof()
+                if await stream.some():
+                    raise ValueError("more bytes than were sent")
+        outcome.done[kind] = outcome.done.get(kind, 0) + 1
+    except (OSError, EOFError, ValueError) as error:
+        outcome.failures.append(f"{kind} from {place.name}: {error!r}")
+
+
+async def short_connections(place: Place, host: object, stop: asyncio.Event, outcome: Outcome) -> None:
+    """New connections, one after the other, beside the long ones."""
+    while not stop.is_set():
+        await client(place, host, "idle", 0.0, outcome)
+        await asyncio.sleep(_PACE_S)
