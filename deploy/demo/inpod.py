@@ -79,6 +79,8 @@ class InPodDemo(Demo):
         self.replace(f"pods-{node}.yaml", json.dumps({"pods": pods}, indent=1))
 
     def _start_proxy(self, node: str, place: Place) -> "subprocess.Popen[bytes]":
+        meeting = self.folder / f"{node}.handover"
+        meeting.mkdir(exist_ok=True)
         environment = {
             **{key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ},
             "CA_ADDRESS": f"unix:{self.socket}",
@@ -97,8 +99,14 @@ class InPodDemo(Demo):
             "SERVICE_ACCOUNT": "ztunnel",
             "ZTUNNEL_TAP_SOCKET": str(self.tap_socket(node)),
             **self.addon_environment(node),
+            "ZTUNNEL_HANDOVER_DIR": str(meeting),
+            "ZTUNNEL_WORKER_THREADS": "1",
         }
         return self.run_proxy(node, place, [*ZTUNNEL_COMMAND, "proxy", "ztunnel"], environment)
+
+    @property
+    def hands_over(self) -> bool:
+        return not self.addon_environment("worker2")  # connections that addons were asked about stay
 
     def addon_environment(self, node: str) -> Mapping[str, str]:
         """Return the variables of a node's addons."""

@@ -72,7 +72,6 @@ class Demo(ABC):
 
     setting: ClassVar[str]
     places: ClassVar[Mapping[str, list[str]]] = NODES
-
     lab: Lab
     folder: Path
     colour: bool
@@ -94,6 +93,11 @@ class Demo(ABC):
     @abstractmethod
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
         """Start a node's next proxy beside the running one; returns when it is ready."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether open connections move to a node's next proxy."""
+        return False
 
     @abstractmethod
     def acts(self) -> None:
@@ -277,7 +281,8 @@ class Demo(ABC):
             old.send_signal(signal.SIGTERM)
             self.wait("more calls", lambda: caller.count >= so_far + _CALLS)
             during = self.call_on(connection, "productpage", VIP)
-            connection.close()
+            if not self.hands_over:
+                connection.close()
             try:
                 status = old.wait(SETTLE_S)
             except subprocess.TimeoutExpired:
@@ -291,6 +296,13 @@ class Demo(ABC):
         same = before.answered_by == during.answered_by != ""
         self.check(same, f"the open connection went on with {during.answered_by or during.error}")
         self.check(status == 0, f"the first generation ended by itself, status {status}")
+        if self.hands_over:
+            after = self.call_on(connection, "productpage", VIP)
+            connection.close()
+            same = before.answered_by == after.answered_by != ""
+            self.check(
+                same, f"without it, the connection opened before went on with {after.answered_by or after.error}"
+            )
         self.new_lines()
 
     def call(self, pod: str, host: str) -> "Call":
