@@ -118,7 +118,7 @@ async def measured(mesh: AmbientMesh, node: str) -> Replacement:
 async def run(folder: Path, *, connections: int, replacements: int, pause_s: float) -> Report:
     """Hold connections of every kind over every pair, and replace proxies in turn meanwhile."""
     report = Report()
-    seconds = 3.0 + replacements * (pause_s + 4.0) + connections / 100
+    seconds = 3.0 + replacements * (pause_s + 4.0) + connections / 50
     pace_s = 0.02 * max(1.0, connections / 100)  # this process plays all applications
     async with running(folder) as mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far", "outside"):

@@ -70,7 +70,7 @@ def _environment(process: Path) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize(("mode", "expectations"), [("node", 21), ("inpod", 31)])
+@pytest.mark.parametrize(("mode", "expectations"), [("node", 21), ("inpod", 32)])
 def test_everything_comes_out_as_expected(folder: Path, mode: str, expectations: int) -> None:
     demo = start(folder, "--mode", mode)
     output, _ = demo.communicate(timeout=LIMIT_S)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -98,5 +100,37 @@ def test_a_proxy_is_replaced_in_place(tmp_path: Path, dedicated: bool) -> None:
             for after in mesh.proxies.values():
                 (line,) = await after.lines("", 1)
                 assert "error" not in line
+
+    asyncio.run(main())
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process that is no child of ours has; an init that does not reap leaves a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_signal_starts_the_successor(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path) as mesh:
+            before = mesh.proxies["w1"]
+            pid = 0
+            try:
+                async with held(mesh, "client", "far") as sock:
+                    before.process.send_signal(signal.SIGUSR2)
+                    (line,) = await eventually(lambda: lines(before, "a successor starts"), "a successor")
+                    pid = line["pid"]
+                    assert await exited(before.process) == 0
+                    await lives(sock)
+                    # Its standard output is that of the process that has started it.
+                    assert await eventually(
+                        lambda: lines(before, "connections taken over"), "connections taken over"
+                    )
+            finally:
+                if pid:
+                    os.kill(pid, signal.SIGTERM)
+                    await eventually(lambda: has_ended(pid), "the successor has ended")
 
     asyncio.run(main())

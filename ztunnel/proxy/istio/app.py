@@ -198,6 +198,7 @@ class IstioProxy:
             if config.addons is not None:
                 self.node.names_answered = self.workers.names_given
         self._handover: Handover | None = None
+        self._successor: int | None = None
         if config.moves:
             from ztunnel.proxy.istio.handover.service import Handover  # most proxies have no place to meet
 
@@ -370,6 +371,33 @@ class IstioProxy:
         self.writer.drain()
         os._exit(0)
 
+    def _protect_secrets(self) -> None:
+        """Keep the keys of connections that can move out of core dumps."""
+        from ztunnel.runtime.process import forbid_core_dumps
+
+        try:
+            forbid_core_dumps()
+        except OSError as error:
+            log.warning("core dumps of this process can have keys of connections error=%s", error.strerror)
+
+    def _replace_asked(self) -> None:
+        """Handle SIGUSR2: start a successor in place, which takes over when it is ready."""
+        from ztunnel.runtime.process import start_again
+
+        if self._handover is None:
+            log.warning("SIGUSR2 has no effect: connections do not move here (ZTUNNEL_HANDOVER_DIR)")
+        elif os.getpid() == 1:
+            log.warning("SIGUSR2 has no effect in a container: its processes end with this one")
+        elif self._successor is not None and Path(f"/proc/{self._successor}").exists():
+            log.warning("SIGUSR2 has no effect: a successor starts already pid=%d", self._successor)
+        else:
+            try:
+                self._successor = start_again("--replace")
+            except OSError as error:
+                log.error("no successor started error=%s", error.strerror)
+            else:
+                log.info("a successor starts pid=%d", self._successor)
+
     async def run(self) -> None:
         """Serve until :meth:`shut_down`.
 
@@ -384,6 +412,9 @@ class IstioProxy:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.shut_down)
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        loop.add_signal_handler(signal.SIGUSR2, self._replace_asked)
+        if self._handover is not None:
+            self._protect_secrets()
         reopen_on_rotation(self.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)

@@ -1,0 +1,39 @@
+"""What a process says to the kernel of itself, and how it starts its successor."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from typing import Final
+
+_PR_SET_DUMPABLE: Final = 4  # prctl(2)
+
+
+def forbid_core_dumps() -> None:
+    """Keep this process's memory out of core dumps, and of other processes without CAP_SYS_PTRACE.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def start_again(*more: str) -> int:
+    """Start this program again with the same arguments and environment, beside this process.
+
+    Args:
+        more: further arguments, if they were not given already.
+
+    Returns:
+        The id of the new process, which is a session of its own, and outlives this one.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    command = [sys.executable, *sys.orig_argv[1:]]
+    command += [each for each in more if each not in command]
+    # Not waited for: the successor replaces this process, and is init's child then.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True).pid
