@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,8 @@ from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ztunnel.ask.check.rules.model import Facts, NodeFacts, Object
 from ztunnel.ask.inspect.archive import Archive
@@ -146,8 +150,9 @@ def clock(date: str, began_s: float, ended_s: float) -> float | None:
 
 
 def _with_nodes(args: argparse.Namespace, facts: Facts) -> Facts:
+    shared = Shared()
     try:
-        found = gather(args, look)
+        found = gather(args, lambda pages: shared.of(look(pages)))
     except AskFailed as error:
         return replace(facts, no_nodes=str(error))
     nodes = {node or str((each.check or {}).get("node") or "node"): each for node, each in found.by_node.items()}
@@ -179,6 +184,26 @@ def _page(pages: Pages, path: str) -> Any:
     except AskFailed:
         return None
     return found if isinstance(found, Mapping) else None
+
+
+class Shared:
+    """Keeps equal lists of different nodes once: all proxies of a mesh describe the same workloads."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, Any] = {}
+        self._lock = threading.Lock()
+
+    def of(self, facts: NodeFacts) -> NodeFacts:
+        """Return the facts of a node with lists that are shared with other nodes."""
+        if facts.dump is None:
+            return facts
+        dump = dict(facts.dump)
+        for kind in ("workloads", "services", "policies"):
+            if kind in dump:
+                digest = hashlib.sha256(msgspec.json.encode(dump[kind])).digest()
+                with self._lock:
+                    dump[kind] = self._kept.setdefault(digest, dump[kind])
+        return replace(facts, dump=dump)
 
 
 def look(pages: Pages) -> NodeFacts:

@@ -5,6 +5,7 @@ answer.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from ztunnel.ask.inspect.outline import outline
 from ztunnel.ask.inspect.seen import (
     BadLine,
     Seen,
+    line_of_flow,
     live,
     logged,
     told_of,
@@ -20,6 +22,7 @@ from ztunnel.ask.inspect.seen import (
 from ztunnel.ask.inspect.source import (
     AskFailed,
     add_source,
+    ask,
     ask_json,
     failed,
     reaching,
@@ -45,7 +48,7 @@ def add_arguments(subparsers: Any) -> None:
     explain = subparsers.add_parser(
         "explain",
         help="say what would become of a connection, and why",
-        usage="%(prog)s [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE)",
+        usage="%(prog)s [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE | --flow ID)",
         description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies. "
         "Of a live or logged one it is said what the present configuration decides, and which way it took. "
         "Exit status 1 where one would be refused, 2 where there is no answer.",
@@ -60,6 +63,7 @@ def add_arguments(subparsers: Any) -> None:
         ("--connection", "SRC:PORT[-DST:PORT]",
          "a live one, by what `ztunnel connections` shows; in Envoy's dialect also its id"),
         ("--log-line", "LINE", "one of the access log; - reads lines from standard input"),
+        ("--flow", "ID", "of the flight recorder, by what `ztunnel flows -o wide` shows; or a line of JSON"),
         ("--identity", "ID", "SPIFFE id that the client shows, if not the source's own"),
         ("--listener", "NAME", "that accepts it (Envoy's dialect)"),
         ("--far", "HOST:PORT",
@@ -77,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     # Values that are not given as flags are the words, in order.
     args.source = args.given_source or (words.pop(0) if words else None)
     args.destination = args.given_destination or (words.pop(0) if words else None)
-    ways = (args.source is not None, args.connection is not None, args.log_line is not None)
+    ways = tuple(each is not None for each in (args.source, args.connection, args.log_line, args.flow))
     if words or sum(ways) != 1 or (args.source is None) != (args.destination is None):
-        return failed(args, "give SOURCE and DESTINATION, or --connection, or --log-line; see --help")
+        return failed(args, "give SOURCE and DESTINATION, or --connection, --log-line or --flow; see --help")
     if args.file == "-" and args.log_line == "-":
         return failed(args, "standard input is either --file or --log-line")
     try:
@@ -176,6 +180,27 @@ class _Answers:
             raise AskFailed(f"{self._file or self._address}: a dump of Envoy's dialect has no connections")
         return live(self._dump.get("workloadState") or {}, wanted, self._identity_at)
 
+    def flow(self, wanted: str) -> str:
+        """Return a flow as the access line that it would have; ``wanted`` is its id, or its line of JSON.
+
+        Raises:
+            AskFailed: the flight recorder does not have it, or it is none.
+        """
+        if wanted.lstrip().startswith("{"):
+            lines = [wanted]
+        elif self._saved is not None:
+            raise AskFailed(f"{self._file}: a config_dump has no flight recorder")
+        else:
+            lines = ask(self._address, "/flows").splitlines()
+        for line in lines:
+            try:
+                flow = json.loads(line).get("flow") or {}
+                if len(lines) == 1 or flow.get("uuid") == wanted:
+                    return json.dumps(line_of_flow(flow))
+            except (ValueError, AttributeError, KeyError, TypeError):
+                continue
+        raise AskFailed(f"no flow is {wanted[:60]}; `ztunnel flows -o wide` lists them")
+
     def _has_no_page(self, error: AskFailed) -> bool:
         """Take the dump of a proxy without the page, a Rust ztunnel or an Envoy; return whether it is one.
 
@@ -226,6 +251,8 @@ def _of_seen(args: argparse.Namespace, answers: _Answers) -> Iterator[Answer]:
     """
     found = False
     is_live = args.connection is not None
+    if args.flow is not None:
+        args.log_line = answers.flow(args.flow)
     for seen in answers.live(args.connection) if is_live else _logged(args.log_line, args.identity or ""):
         found = True
         if isinstance(seen, str):

@@ -196,6 +196,31 @@ def logged(line: str, identity: str = "") -> Seen | None:
     )
 
 
+def line_of_flow(flow: Mapping[str, Any]) -> dict[str, str]:
+    """Return a flow of the recorder as the fields of its access line.
+
+    Raises:
+        KeyError, TypeError: it has no addresses.
+    """
+    more = (flow.get("extensions") or {}).get("value") or {}
+    tcp = flow["l4"]["TCP"]
+    outbound = flow.get("traffic_direction") == "EGRESS"
+    source = SocketAddress(str(flow["IP"]["source"]), int(tcp["source_port"]))
+    application = SocketAddress(str(flow["IP"]["destination"]), int(tcp["destination_port"]))
+    tunnel = str(more.get("hbone_address") or "")
+    secured = bool(flow["IP"].get("encrypted"))
+    return _told(
+        **{
+            "direction": "outbound" if outbound else "inbound",
+            "src.addr": str(source),
+            "dst.addr": tunnel if outbound and tunnel else str(application),
+            "dst.hbone_addr": str(application) if secured else "",
+            "src.identity": str(more.get("source_identity") or "") if secured else "",
+            "error": str(more.get("reason") or ""),
+        }
+    )
+
+
 def _logged_by_envoy(fields: Mapping[str, str], given: str) -> Seen:
     source, destination = _address(fields, "source"), _address(fields, "destination")
     upstream = _said(fields, "upstream")

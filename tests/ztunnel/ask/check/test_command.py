@@ -17,7 +17,8 @@ from tests.ztunnel.proxy.istio.path.test_explain import policy
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.model.authorization import Action
 from xds.model.policy import Never
-from ztunnel.ask.check.gather import clock, targets
+from ztunnel.ask.check.gather import Shared, clock, targets
+from ztunnel.ask.check.rules.model import NodeFacts
 from ztunnel.cli import main
 from ztunnel.proxy.istio.admin.check_page import fingerprint, reach
 
@@ -181,3 +182,17 @@ def test_a_servers_clock_is_compared_at_the_middle_of_the_request() -> None:
     assert clock("Thu, 26 Nov 2026 12:00:00 GMT", 1795694399.5, 1795694401.5) == 0.0
     assert clock("Thu, 26 Nov 2026 12:00:10 GMT", 1795694399.5, 1795694401.5) == 10.0
     assert clock("soon", 0.0, 0.0) is None
+
+
+def test_equal_lists_of_many_nodes_are_kept_once() -> None:
+    shared = Shared()
+
+    def facts(name: str) -> NodeFacts:
+        return NodeFacts(dump={"workloads": [{"name": name}], "services": [], "certificates": [name]})
+
+    first, second, third = (shared.of(facts(name)).dump for name in ("a", "a", "b"))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert first["workloads"] is second["workloads"]
+    assert third["workloads"] == [{"name": "b"}]

@@ -680,7 +680,7 @@ def test_a_rust_ztunnels_log_is_explained_by_its_dump(saved: str, capsys: Said) 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ([], "give SOURCE and DESTINATION, or --connection, or --log-line"),
+        ([], "give SOURCE and DESTINATION, or --connection, --log-line or --flow"),
         (["10.0.0.1"], "give SOURCE and DESTINATION"),
         (["10.0.0.1", "10.0.0.2:1", "--connection", "1"], "give SOURCE and DESTINATION"),
         (["--log-line", "hello"], "not a line of an access log"),
