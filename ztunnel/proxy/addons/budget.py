@@ -7,12 +7,15 @@ from typing import Final, NamedTuple
 
 #: Upper bounds of the histogram of calls.
 BOUNDS_US: Final = (10.0, 50.0, 200.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0)
+#: The first of them.
+QUICK_NS: Final = 10_000
 _BOUNDS_NS: Final = tuple(int(bound * 1000) for bound in BOUNDS_US)
 #: The part of the loop's time that one addon can use in :data:`WINDOW_S`.
 SHARE: Final = 0.02
 WINDOW_S: Final = 60
 _WINDOW_NS: Final = WINDOW_S * 1_000_000_000
-_MOST_NS: Final = int(_WINDOW_NS * SHARE)
+#: The share of a minute.
+MOST_NS: Final = int(_WINDOW_NS * SHARE)
 
 
 class HookCounts(NamedTuple):
@@ -57,19 +60,22 @@ class HookCounts(NamedTuple):
 
 
 class HookAccount:
-    """Counts the calls of one hook.
+    """Counts the calls of one hook. Callers add to the numbers directly, since most calls are short and silent.
 
     Attributes:
-        results: calls by result: ``none``, the name of a verdict in lower case, ``fault``, ``timeout`` or
-            ``suspended``.
+        results: calls by another result than ``none``: the name of a verdict in lower case, ``fault``,
+            ``timeout``, ``cancelled`` or ``suspended``.
+        silent: calls with the result ``none``.
+        quick: calls of at most :data:`QUICK_NS`.
         total_ns: the time of all calls.
         over_budget: calls above the budget.
     """
 
-    __slots__ = ("_buckets", "over_budget", "results", "total_ns")
+    __slots__ = ("_buckets", "over_budget", "quick", "results", "silent", "total_ns")
 
     def __init__(self) -> None:
         self.results: dict[str, int] = {}
+        self.silent = self.quick = 0
         self.total_ns = 0
         self.over_budget = 0
         self._buckets = [0] * (len(_BOUNDS_NS) + 1)
@@ -77,25 +83,33 @@ class HookAccount:
     def took(self, took_ns: int) -> None:
         """Add the duration of a call."""
         self.total_ns += took_ns
-        self._buckets[0 if took_ns <= 10_000 else bisect_left(_BOUNDS_NS, took_ns)] += 1
+        if took_ns <= QUICK_NS:
+            self.quick += 1
+        else:
+            self._buckets[bisect_left(_BOUNDS_NS, took_ns)] += 1
 
     def copy(self, addon: str, hook: str) -> HookCounts:
         """Return the counts so far."""
+        silent = {"none": self.silent} if self.silent else {}
         return HookCounts(
             addon,
             hook,
-            tuple(sorted(self.results.items())),
-            tuple(self._buckets),
+            tuple(sorted((self.results | silent).items())),
+            (self.quick, *self._buckets[1:]),
             self.total_ns,
             self.over_budget,
         )
 
 
 class LoopShare:
-    """The time that one addon has used of the loop in the current minute.
+    """The time that one addon has used of the loop since a moment, which begins anew after a minute.
 
-    Minutes follow one another, so that the sum needs no list of calls. An addon that spreads its use over the end
-    of a minute can use twice the share once, which the next minute then shows.
+    The clock matters only when the sum has reached the share of a minute. If more than a minute has passed by
+    then, the addon has used less, and the sum begins anew. So the sum needs neither a list of calls nor a look at
+    the clock for each, and an addon is found after at most twice its share.
+
+    Attributes:
+        used_ns: the sum. Callers add to it directly, and call :meth:`exceeded` above :data:`MOST_NS`.
     """
 
     __slots__ = ("_began_ns", "used_ns")
@@ -105,11 +119,16 @@ class LoopShare:
         self.used_ns = 0
 
     def use(self, took_ns: int, now_ns: int) -> bool:
-        """Add the duration of a call; return whether the share of this minute is exceeded."""
-        if now_ns - self._began_ns >= _WINDOW_NS:
-            self._began_ns, self.used_ns = now_ns, 0
+        """Add the duration of a call; return whether the share is exceeded."""
         self.used_ns += took_ns
-        return self.used_ns > _MOST_NS
+        return self.used_ns > MOST_NS and self.exceeded(now_ns)
+
+    def exceeded(self, now_ns: int) -> bool:
+        """Return whether the sum was used within a minute; begin anew if not."""
+        if now_ns - self._began_ns < _WINDOW_NS:
+            return True
+        self._began_ns, self.used_ns = now_ns, 0
+        return False
 
 
 def too_much(used_ns: int) -> str:

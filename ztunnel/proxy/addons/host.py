@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hbone.aio.relay import ByteCounts
-from ztunnel.addons import Cut, Delay, Facts, MeshSummary, Record
+from ztunnel.addons import Cut, Delay, Facts, MeshSummary, Record, Verdict
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.decide import NOTHING, Labels, combined, cut_reason
 from ztunnel.proxy.addons.interrupt import CurrentCall
@@ -30,6 +30,12 @@ log = logging.getLogger(__name__)
 _LOOK_S: Final = 0.01
 #: The least time between two calls of the hook ``mesh_changed``.
 _MESH_EVERY_S: Final = 1.0
+
+
+#: Addons with their hook of one name.
+Hooks = tuple[tuple[RunningAddon, Hook], ...]
+#: The place of the addon that is next, and its verdict if it is known. ``None``: there is none left.
+Rest = tuple[int, Verdict | None] | None
 
 
 class Asked:
@@ -54,7 +60,8 @@ class Asked:
     @property
     def addon(self) -> str:
         """The addons that returned a verdict, joined by commas."""
-        return ",".join(self.outcome.addons)
+        names = self.outcome.addons
+        return ",".join(names) if names else ""
 
     @property
     def prefer(self) -> tuple[Labels, ...]:
@@ -135,8 +142,9 @@ class AddonHost:
         self._index()
 
     def _index(self) -> None:
-        self._connecting = self._with("connecting")
-        self._accepting = self._with("accepting")
+        #: Addons with these hooks, in order.
+        self.connecting = self._with("connecting")
+        self.accepting = self._with("accepting")
         self._opened = self._with("opened")
         self._closed = self._with("closed")
         self._refused = self._with("refused")
@@ -144,7 +152,7 @@ class AddonHost:
         #: Further facts that an addon needs.
         self.needs = frozenset().union(*(each.loaded.needs for each in self.addons))
 
-    def _with(self, name: str) -> tuple[tuple[RunningAddon, Hook], ...]:
+    def _with(self, name: str) -> Hooks:
         return tuple((each, hook) for each in self.addons if (hook := each.hooks.get(name)) is not None)
 
     def next_number(self) -> int:
@@ -153,28 +161,41 @@ class AddonHost:
 
     # Decisions
 
-    async def connecting(self, life: Life, facts: Facts) -> Asked:
-        """Ask all addons about an outbound connection, and wait as long as they say.
+    def ask(self, hooks: Hooks, asked: Asked) -> Rest:
+        """Ask addons with a hook that decides, up to the first that says something or waits.
 
         Args:
-            life: of the connection. It is in :attr:`State.HELD` while this waits, and in its own state after.
-            facts: what is known.
+            hooks: :attr:`connecting` or :attr:`accepting`.
+            asked: the connection.
+
+        Returns:
+            What :meth:`decide` needs to go on. ``None``: all have been asked, and none has said anything.
         """
-        asked = Asked(self, facts)
-        if self._connecting:
-            await self._decide(self._connecting, life, asked)
-        return asked
-
-    async def accepting(self, life: Life, facts: Facts) -> Asked:
-        """Ask all addons about an inbound connection that policy allows; see :meth:`connecting`."""
-        asked = Asked(self, facts)
-        if self._accepting:
-            await self._decide(self._accepting, life, asked)
-        return asked
-
-    async def _decide(self, hooks: Sequence[tuple[RunningAddon, Hook]], life: Life, asked: Asked) -> None:
-        for addon, hook in hooks:
+        facts = asked.facts
+        for place, (addon, hook) in enumerate(hooks):
             if hook.waits:
+                return place, None
+            verdict = addon.decide(hook, facts)
+            if verdict is not None:
+                return place, verdict
+        return None
+
+    async def decide(self, hooks: Hooks, life: Life, asked: Asked, rest: Rest = (0, None)) -> None:
+        """Ask all addons with a hook that decides, and wait as long as they say.
+
+        Args:
+            hooks: see :meth:`ask`.
+            life: of the connection. It is in :attr:`State.HELD` while this waits, and in its own state after.
+            asked: gets the outcome.
+            rest: from where on, and the verdict there if it is known.
+        """
+        if rest is None:
+            return
+        place, verdict = rest
+        for addon, hook in hooks[place:]:
+            if verdict is not None:
+                pass  # of the first one, which has been asked
+            elif hook.waits:
                 asked.waited = True
                 with held(life):
                     verdict = await addon.decide_later(hook, asked.facts)
@@ -189,6 +210,7 @@ class AddonHost:
                 asked.waited = True
                 with held(life):
                     await asyncio.sleep(verdict.seconds)
+            verdict = None
 
     # Observation
 

@@ -39,15 +39,21 @@ class CurrentCall:
     Attributes:
         hook: its text names the addon and the hook; ``None`` if none runs.
         began_ns: when it began, by ``perf_counter_ns``.
-        interruptible: the next signal interrupts it.
+        interrupted: a signal has interrupted it, and the next one does nothing.
     """
 
-    __slots__ = ("began_ns", "hook", "interruptible")
+    __slots__ = ("began_ns", "hook", "interrupted")
 
     def __init__(self) -> None:
         self.hook: object | None = None
         self.began_ns = 0
-        self.interruptible = False
+        self.interrupted = False
+
+    @property
+    def is_blocking(self) -> bool:
+        """Whether a hook has run for too long, and was not interrupted yet."""
+        too_long = perf_counter_ns() - self.began_ns > LIMIT_S * 1e9
+        return self.hook is not None and too_long and not self.interrupted
 
     def name(self) -> str:
         """Return the running addon and hook for the watchdog's report. Empty if none runs."""
@@ -83,12 +89,11 @@ class Interrupter:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         current = self._current
-        if current.interruptible and perf_counter_ns() - current.began_ns > LIMIT_S * 1e9:
-            current.interruptible = False
+        if current.is_blocking:
+            current.interrupted = True
             raise Blocked
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_S):
-            current = self._current
-            if current.interruptible and perf_counter_ns() - current.began_ns > LIMIT_S * 1e9:
+            if self._current.is_blocking:
                 signal.pthread_kill(self._main, _SIGNAL)

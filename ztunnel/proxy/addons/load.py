@@ -67,6 +67,8 @@ class LoadedAddon:
         common: see :class:`ztunnel.proxy.addons.options.Common`.
         pure: see :attr:`ztunnel.addons.Addon.pure`.
         needs: see :attr:`ztunnel.addons.Addon.needs`.
+        names_asyncio: its source names ``asyncio``, or is not known. Its ``def`` hooks then have no running loop,
+            which takes 0.7 us for each call.
         warnings: messages for the log.
     """
 
@@ -79,6 +81,7 @@ class LoadedAddon:
     common: Common
     pure: bool
     needs: frozenset[str]
+    names_asyncio: bool
     warnings: tuple[str, ...]
 
 
@@ -205,6 +208,7 @@ def load_class(
         common=common,
         pure=bool(getattr(cls, "pure", True)),
         needs=needs,
+        names_asyncio=_names_asyncio(cls),
         warnings=tuple(f"addon {name}: {text}" for text in warnings),
     )
 
@@ -350,6 +354,13 @@ def _takes(function: Callable[..., Any], number: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _names_asyncio(cls: type) -> bool:
+    try:
+        return "asyncio" in inspect.getsource(sys.modules[cls.__module__])
+    except (OSError, TypeError, KeyError):
+        return True
 
 
 def _needs(cls: type, place: str) -> frozenset[str]:

@@ -24,7 +24,7 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
-from ztunnel.proxy.addons.budget import HookAccount, HookCounts, LoopShare, too_much
+from ztunnel.proxy.addons.budget import MOST_NS, QUICK_NS, HookAccount, HookCounts, LoopShare, too_much
 from ztunnel.proxy.addons.decide import fault_of, fault_of_metric
 from ztunnel.proxy.addons.interrupt import CurrentCall
 from ztunnel.proxy.addons.load import LoadedAddon, where
@@ -85,6 +85,7 @@ class RunningAddon:
     __slots__ = (
         "_budget_ns",
         "_current",
+        "_guards_loop",
         "_lined_ns",
         "_share",
         "_waiting",
@@ -104,6 +105,7 @@ class RunningAddon:
             if name != "configured"  # which was called once, when it was loaded
         }
         self._current = current
+        self._guards_loop = loaded.names_asyncio
         self._budget_ns = int(loaded.common.budget_us * 1000)
         self._share = LoopShare(perf_counter_ns())
         self._lined_ns = 0
@@ -120,7 +122,7 @@ class RunningAddon:
         except _Failed as failed:
             return self._on_error(hook, str(failed))
         if answer is None:
-            hook.count("none")
+            hook.account.silent += 1
             return None
         return self._checked(hook, answer)
 
@@ -158,7 +160,7 @@ class RunningAddon:
             return self._on_error(hook, self._raised(hook, error))
         answer = task.result()
         if answer is None:
-            hook.count("none")
+            hook.account.silent += 1
             return None
         return self._checked(hook, answer)
 
@@ -195,7 +197,7 @@ class RunningAddon:
         except _Failed:
             hook.count("fault")
         else:
-            hook.count("none")
+            hook.account.silent += 1
 
     def families(self) -> list[Metric]:
         """Return the valid families of the hook ``metrics``. A wrong one suspends the addon; raises nothing."""
@@ -213,7 +215,7 @@ class RunningAddon:
             self.suspend(f"its hook metrics {fault}")
             hook.count("fault")
             return []
-        hook.count("none")
+        hook.account.silent += 1
         return answer
 
     # One call
@@ -224,31 +226,39 @@ class RunningAddon:
         Raises:
             _Failed: it raised, and the addon is suspended.
         """
-        current = self._current
-        loop = _get_running_loop()
-        began = perf_counter_ns()
-        # A hook that is no coroutine has no business with the loop, and could stop it.
-        _set_running_loop(None)
+        current, account, share = self._current, hook.account, self._share
+        loop = None
+        if self._guards_loop:
+            # A hook that is no coroutine has no business with the loop, and could stop it.
+            loop = _get_running_loop()
+            _set_running_loop(None)
+        began = current.began_ns = perf_counter_ns()
         try:
-            # Inside the block: the interruption of a hook that blocks is raised while ``interruptible`` is set.
-            current.hook, current.began_ns, current.interruptible = hook, began, True
+            # Inside the block: the interruption of a hook that blocks is raised while ``hook`` is set.
+            current.hook = hook
             answer = hook.function(argument)
-            current.interruptible = False
-        except BaseException as error:  # noqa: BLE001  SystemExit of an addon must not end the proxy either
-            current.interruptible = False
             current.hook = None
-            _set_running_loop(loop)
+        except BaseException as error:  # noqa: BLE001  SystemExit of an addon must not end the proxy either
+            current.hook = None
+            current.interrupted = False
+            if loop is not None:
+                _set_running_loop(loop)
             self.charge(hook, perf_counter_ns() - began)
             raise _Failed(self._raised(hook, error)) from None
-        current.hook = None
-        _set_running_loop(loop)
-        now = perf_counter_ns()
-        took = now - began
-        hook.account.took(took)
-        if self._share.use(took, now):
-            self.suspend(too_much(self._share.used_ns))
+        took = perf_counter_ns() - began
+        if loop is not None:
+            _set_running_loop(loop)
+        share.used_ns += took
+        if took <= QUICK_NS:
+            account.quick += 1
+            account.total_ns += took
+        else:
+            current.interrupted = False
+            account.took(took)
+        if share.used_ns > MOST_NS and share.exceeded(began + took):
+            self.suspend(too_much(share.used_ns))
         if took > self._budget_ns:
-            self._over_budget(hook, took, now)
+            self._over_budget(hook, took, began + took)
         return answer
 
     def charge(self, hook: Hook, took_ns: int) -> None:
@@ -383,14 +393,14 @@ class _Steps:
         while True:
             began = perf_counter_ns()
             try:
-                current.hook, current.began_ns, current.interruptible = hook, began, True
+                current.began_ns, current.hook = began, hook
                 yielded = coroutine.send(value) if error is None else coroutine.throw(error)
-                current.interruptible = False
+                current.hook = None
             except StopIteration as stop:
                 return stop.value
             finally:
-                current.interruptible = False
                 current.hook = None
+                current.interrupted = False
                 took = perf_counter_ns() - began
                 self.used_ns += took
                 addon.charge(hook, took)

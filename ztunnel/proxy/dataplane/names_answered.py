@@ -23,6 +23,11 @@ class NamesAnswered:
     def __init__(self) -> None:
         self._pods: OrderedDict[PodKey, OrderedDict[str, tuple[str, ...]]] = OrderedDict()
 
+    @property
+    def known(self) -> bool:
+        """Whether there is any."""
+        return bool(self._pods)
+
     def note(self, pod: PodKey, name: str, addresses: Iterable[str]) -> None:
         """Remember that a pod got these addresses for a name."""
         known = self._pods.get(pod)

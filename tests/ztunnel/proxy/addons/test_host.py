@@ -31,7 +31,9 @@ async def connecting(addons: AddonHost, facts: Facts | None = None) -> Asked:
     lives: Lives[Life] = Lives(LiveTable())
     life = Life(lives)
     try:
-        return await addons.connecting(life, facts or Facts())
+        asked = Asked(addons, facts or Facts())
+        await addons.decide(addons.connecting, life, asked)
+        return asked
     finally:
         life.close()
 
@@ -238,7 +240,9 @@ def test_a_hook_is_cancelled_with_its_connection() -> None:
         lives: Lives[Life] = Lives(LiveTable())
         life = Life(lives)
         life.state = State.DIALING
-        task = asyncio.get_running_loop().create_task(addons.connecting(life, Facts(source_port=2)))
+        task = asyncio.get_running_loop().create_task(
+            addons.decide(addons.connecting, life, Asked(addons, Facts(source_port=2)))
+        )
         await asyncio.sleep(1)
         assert life.state is State.HELD
         task.cancel()

@@ -72,7 +72,8 @@ class StreamAddons:
             await self.accepting(hop, None)
             return None
         facts = self._outbound(self.host.next_number(), hop.info, host, tunnelled=tunnelled)
-        asked = hop.asked = await self.host.connecting(hop, facts)
+        asked = hop.asked = Asked(self.host, facts)
+        await self.host.decide(self.host.connecting, hop, asked)
         self._note(hop.info, asked)
         return asked.prefer if asked.prefer or asked.waited else None
 
@@ -82,7 +83,8 @@ class StreamAddons:
         Raises:
             Denied: an addon denies it.
         """
-        asked = hop.asked = await self.host.accepting(hop, self._inbound(hop.info, application))
+        asked = hop.asked = Asked(self.host, self._inbound(hop.info, application))
+        await self.host.decide(self.host.accepting, hop, asked)
         self._note(hop.info, asked)
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:

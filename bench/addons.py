@@ -1,0 +1,93 @@
+"""What one addon with every hook costs a connection: ``python -m bench.addons``.
+
+The parts of an outbound connection's life in an Istio mesh in which addons are asked and informed, without
+sockets: facts, ``connecting``, ``opened`` and ``closed``, with timing and counts. ``without`` is the same life
+in a process without addons. The difference is the cost of one connection. The least of many rounds is printed.
+"""
+
+import argparse
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+from bench.every_hook import Every
+from xds.model.address import SocketAddress
+from xds.model.workload import Locality, Protocol, Workload, WorkloadUid
+from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.load import load_class
+from ztunnel.proxy.dataplane.life import ALLOWED
+from ztunnel.proxy.dataplane.lives import Lives, LiveTable
+from ztunnel.proxy.istio.accounting.record import Direction
+from ztunnel.proxy.istio.accounting.record import Record as Account
+from ztunnel.proxy.istio.accounting.workload_labels import labels_of
+from ztunnel.proxy.istio.path.addons import PodAddons
+from ztunnel.proxy.istio.path.connections import PodConnection
+
+
+def _workload(name: str, host: str) -> Workload:
+    return Workload(
+        uid=WorkloadUid(f"Kubernetes//Pod/default/{name}"),
+        namespace="default",
+        name=name,
+        addresses=(host,),
+        protocol=Protocol.HBONE,
+        canonical_name=name,
+        canonical_revision="v1",
+        node="n1",
+        locality=Locality("r", "z"),
+    )
+
+
+async def _lives(rounds: int, number: int, *, with_addon: bool) -> float:
+    """Return the microseconds of one life, the least of all rounds."""
+    client, server = (labels_of(_workload(name, host)) for name, host in (("a", "10.0.0.1"), ("b", "10.0.0.2")))
+    addons = PodAddons(AddonHost([load_class(Every, {})])) if with_addon else None
+    node = cast(Any, SimpleNamespace(clock=SimpleNamespace(monotonic=time.monotonic), addons=addons))
+    group: Lives[PodConnection] = Lives(LiveTable())
+    source, target = SocketAddress("10.0.0.1", 40000), SocketAddress("10.0.0.2", 15008)
+    dialled = SocketAddress("10.96.0.1", 80)
+    least = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(number):
+            record = Account(node, Direction.OUTBOUND, source, target)
+            record.source_workload, record.source_labels = client.workload, client.secured
+            record.destination_workload, record.destination_labels = server.workload, server.secured
+            record.source_identity, record.destination_identity = client.identity, server.identity
+            record.secured = True
+            entry = PodConnection(group, record, _abort, _judge)
+            entry.protocol = "HBONE"
+            if node.addons is not None and record.asked is None:
+                await node.addons.connecting(entry, cast(Any, None), dialled)
+            entry.opened(_abort)
+            if node.addons is not None:
+                node.addons.ended(record, "", 0.1)
+            entry.close()
+        least = min(least, (time.perf_counter() - began) / number * 1e6)
+    return least
+
+
+def _abort(reason: str) -> None:
+    """End nothing."""
+
+
+def _judge(entry: PodConnection) -> Any:
+    return ALLOWED
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--number", type=int, default=2000, help="of lives in a round")
+    args = parser.parse_args()
+    without = asyncio.run(_lives(args.rounds, args.number, with_addon=False))
+    with_one = asyncio.run(_lives(args.rounds, args.number, with_addon=True))
+    print(f"without                    {without:.2f} us")
+    print(f"one addon with every hook  {with_one:.2f} us")
+    print(f"its cost                   {with_one - without:.2f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The addon of ``bench/addons.py``, in a file of its own like other addons."""
+
+from ztunnel.addons import Addon, Deny, Facts, MeshSummary, Metric, Record, Verdict
+
+
+class Every(Addon):
+    """Every hook, each as short as it can be."""
+
+    def connecting(self, facts: Facts) -> Verdict | None:
+        """Say nothing."""
+        return None
+
+    def accepting(self, facts: Facts) -> Deny | None:
+        """Say nothing."""
+        return None
+
+    def opened(self, facts: Facts) -> None:
+        """Do nothing."""
+
+    def closed(self, record: Record) -> None:
+        """Do nothing."""
+
+    def refused(self, record: Record) -> None:
+        """Do nothing."""
+
+    def mesh_changed(self, summary: MeshSummary) -> None:
+        """Do nothing."""
+
+    def metrics(self) -> list[Metric]:
+        """Return none."""
+        return []
