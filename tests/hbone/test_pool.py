@@ -36,6 +36,28 @@ def test_one_dial_for_all_who_wait() -> None:
     assert actions == [Assign(first, connection), Assign(second, connection)]
 
 
+def test_an_adopted_connection_takes_part_with_the_streams_that_it_has() -> None:
+    pool = PoolState(PoolSettings(max_streams_per_connection=3, max_tunnels_per_connection=5))
+    connection = pool.adopted("k", None, 2, 0)
+    assert (pool.streams, pool.idle) == (2, 0)
+    assert pool.reserve("k") == connection
+    assert pool.reserve("k") is None  # full
+    for _ in range(3):
+        pool.released(connection, 0)
+    assert pool.idle == 1
+    assert pool.reserve("k") == connection
+    assert pool.reserve("k") == connection
+    assert pool.reserve("k") is None  # five tunnels in all
+    idle = PoolState(PoolSettings(idle_timeout_s=10))
+    connection = idle.adopted("k", 100, 0, 0)
+    assert idle.next_deadline_s() == 10
+    assert idle.advance(11) == [Close(connection)]
+    closed = PoolState(PoolSettings())
+    closed.close(BOOM)
+    connection = closed.adopted("k", None, 1, 0)
+    assert closed.released(connection, 0) == [Close(connection)]
+
+
 def test_a_failed_dial_is_told_to_one_and_the_next_tries() -> None:
     pool = PoolState(PoolSettings())
     first, _ = pool.request("k", 0)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.ztunnel.proxy.istio.handover.generations import SERVER, Generations, echoed, play
@@ -26,8 +27,10 @@ from ztunnel.proxy.istio.handover.messages import (
     Keep,
     Offer,
     Taken,
+    Unreadable,
     encode,
     from_giver,
+    from_taker,
 )
 from ztunnel.proxy.istio.settings.config import SOCKET_NAME
 from ztunnel.runtime.sockets import PeerProcess, UnixListener
@@ -360,8 +363,6 @@ def test_a_predecessor_that_dies_keeps_what_it_has_not_released(tmp_path: Path, 
 @pytest.mark.parametrize("fault", ["descriptors", "entries", "pod", "role", "carrier"])
 def test_contradictory_offers_are_declined(tmp_path: Path, fault: str) -> None:
     async def body(made: Generations) -> None:
-        import msgspec.structs
-
         end = await plain(made)
         offer, descriptors = await an_offer(made, end)
         (value,) = offer.entries[0]
@@ -423,3 +424,15 @@ def test_frames_carry_many_descriptors_in_order(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert rendezvous.MAX_DESCRIPTORS > 600
+
+
+def test_messages_of_a_later_version_are_read_as_far_as_they_are_known() -> None:
+    wire = msgspec.msgpack.encode({**msgspec.to_builtins(GREETING), "type": "Greeting", "of_tomorrow": [1, 2]})
+    assert from_giver(wire) == GREETING
+    for wrong in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Tomorrow"}), msgspec.msgpack.encode([1])):
+        with pytest.raises(Unreadable):
+            from_giver(wrong)
+        with pytest.raises(Unreadable):
+            from_taker(wrong)
+    with pytest.raises(Unreadable):
+        from_taker(encode(Go(1)))

@@ -1,6 +1,7 @@
 """What moves from one generation of a proxy to the next, and what the second one makes of it."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -247,5 +248,37 @@ def test_taking_now_is_passed_on(tmp_path: Path) -> None:
         made.after = made.service(made.new, "after", replace=True)
         await made.meet()
         await made.new.until(lambda: made.taken_now == ["before"])
+
+    play(tmp_path, body)
+
+
+def test_many_moves_leave_nothing_behind(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        old, new = made.old, made.new
+        opened = await everything(made)
+        sides = [(made.before, old), (made.after, new)]
+        await made.meet()
+        descriptors: list[int] = []
+        for number in range(12):
+            giver, taker = sides[number % 2], sides[1 - number % 2]
+            result = await giver[0].give()
+            assert result is not None
+            assert (result.given, result.left) == (6, 0)
+            for end in opened.values():
+                await echoed(end, b"%d" % (number % 10))
+            assert giver[1].is_idle
+            await giver[0].close()
+            await old.until(lambda taker=taker: taker[0].status()["listening"])
+            version = f"generation {number}"
+            again = made.service(giver[1], version)
+            sides[number % 2] = again, giver[1]
+            again.begin()
+            await old.until(lambda again=again: again.status()["predecessor"])
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+        made.before, made.after = sides[0][0], sides[1][0]
+        assert max(descriptors[2:]) <= min(descriptors[:2]) + 2, descriptors
+        for end in opened.values():
+            assert await end.ask() == b"ping"
+        await old.line(6)
 
     play(tmp_path, body)
