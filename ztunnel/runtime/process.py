@@ -1,7 +1,9 @@
 """What a process says to the kernel of itself, and how it starts its successor."""
 
 import ctypes
+import errno
 import os
+import resource
 import subprocess
 import sys
 from typing import Final
@@ -10,11 +12,19 @@ _PR_SET_DUMPABLE: Final = 4  # prctl(2)
 
 
 def forbid_core_dumps() -> None:
-    """Keep this process's memory out of core dumps, and of other processes without CAP_SYS_PTRACE.
+    """Keep this process's memory out of core dumps; if it is root's, also of processes without CAP_SYS_PTRACE.
 
     Raises:
         OSError: the kernel refuses.
     """
+    if os.geteuid():
+        # Undumpable, a process of another user could not read its own /proc/self/fd. With a limit of one byte the
+        # kernel writes no core, nor starts a program that takes one (core(5)).
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+        except ValueError as error:
+            raise OSError(errno.EPERM, str(error)) from error
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
         number = ctypes.get_errno()

@@ -1,7 +1,10 @@
 """What a process says to the kernel of itself, seen from outside."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 _FORBIDS = """
 import ctypes
@@ -13,8 +16,22 @@ assert prctl(3) == 0
 """
 
 
-def test_core_dumps_are_forbidden() -> None:
-    done = subprocess.run([sys.executable, "-c", _FORBIDS], capture_output=True, text=True)
+_LIMITS = """
+import os, resource
+from ztunnel.runtime.process import forbid_core_dumps
+os.setgid(65534)
+os.setuid(65534)
+forbid_core_dumps()
+assert resource.getrlimit(resource.RLIMIT_CORE) == (1, 1)
+os.listdir("/proc/self/fd")
+"""
+
+
+@pytest.mark.parametrize("program", [_FORBIDS, _LIMITS], ids=["root", "another user"])
+def test_core_dumps_are_forbidden(program: str) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
