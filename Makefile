@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist loadgroup
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: addons nightly wheels help demo test check unit life netns interop hostile handover soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: addons nightly wheels help demo test check unit life netns interop hostile handover soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops man proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -170,6 +170,9 @@ promtool: .tools/promtool ## Prometheus's checker for the tests of metrics pages
 	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && $(GO) mod init promtool 2>/dev/null && \
 	$(GO) get github.com/prometheus/prometheus/cmd/promtool@v0.55.1 && \
 	$(GO) build -o $(CURDIR)/$@ github.com/prometheus/prometheus/cmd/promtool && rm -rf $$build
+
+man: $(STAMP) ## manual pages of all commands, into dist/man1
+	$(PY) -m deploy.manpages dist/man1
 
 hubble: .tools/hubble ## the command of Hubble, for the tests of flows; needs Go, minutes once
 
