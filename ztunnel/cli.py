@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ztunnel.runtime.console import log_form
 from ztunnel.runtime.console.proxy_flags import (
     ADDON_FLAGS,
     ADDON_VARIABLES,
@@ -312,12 +313,7 @@ def _version(*, as_json: bool) -> int:
 def _configure_logging(level: str) -> None:
     logging.addLevelName(5, "TRACE")
     levels = {"trace": 5, "off": logging.CRITICAL + 1}
-    logging.basicConfig(
-        level=levels.get(level, level.upper()),
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-        stream=sys.stderr,
-    )
+    log_form.install(levels.get(level, level.upper()))
     # These libraries log every header field and netlink attribute at levels that operators enable for our lines.
     for library in ("hpack", "pyroute2"):
         logging.getLogger(library).setLevel(logging.WARNING)

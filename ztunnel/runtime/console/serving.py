@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ztunnel.runtime.console import log_form
 from ztunnel.runtime.settings import plain_reason
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def log_lines(level: int = logging.INFO) -> None:
     """Log to standard error from this level on."""
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    log_form.install(level)
 
 
 def failed(command: str, error: Exception | str, status: int = 1) -> int:

@@ -1,0 +1,48 @@
+"""The form of log lines of every process: that of the Rust ztunnel, plain or JSON by ``LOG_FORMAT=json``.
+
+The proxy of an Istio mesh writes its lines itself (``ztunnel.proxy.istio.accounting.logs``), in the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Final, TextIO
+
+_LEVELS: Final = {"WARNING": "warn", "CRITICAL": "error"}
+
+
+class LineFormatter(logging.Formatter):
+    """Formats ``TIME LEVEL SCOPE MESSAGE``, separated by tabs, or an object with these keys.
+
+    Args:
+        as_json: an object a line.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a traceback follows the message."""
+        time = f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+        level = _LEVELS.get(record.levelname, record.levelname.lower())
+        scope = record.name.replace(".", "::")
+        message = record.getMessage()
+        if record.exc_info:
+            message = f"{message}\n{self.formatException(record.exc_info)}"
+        if self._as_json:
+            fields = {"level": level, "time": time, "scope": scope, "message": message}
+            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        return f"{time}\t{level}\t{scope.removeprefix('ztunnel::')}\t{message}"
+
+
+def install(level: int | str, *, out: TextIO | None = None, env: Mapping[str, str] = os.environ) -> None:
+    """Write the lines of this process from a level on to standard error, in the form that ``LOG_FORMAT`` names."""
+    handler = logging.StreamHandler(out if out is not None else sys.stderr)
+    handler.setFormatter(LineFormatter(as_json=env.get("LOG_FORMAT", "").lower() == "json"))
+    logging.basicConfig(level=level, handlers=[handler])
