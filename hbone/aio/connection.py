@@ -161,7 +161,7 @@ class Connection(TunnelCarrier):
     def __init__(
         self,
         role: Role,
-        sock: socket.socket,
+        sock: socket.SocketType,
         tls_context: TlsContext | None,
         settings: ConnectionSettings,
         poller: Poller,
@@ -894,7 +894,7 @@ def _broken(error: Exception, when: str) -> HboneError:
 
 
 async def connect(
-    sock: socket.socket, tls_context: TlsContext | None, settings: ConnectionSettings, poller: Poller
+    sock: socket.SocketType, tls_context: TlsContext | None, settings: ConnectionSettings, poller: Poller
 ) -> Connection:
     """Client: TLS and HTTP/2 over a connected, non-blocking socket, which belongs to the result from now on.
 

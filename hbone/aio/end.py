@@ -27,7 +27,7 @@ from hbone.end_state import TRANSITIONS, EndAction, EndEvent, SinkState, SourceS
 CHUNK_BYTES = 256 * 1024
 
 
-def failure_after_end(sock: socket.socket) -> OSError | None:
+def failure_after_end(sock: socket.SocketType) -> OSError | None:
     """What befell a socket after its other side ended its direction, or ``None``.
 
     A receive cannot report it: after a FIN it returns EOF, whatever arrived later. ``SO_ERROR`` reports it, once.

@@ -303,7 +303,7 @@ class Resumed:
 
 def resumed(
     state: UnitState,
-    sockets: Sequence[socket.socket],
+    sockets: Sequence[socket.SocketType],
     settings: ConnectionSettings,
     poller: Poller,
     requests: RequestSink | None = None,
@@ -357,7 +357,7 @@ def resumed(
 
 def _connection_of(
     state: CarrierState,
-    sock: socket.socket,
+    sock: socket.SocketType,
     settings: ConnectionSettings,
     poller: Poller,
     requests: RequestSink | None,
@@ -378,7 +378,7 @@ def _tunnel_of(state: TunnelState, connection: Connection) -> Tunnel:
     return tunnel
 
 
-def _plain_of(state: PlainState, sock: socket.socket, poller: Poller) -> PlainSocket:
+def _plain_of(state: PlainState, sock: socket.SocketType, poller: Poller) -> PlainSocket:
     end = PlainSocket(sock, poller)
     end.source, end.sink = SourceState(state.source), SinkState(state.sink)
     end._pending += state.pending

@@ -35,7 +35,7 @@ class Link:
         "tls",
     )
 
-    def __init__(self, sock: socket.socket, tls: TlsStream | None, poller: Poller) -> None:
+    def __init__(self, sock: socket.SocketType, tls: TlsStream | None, poller: Poller) -> None:
         self.sock = sock
         self.tls = tls
         self.poller = poller

@@ -175,7 +175,7 @@ class Poller:
         if len(self._handlers) > self._most:
             self._most = len(self._handlers)
 
-    def adopt(self, sock: socket.socket, handler: Handler) -> None:
+    def adopt(self, sock: socket.SocketType, handler: Handler) -> None:
         """Watch a socket that belongs to ``handler`` from now on; closes it if it cannot be watched.
 
         Raises:

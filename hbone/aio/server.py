@@ -233,7 +233,7 @@ class Requests:
 
 
 async def serve_connection(
-    sock: socket.socket,
+    sock: socket.SocketType,
     tls_context: TlsContext | None,
     settings: ConnectionSettings,
     poller: Poller,

@@ -29,7 +29,7 @@ _UNREAD_BYTES: Final = 1 << 30  # more than any receive buffer
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
-def abort_on_close(sock: socket.socket) -> None:
+def abort_on_close(sock: socket.SocketType) -> None:
     """Let ``close`` send RST instead of FIN (SO_LINGER of socket(7), zero seconds)."""
     with contextlib.suppress(OSError):  # it is gone already
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -65,7 +65,7 @@ class PlainSocket(End):
         "sock",
     )
 
-    def __init__(self, sock: socket.socket, poller: Poller, *, fresh: bool = False) -> None:
+    def __init__(self, sock: socket.SocketType, poller: Poller, *, fresh: bool = False) -> None:
         self.sock = sock
         self.poller = poller
         self.peer = None
@@ -88,9 +88,9 @@ class PlainSocket(End):
         self._gather: list[memoryview] = []
         self._gathered = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._lasting: Callable[[socket.socket], None] | None = None
+        self._lasting: Callable[[socket.SocketType], None] | None = None
 
-    def when_lasting(self, action: Callable[[socket.socket], None]) -> None:
+    def when_lasting(self, action: Callable[[socket.SocketType], None]) -> None:
         """Call ``action`` with the socket once, :data:`LASTING_S` from now, if it is still open."""
         self._lasting = action
         self.poller.interval_timer(LASTING_S).register(self, self.poller.now_s)
@@ -559,7 +559,7 @@ class PlainSocket(End):
             # FIN.
             self.sock.recv(_UNREAD_BYTES, socket.MSG_TRUNC)
 
-    def detach(self) -> socket.socket:
+    def detach(self) -> socket.SocketType:
         """Give the socket to a new owner unchanged. Allowed only before a relay, and without pushed-back bytes."""
         assert self.relay is None
         assert not self._pushed

@@ -49,7 +49,7 @@ class TlsSocket(End):
         "link",
     )
 
-    def __init__(self, sock: socket.socket, tls_context: TlsContext, poller: Poller) -> None:
+    def __init__(self, sock: socket.SocketType, tls_context: TlsContext, poller: Poller) -> None:
         self.poller = poller
         self.link = Link(sock, TlsSession(tls_context), poller)
         self.peer = None

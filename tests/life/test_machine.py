@@ -222,7 +222,7 @@ class World:
         for pod in self.cluster.pods.values():
             await pod.stop()
         assert not list(self.cluster.node.live)
-        assert all(pod._tunnels._pool.statistics.streams == 0 for pod in self.cluster.pods.values())
+        assert all(pod._tunnels.pool.statistics.streams == 0 for pod in self.cluster.pods.values())
 
 
 @settings(max_examples=examples(60), deadline=None)

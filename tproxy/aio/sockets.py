@@ -32,6 +32,7 @@ SO_ORIGINAL_DST = 80
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
 _SOL_IPV6 = socket.IPPROTO_IPV6
+_TYPE = int(socket.SOCK_STREAM)
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 #: Source ports for connections in a client's name. Connection tracking cannot distinguish such a connection from
 #: one that the client itself opens to the same destination from the same port, and delivers the second one's
@@ -151,7 +152,7 @@ def listen(
     return sock
 
 
-def leave_to_newer(sock: socket.socket) -> bool:
+def leave_to_newer(sock: socket.SocketType) -> bool:
     """Direct new connections of a port that two sockets share to the newer socket; idempotent.
 
     A process that leaves calls this, accepts what its queue still holds, and closes. Then no connection is lost.
@@ -176,6 +177,24 @@ def leave_to_newer(sock: socket.socket) -> bool:
             return False
         raise KernelRefused("leave a port to its newer socket", error.errno or 0) from error
     return True
+
+
+def accept(listener: socket.socket, family: int) -> tuple[socket.SocketType, tuple[str, int]]:
+    """Accept a connection by TCP; the caller owns the socket, which is non-blocking only once it is told to be.
+
+    Args:
+        listener: the listening socket.
+        family: its family, as a number.
+
+    The socket is of the base class: every method of the subclass that :meth:`socket.socket.accept` makes is an
+    indirection, and making it reads family, type and protocol from the kernel's numbers through enumerations. That
+    was an eighth of the calls of a connection.
+
+    Raises:
+        OSError: see accept(2).
+    """
+    number, peer = listener._accept()  # type: ignore[attr-defined]  # what socket.accept itself calls
+    return socket.SocketType(family, _TYPE, 0, fileno=number), peer
 
 
 def unbound(
@@ -283,7 +302,7 @@ async def connect(
 
 
 def connect_at_once(
-    sock: socket.socket,
+    sock: socket.SocketType,
     destination: tuple[str, int],
     *,
     source: str | None = None,
@@ -308,7 +327,7 @@ def connect_at_once(
     return _connects_at_once(sock, destination)
 
 
-async def finish_connect(sock: socket.socket, destination: tuple[str, int], timeout_s: float) -> None:
+async def finish_connect(sock: socket.SocketType, destination: tuple[str, int], timeout_s: float) -> None:
     """Wait for what :func:`connect_at_once` has begun.
 
     Raises:
@@ -324,7 +343,7 @@ def prepared(
     mark: int | None = None,
     netns: Netns | None = None,
     socket_options: Iterable[SocketOption] = (),
-) -> list[socket.socket]:
+) -> list[socket.SocketType]:
     """Return sockets for :func:`connect_at_once`, with TCP_NODELAY; one pair of setns(2) makes all of them.
 
     Args:
@@ -338,11 +357,11 @@ def prepared(
         OSError: no descriptors, or no such namespace.
         KernelRefused, NeedCapability: see :func:`connect`.
     """
-    family = socket.AF_INET if version == 4 else socket.AF_INET6
-    made: list[socket.socket] = []
+    family = int(socket.AF_INET if version == 4 else socket.AF_INET6)
+    made: list[socket.SocketType] = []
     try:
         with entered(netns):
-            made.extend(socket.socket(family, _STREAM) for _ in range(count))
+            made.extend([socket.SocketType(family, _STREAM) for _ in range(count)])
         for sock in made:
             _prepare(sock, mark, None, True, socket_options, ("", 0))
     except BaseException:
@@ -358,7 +377,7 @@ def _target(host: IpAddress | str) -> tuple[socket.AddressFamily, str]:
     return socket.AF_INET if address.version == 4 else socket.AF_INET6, str(address)
 
 
-def _connects_at_once(sock: socket.socket, address: tuple[str, int]) -> bool:
+def _connects_at_once(sock: socket.SocketType, address: tuple[str, int]) -> bool:
     """Begin to connect, and return whether the handshake is complete already.
 
     Raises:
@@ -377,7 +396,7 @@ def _connects_at_once(sock: socket.socket, address: tuple[str, int]) -> bool:
     return True
 
 
-async def _connected(sock: socket.socket, address: tuple[str, int], timeout_s: float) -> None:
+async def _connected(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
     """Wait for the handshake, as ``loop.sock_connect`` does; on return the loop does not watch the socket.
 
     That also holds after a cancellation, on any loop: ``finally`` runs before the caller closes the socket, whose
@@ -408,7 +427,7 @@ async def _connected(sock: socket.socket, address: tuple[str, int], timeout_s: f
 
 
 def _prepare(
-    sock: socket.socket,
+    sock: socket.SocketType,
     mark: int | None,
     keepalive: Keepalive | None,
     nodelay: bool,
@@ -429,7 +448,7 @@ def _prepare(
 
 
 def _appear_as(
-    sock: socket.socket,
+    sock: socket.SocketType,
     family: socket.AddressFamily,
     source: IpAddress | str,
     port: int,
@@ -460,7 +479,7 @@ def port_is_taken(error: BaseException) -> bool:
     )
 
 
-def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
+def set_keepalive(sock: socket.SocketType, keepalive: Keepalive) -> None:
     """Switch TCP keepalive on.
 
     Raises:
@@ -472,7 +491,7 @@ def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, keepalive.probes)
 
 
-def original_destination(sock: socket.socket) -> OriginalDestination:
+def original_destination(sock: socket.SocketType) -> OriginalDestination:
     """Return the destination that the peer of an accepted socket addressed.
 
     ``restored`` is true if it differs from the socket's own name (REDIRECT or DNAT translated it), or if the
@@ -491,7 +510,7 @@ def original_destination(sock: socket.socket) -> OriginalDestination:
     return OriginalDestination(own.ip, own.port, restored=is_transparent(sock))
 
 
-def dialled_address(sock: socket.socket, version: int) -> tuple[str, int]:
+def dialled_address(sock: socket.SocketType, version: int) -> tuple[str, int]:
     """Return the address that the peer of an accepted socket dialled, like :func:`original_destination`, without
     further system calls.
 
@@ -502,14 +521,28 @@ def dialled_address(sock: socket.socket, version: int) -> tuple[str, int]:
     Raises:
         OSError: the socket is closed.
     """
-    found = _tracked(sock, version)
-    if found is not None:
-        return _text(found[0]), found[1]
-    own = local_address(sock)
-    return str(own.ip), own.port
+    try:
+        if version == 4:
+            return _named4(sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, _NAME4.size))
+        return _named6(sock.getsockopt(_SOL_IPV6, SO_ORIGINAL_DST, _NAME6.size))
+    except OSError:
+        own = local_address(sock)  # not tracked, or no conntrack in this kernel
+        return str(own.ip), own.port
 
 
-def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | None:
+@lru_cache(maxsize=16384)  # called once per connection, for few destinations
+def _named4(raw: bytes) -> tuple[str, int]:
+    port, packed = _NAME4.unpack(raw)
+    return str(_unpacked(packed)), port
+
+
+@lru_cache(maxsize=16384)
+def _named6(raw: bytes) -> tuple[str, int]:
+    port, packed = _NAME6.unpack(raw)
+    return str(_unpacked(packed)), port
+
+
+def conntrack_destination(sock: socket.SocketType, version: int) -> SocketAddress | None:
     """Return the destination before translation (SO_ORIGINAL_DST), or None if the connection is not tracked.
 
     For a connection that was not translated it equals the socket's own name.
@@ -523,7 +556,7 @@ def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | 
     return SocketAddress(_unpacked(found[0]), found[1]) if found is not None else None
 
 
-def _tracked(sock: socket.socket, version: int) -> tuple[bytes, int] | None:
+def _tracked(sock: socket.SocketType, version: int) -> tuple[bytes, int] | None:
     """Return the packed address and the port before translation. None if the connection is not tracked."""
     try:
         if version == 4:
@@ -539,12 +572,7 @@ def _unpacked(packed: bytes) -> IpAddress:
     return canonical(ip_address(packed))
 
 
-@lru_cache(maxsize=16384)  # called once per connection, for few addresses
-def _text(packed: bytes) -> str:
-    return str(_unpacked(packed))
-
-
-def is_transparent(sock: socket.socket) -> bool:
+def is_transparent(sock: socket.SocketType) -> bool:
     """Return whether the socket has IP_TRANSPARENT; accepted sockets inherit it from their listener."""
     # An IPv6 socket has the same flag under another number.
     if sock.family == socket.AF_INET:
@@ -552,13 +580,13 @@ def is_transparent(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(_SOL_IPV6, IPV6_TRANSPARENT))
 
 
-def local_address(sock: socket.socket) -> SocketAddress:
+def local_address(sock: socket.SocketType) -> SocketAddress:
     """Return the socket's own address and port."""
     name = sock.getsockname()
     return SocketAddress(canonical(name[0]), name[1])
 
 
-def peer_address(sock: socket.socket) -> SocketAddress:
+def peer_address(sock: socket.SocketType) -> SocketAddress:
     """Return the peer's address and port.
 
     Raises:
@@ -575,7 +603,7 @@ def _make(family: socket.AddressFamily, netns: Netns | None) -> socket.socket:
         return socket.socket(family, _STREAM)
 
 
-def _set_transparent(sock: socket.socket, family: socket.AddressFamily) -> None:
+def _set_transparent(sock: socket.SocketType, family: socket.AddressFamily) -> None:
     try:
         if family is socket.AF_INET:
             sock.setsockopt(socket.SOL_IP, IP_TRANSPARENT, 1)
@@ -585,7 +613,7 @@ def _set_transparent(sock: socket.socket, family: socket.AddressFamily) -> None:
         raise NeedCapability("CAP_NET_ADMIN", "use foreign addresses (IP_TRANSPARENT)") from error
 
 
-def _set_mark(sock: socket.socket, mark: int) -> None:
+def _set_mark(sock: socket.SocketType, mark: int) -> None:
     try:
         sock.setsockopt(socket.SOL_SOCKET, SO_MARK, mark)
     except PermissionError as error:

@@ -41,7 +41,7 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 #: Called with each accepted connection, a non-blocking socket, and the peer's address.
-Accepted = Callable[[socket.socket, tuple[str, int]], None]
+Accepted = Callable[[socket.SocketType, tuple[str, int]], None]
 
 
 class Gate(Protocol):
@@ -94,6 +94,7 @@ class ListeningSocket:
         gate: Gate | None = None,
     ) -> None:
         self.sock = sock
+        self._family = int(sock.family)
         self.address = address
         self._backlog = backlog
         self._accepted: Accepted | None = None
@@ -152,7 +153,7 @@ class ListeningSocket:
                 self._pause()
                 return False
             try:
-                client, peer = self.sock.accept()
+                client, peer = sockets.accept(self.sock, self._family)
             except BlockingIOError:
                 return False
             except OSError as error:

@@ -27,7 +27,7 @@ def socket_mode(text: str) -> int:
     return int(text, 8)
 
 
-async def ready(sock: socket.socket, *, writing: bool) -> None:
+async def ready(sock: socket.SocketType, *, writing: bool) -> None:
     """Wait until a socket is readable, or writable. At most one task can wait for each."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()

@@ -40,8 +40,8 @@ class Server:
         self.listening = ListeningSocket(sock, SocketAddress(HOST, self.port), 128, poller)
         self.listening.start(self.take)
 
-    def take(self, client: socket.socket, peer: tuple[str, int]) -> None:
-        with client:
+    def take(self, client: socket.SocketType, peer: tuple[str, int]) -> None:
+        with closing(client):
             self.count += 1
             client.send(self._name)
 
@@ -62,12 +62,13 @@ class Failing(socket.socket):
 
     errors: tuple[int, ...] = ()
 
-    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+    def _accept(self) -> tuple[int, tuple[str, int]]:
         if self.errors:
             number, *rest = self.errors
             self.errors = tuple(rest)
             raise OSError(number, os.strerror(number))
-        return super().accept()
+        found: tuple[int, tuple[str, int]] = super()._accept()  # type: ignore[misc]
+        return found
 
 
 @pytest.mark.parametrize(
@@ -228,8 +229,8 @@ class Sharing:
         self.asked += 1
         return self.ours
 
-    def take(self, client: socket.socket, peer: tuple[str, int]) -> None:
-        with client:
+    def take(self, client: socket.SocketType, peer: tuple[str, int]) -> None:
+        with closing(client):
             client.send(self._name)
 
 

@@ -138,7 +138,12 @@ class PendingHandshake:
     )
 
     def __init__(
-        self, limiter: HandshakeLimiter, source: _Source, sock: socket.socket, peer: tuple[str, int], owner: Any
+        self,
+        limiter: HandshakeLimiter,
+        source: _Source,
+        sock: socket.SocketType,
+        peer: tuple[str, int],
+        owner: Any,
     ) -> None:
         self.sock = sock
         self.peer = peer
@@ -351,7 +356,7 @@ class HandshakeLimiter:
         """Whether handshakes wait for their turn."""
         return bool(self._ready)
 
-    def enter(self, sock: socket.socket, peer: tuple[str, int], owner: Any = None) -> PendingHandshake:
+    def enter(self, sock: socket.SocketType, peer: tuple[str, int], owner: Any = None) -> PendingHandshake:
         """Take an accepted, non-blocking socket. At a limit, it or an older one is closed."""
         limits = self._limits
         source = self._source(peer[0])

@@ -33,7 +33,7 @@ class PoolKey(NamedTuple, Generic[CredentialsT, OptionsT]):
 
 async def dial_connection(
     context_for: Callable[[], TlsContext | None],
-    open_socket: Callable[[], Awaitable[socket.socket]],
+    open_socket: Callable[[], Awaitable[socket.SocketType]],
     settings: ConnectionSettings,
     poller: Poller,
 ) -> Connection:

@@ -54,7 +54,7 @@ class Handshakes:
         self._limiters: dict[tuple[str, float], HandshakeLimiter] = {}
 
     async def turn(
-        self, sock: socket.socket, connection: Life, source: str, destination: str, timeout_s: float
+        self, sock: socket.SocketType, connection: Life, source: str, destination: str, timeout_s: float
     ) -> PendingHandshake:
         """Wait until a connection's ClientHello is there and its handshake may begin.
 

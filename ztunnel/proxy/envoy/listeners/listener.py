@@ -40,7 +40,7 @@ from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 
-Accepted = Callable[["LiveListener", socket.socket, tuple[str, int]], None]
+Accepted = Callable[["LiveListener", socket.SocketType, tuple[str, int]], None]
 
 
 def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | None = None) -> ListeningSocket:

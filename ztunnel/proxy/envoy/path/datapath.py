@@ -74,7 +74,7 @@ class Datapath:
 
     # Accepting
 
-    def accepted(self, listener: LiveListener, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def accepted(self, listener: LiveListener, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Carry an accepted socket, which this object closes; returns at once."""
         try:
             source, local = SocketAddress.of(peer), SocketAddress.of(sock.getsockname())
@@ -97,7 +97,7 @@ class Datapath:
         )
         self._tasks.run(self._poller, self._serve(listener, sock, info, pod), f"{info.connection_id}")
 
-    async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo, pod: str) -> None:
+    async def _serve(self, listener: LiveListener, sock: socket.SocketType, info: StreamInfo, pod: str) -> None:
         end = PlainSocket(sock, self._poller)
         cancel = current(self._poller).cancel
         connection = LiveConnection(self._connections, info, listener, self._clock, cancel, pod, end.close)

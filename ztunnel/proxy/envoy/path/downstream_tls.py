@@ -44,7 +44,7 @@ def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
 
 
 async def handshake_turn(
-    handshakes: Handshakes, connection: LiveConnection, chain: LiveChain, sock: socket.socket
+    handshakes: Handshakes, connection: LiveConnection, chain: LiveChain, sock: socket.SocketType
 ) -> PendingHandshake:
     """Wait for the turn of a handshake; closes the socket if it does not come to that.
 

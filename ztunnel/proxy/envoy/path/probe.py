@@ -151,7 +151,7 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
     return current
 
 
-def _header(cluster: LiveCluster, host: Host, sock: socket.socket) -> bytes:
+def _header(cluster: LiveCluster, host: Host, sock: socket.SocketType) -> bytes:
     """Return the PROXY header of a check. Empty sends none.
 
     A check has no client. Like Envoy's, it has the socket's own addresses in version 1, and LOCAL in version 2.

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
@@ -201,8 +202,8 @@ def _parts(text: str) -> tuple[str, tuple[str, ...]]:
 
 def timestamp(seconds: float) -> str:
     """Return a time as RFC 3339 has it, in UTC with microseconds."""
-    second, micros = divmod(round(seconds * 1_000_000), 1_000_000)
-    return f"{_second(second)}.{micros:06d}Z"
+    micros = round(seconds * 1_000_000)
+    return f"{_second(micros // 1_000_000)}.{micros % 1_000_000:06d}Z"
 
 
 @lru_cache(maxsize=1)
@@ -240,6 +241,8 @@ class LogStream(logging.Handler):
         self._start_filter = filter_text
         self._line = json_line if json_lines else plain_line
         self._timer: asyncio.TimerHandle | None = None
+        # Other threads log, too. The handler's own lock is two calls in Python to take.
+        self._queueing = threading.RLock()
         self.export: Callable[[float, str, str, Fields, bytes], None] | None = None
         self.levels = LogFilter(filter_text)
         self._targets: dict[str, tuple[str, int]] = {}
@@ -305,10 +308,35 @@ class LogStream(logging.Handler):
         if self.export is not None:
             self.export(time_s, level, message, fields, trace)
 
+    def write_completion(
+        self, time_s: float, source: object, shown: Recurring, sent: int, received: int, duration_ms: int
+    ) -> None:
+        """Write the line of a connection that ended in order, as :meth:`write_access` would, without its pieces.
+
+        Args:
+            time_s: the wall clock.
+            source: the client's address.
+            shown: its other fields; not empty.
+            sent, received: bytes.
+            duration_ms: of the connection.
+        """
+        time = timestamp(time_s)
+        if self._line is plain_line:
+            line = (
+                f"{time}\tinfo\taccess\tconnection complete\tsrc.addr={source} {shown.plain} "
+                f'bytes_sent={sent} bytes_recv={received} duration="{duration_ms}ms"\n'
+            )
+        else:
+            line = (
+                f'{{"level":"info","time":"{time}","scope":"access","message":"connection complete",'
+                f'"src.addr":"{source}",{shown.json},'
+                f'"bytes_sent":{sent},"bytes_recv":{received},"duration":"{duration_ms}ms"}}\n'
+            )
+        self.pass_on(line.encode(errors="backslashreplace"))
+
     def pass_on(self, lines: bytes) -> None:
         """Queue complete lines for the writer; safe in every thread."""
-        self.acquire()  # other threads log too
-        try:
+        with self._queueing:
             if self._file.append(lines):
                 self._writer.hand_over(self._file)
             elif self._timer is None:
@@ -316,14 +344,9 @@ class LogStream(logging.Handler):
                     self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
                 except RuntimeError:  # no loop yet, no loop any more, or another thread
                     self._writer.hand_over(self._file)
-        finally:
-            self.release()
 
     def flush(self) -> None:
         """Hand queued lines to the writer now; idempotent."""
-        self.acquire()
-        try:
+        with self._queueing:
             self._timer = None
             self._writer.hand_over(self._file)
-        finally:
-            self.release()

@@ -296,7 +296,6 @@ class Record:
         now_s = node.clock.monotonic()
         flags = failure.flags if failure is not None else Flags.NONE
         logged = node.logs.access_level <= (_INFO if failure is None else _ERROR)
-        fields = self.fields() if logged else []
         series.used_s = now_s
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
@@ -310,18 +309,28 @@ class Record:
         sent, received = counts.sent, counts.received
         if self.direction is Direction.INBOUND:
             sent, received = received, sent
-        fields += (("bytes_sent", sent), ("bytes_recv", received))
+        duration_ms = int((now_s - self.started_s) * 1000)
+        described, logs = self.described, node.logs
+        if described is not None and failure is None and logs.export is None and not self._has_more:
+            logs.write_completion(node.clock.wall(), self.source, described.shown, sent, received, duration_ms)
+            return
+        fields = [*self.fields(), ("bytes_sent", sent), ("bytes_recv", received)]
         if self.dry_run:
             fields.append(("policy.dry_run", self.dry_run))
         if self.http_left:
             fields.append(("policy.http", self.http_left))
         if self.asked is not None and self.asked.addon:
             fields.append(("addon", self.asked.addon))
-        fields.append(("duration", f"{int((now_s - self.started_s) * 1000)}ms"))
+        fields.append(("duration", f"{duration_ms}ms"))
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))
         level = "info" if failure is None else "error"
-        node.logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
+        logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
+
+    @property
+    def _has_more(self) -> bool:
+        """Whether the last line has fields that few have."""
+        return bool(self.dry_run or self.http_left or self.asked is not None)
 
     # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
 

@@ -138,6 +138,7 @@ class WorkloadCertificate:
         issued: the certificate, its key and its roots.
         generation: increases with each renewal and each change of the revocation lists. It is part of pool keys,
             so that new tunnels use connections with the current certificate and lists.
+        not_after: the end of its validity.
     """
 
     __slots__ = (
@@ -149,12 +150,14 @@ class WorkloadCertificate:
         "_server",
         "generation",
         "issued",
+        "not_after",
     )
 
     def __init__(
         self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
     ) -> None:
         self.issued = issued
+        self.not_after = issued.not_after  # read for each connection, and parsed from the certificate each time
         self.generation = generation
         self._policy = policy
         self._revoked = revoked
@@ -295,7 +298,7 @@ class CertificateManager:
     def current(self, identity: SpiffeId) -> WorkloadCertificate | None:
         """Return the certificate if there is a valid one; the data path calls this before :meth:`fetch`."""
         certificate = self._certificates.get(identity)
-        if certificate is None or certificate.issued.not_after <= self._now():
+        if certificate is None or certificate.not_after <= self._now():
             return None
         return certificate
 

@@ -173,13 +173,13 @@ class Inbound:
 
     # Accepting
 
-    def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def accepted(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
         carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
         self._count_socket(carrier)
         self._limiter.enter(sock, peer, carrier)
 
-    def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def accepted_plain(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
         self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
 
@@ -200,7 +200,7 @@ class Inbound:
         """Serve one connection that brings tunnels, until it ends."""
         node, pod, sock = self._node, self._pod, pending.sock
         carrier: Carrier = pending.owner
-        owned: socket.socket | None = sock
+        owned: socket.SocketType | None = sock
         try:
             try:
                 source, local = _address(pending.peer), _address(sock.getsockname())
@@ -588,7 +588,7 @@ class Inbound:
 
     # Plain connections
 
-    async def _plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    async def _plain(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Carry one captured connection of a client outside the mesh."""
         node = self._node
         client = PlainSocket(sock, node.poller)

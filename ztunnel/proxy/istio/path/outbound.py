@@ -158,7 +158,7 @@ class Outbound:
 
     # Accepting
 
-    def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def accepted(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Take a captured connection; returns at once. The listener on 15001 calls it."""
         client = PlainSocket(sock, self._node.poller)
         source = SocketAddress(canonical(peer[0]), peer[1])
@@ -188,13 +188,13 @@ class Outbound:
     def _begin(self, plan: Plan, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> bool:
         """Carry a connection by steps, if nothing has to be waited for but the peer's answer."""
         certificate = self._node.certificates.current(plan.labels.identity)
-        place = self.tunnels.reserve(plan.key(certificate)) if certificate is not None else None
+        place = self.tunnels.pool.reserve(plan.key(certificate)) if certificate is not None else None
         if place is None:
             return False
         PlannedConnection(self, self._pod, plan, client, source, destination).begin(place)
         return True
 
-    def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def accepted_socks(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
         life = Life(self._pod.connections.arriving)
         self._pod.tasks.run(self._node.poller, self._socks(life, sock, peer), "socks5")
@@ -210,7 +210,7 @@ class Outbound:
         finally:
             client.close()
 
-    async def _socks(self, life: Life, sock: socket.socket, peer: tuple[str, int]) -> None:
+    async def _socks(self, life: Life, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         client = PlainSocket(sock, self._node.poller)
         life.aborts_by(cancels_current_task(self._node.poller))
         try:
@@ -553,7 +553,7 @@ class Outbound:
         return await pod.join(JoinRequest(call.entry, call.labels, certificate, route.identities, target, tunnel))
 
 
-async def _flush_before_close(inner: Connection, near: socket.socket, carrying: Relay) -> None:
+async def _flush_before_close(inner: Connection, near: socket.SocketType, carrying: Relay) -> None:
     """Let an ended inner connection reach the far side before the outer tunnel ends.
 
     Closing at once, like upstream, loses the bytes in the socket pair, and a gateway that sees a reset drops bytes

@@ -92,7 +92,7 @@ class PlannedConnection(PodConnection):
         self.state = State.DIALING
         record.opened(settled=False)
         block, record.trace = self._plan.request(record.source, node.rng.getrandbits(192))
-        tunnel = self._owner.tunnels.open_on(place, block, self._client, self._answered)
+        tunnel = self._owner.tunnels.pool.open_on(place, block, self._client, self._answered)
         self._tunnel, self.connection = tunnel, tunnel.connection
         poller = node.poller
         poller.interval_timer(ANSWER_TIMEOUT_S).register(self, poller.now_s)

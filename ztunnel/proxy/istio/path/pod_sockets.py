@@ -209,7 +209,7 @@ class PodSockets:
 
     # Connections
 
-    def original_destination(self, sock: socket.socket, source: SocketAddress) -> SocketAddress:
+    def original_destination(self, sock: socket.SocketType, source: SocketAddress) -> SocketAddress:
         """Return the destination of an accepted socket's peer, before the kernel redirected it.
 
         Args:
@@ -295,14 +295,14 @@ class PodSockets:
         else:
             self._keep_alive(end.sock)
 
-    def _keep_alive(self, sock: socket.socket) -> None:
+    def _keep_alive(self, sock: socket.SocketType) -> None:
         assert self._keepalive is not None
         with contextlib.suppress(OSError):  # reset meanwhile
             sockets.set_keepalive(sock, self._keepalive)
 
     async def connect(
         self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
-    ) -> socket.socket:
+    ) -> socket.SocketType:
         """Connect by TCP out of the pod; the caller closes the socket.
 
         Args:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Hashable, Iterable
 from functools import partial
 
-from hbone.aio.answers import OnAnswer
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import TlsError, TlsReason
 from hbone.events import Header
-from hbone.pool import ConnectionId, PoolSettings
+from hbone.pool import PoolSettings
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
@@ -33,14 +32,18 @@ def tunnel_key(target: SocketAddress, identities: tuple[str, ...], certificate: 
 
 
 class PodTunnels:
-    """The pool of one pod; its connections are the pod's own, as their certificate is."""
+    """The tunnels of one pod; their connections are the pod's own, as their certificate is.
+
+    Attributes:
+        pool: of the connections, by :func:`tunnel_key`.
+    """
 
     def __init__(self, pod: PodContext) -> None:
         config = pod.node.config
         self._node = pod.node
         self._connections = pod.connections
         # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
-        self._pool = Pool(
+        self.pool = Pool(
             partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
             pod.node.poller,
             PoolSettings(
@@ -70,17 +73,7 @@ class PodTunnels:
             HboneError: see :meth:`hbone.aio.pool.Pool.open`.
             TproxyError: no connection could be opened.
         """
-        return self._pool.open(tunnel_key(target, identities, certificate), request, client)
-
-    def reserve(self, key: TunnelKey) -> ConnectionId | None:
-        """Reserve a place on an open connection; see :meth:`hbone.aio.pool.Pool.reserve`."""
-        return self._pool.reserve(key)
-
-    def open_on(
-        self, place: ConnectionId, block: bytes, client: PlainSocket | None, on_answer: OnAnswer
-    ) -> Tunnel:
-        """Request a tunnel on a reserved place; see :meth:`hbone.aio.pool.Pool.open_on`."""
-        return self._pool.open_on(place, block, client, on_answer)
+        return self.pool.open(tunnel_key(target, identities, certificate), request, client)
 
     def adopt(
         self,
@@ -94,13 +87,13 @@ class PodTunnels:
         life = _carrier(self._node, self._connections)
         life.dialled = target, identities
         key = PoolKey(target, certificate, certificate.generation, identities)
-        self._pool.adopt(key, connection, tunnels)
+        self.pool.adopt(key, connection, tunnels)
         _opened(life, connection, self._connections)
         self._connections.dialled.judge(life)
 
     async def close(self) -> None:
         """Close every connection at once; waiting callers get ``PoolClosed``."""
-        await self._pool.close()
+        await self.pool.close()
 
 
 async def _dial(

@@ -18,7 +18,7 @@ _IDLE_S: Final = 10.0
 _SHORT_S: Final = 0.1
 
 #: Makes a number of sockets of an IP version.
-Make = Callable[[int, int], list[socket.socket]]
+Make = Callable[[int, int], list[socket.SocketType]]
 
 
 class SocketStock:
@@ -32,7 +32,7 @@ class SocketStock:
     def __init__(self, poller: Poller, make: Make) -> None:
         self._poller = poller
         self._make = make
-        self._ready: dict[int, list[socket.socket]] = {4: [], 6: []}
+        self._ready: dict[int, list[socket.SocketType]] = {4: [], 6: []}
         self._batch = {4: _FEWEST, 6: _FEWEST}
         self._filled_s = {4: 0.0, 6: 0.0}
         self._taken = False
@@ -41,7 +41,7 @@ class SocketStock:
     def __len__(self) -> int:
         return sum(map(len, self._ready.values()))
 
-    def take(self, version: int) -> socket.socket:
+    def take(self, version: int) -> socket.SocketType:
         """Return a socket, which belongs to the caller."""
         ready = self._ready[version]
         self._taken = True
