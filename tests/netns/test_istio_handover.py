@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path) -> AsyncIterator[AmbientMesh]:
-    async with generations.running(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
+async def running(tmp_path: Path, **env: str) -> AsyncIterator[AmbientMesh]:
+    async with generations.running(tmp_path, **env) as mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far", "outside"):
             await stack.enter_async_context(app(mesh.lab.pod(name)))
         yield mesh
@@ -132,5 +132,29 @@ def test_a_signal_starts_the_successor(tmp_path: Path) -> None:
                 if pid:
                     os.kill(pid, signal.SIGTERM)
                     await eventually(lambda: has_ended(pid), "the successor has ended")
+
+    asyncio.run(main())
+
+
+def test_workers_hand_over_to_workers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, ZTUNNEL_WORKER_THREADS="2") as mesh, contextlib.AsyncExitStack() as stack:
+            socks = [await stack.enter_async_context(held(mesh, *pair)) for pair in 2 * PAIRS]
+            for node in NODES:
+                proxy = await generations.started(mesh, node)
+                await eventually(lambda proxy=proxy: len(said(proxy, "waiting for the connections")) == 3, "met")
+                before, mesh.proxies[node] = mesh.proxies[node], proxy
+                before.process.send_signal(signal.SIGTERM)
+                assert await exited(before.process) == 0
+                assert before.access() == []
+                for sock in socks:
+                    await lives(sock)
+            moved = {"result": "taken", "reason": ""}
+            taken = {
+                node: mesh.proxies[node].metric("ztunnel_handover_connections_total", **moved) for node in NODES
+            }
+            # Outbound and inbound connections of both halves, and tunnel connections.
+            assert taken["w1"] >= 12
+            assert taken["w2"] >= 4
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -200,7 +200,12 @@ class IstioProxy:
         self._handover: Handover | None = None
         self._successor: int | None = None
         if config.moves:
-            from ztunnel.proxy.istio.handover.service import Handover  # most proxies have no place to meet
+            from ztunnel.proxy.istio.handover.service import (
+                Handover,  # most proxies have no place to meet
+                protect_secrets,
+            )
+
+            protect_secrets()
 
             self._handover = Handover(
                 Path(config.handover_dir),
@@ -371,15 +376,6 @@ class IstioProxy:
         self.writer.drain()
         os._exit(0)
 
-    def _protect_secrets(self) -> None:
-        """Keep the keys of connections that can move out of core dumps."""
-        from ztunnel.runtime.process import forbid_core_dumps
-
-        try:
-            forbid_core_dumps()
-        except OSError as error:
-            log.warning("core dumps of this process can have keys of connections error=%s", error.strerror)
-
     def _replace_asked(self) -> None:
         """Handle SIGUSR2: start a successor in place, which takes over when it is ready."""
         from ztunnel.runtime.process import start_again
@@ -413,8 +409,6 @@ class IstioProxy:
         loop.add_signal_handler(signal.SIGTERM, self.shut_down)
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGUSR2, self._replace_asked)
-        if self._handover is not None:
-            self._protect_secrets()
         reopen_on_rotation(self.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
@@ -507,6 +501,8 @@ class IstioProxy:
             # What a predecessor offers must find its pod here.
             while self.readiness.pending:  # noqa: ASYNC110  it has no event, and this is once per process
                 await asyncio.sleep(_READY_S)
+            if self.workers is not None:
+                await self.workers.meet_successor()
             self.handover.begin()
 
     async def _sweep(self) -> None:
@@ -533,10 +529,17 @@ class IstioProxy:
         handover = self.handover
         if handover is None:
             return None
+        from ztunnel.proxy.istio.handover.service import GIVE_S
+
         if handover.successor_waits:
             pods = [pod for pod in self.carried() if isinstance(pod, PodProxy)]
             async with asyncio.TaskGroup() as group:
                 for pod in pods:
                     group.create_task(pod.leave_ports(), name="leave ports")
-            await handover.give()
+            giving: list[Awaitable[object]] = [handover.give()]
+            if self.workers is not None:
+                giving.append(self.workers.hand_over(GIVE_S))
+            await asyncio.gather(*giving)
+        elif self.workers is not None:
+            await self.workers.hand_over(0.0)  # to a successor that comes late
         return self._tasks.start(handover.give_late(), "late hand-over")

@@ -473,11 +473,6 @@ def _limits(
     values["replace"] = seen.get("ZTUNNEL_REPLACE", _switch, False)
     if values["replace"] and not values["handover_dir"]:
         seen.faults.append("--replace (ZTUNNEL_REPLACE) needs ZTUNNEL_HANDOVER_DIR, where both processes meet")
-    if values["handover_dir"] and values["worker_threads"] > 1:
-        seen.warnings.append(
-            "ZTUNNEL_HANDOVER_DIR: connections of worker processes do not move to a successor; "
-            "they do with ZTUNNEL_WORKER_THREADS=1"
-        )
     values["log_wait_s"] = seen.get("ZTUNNEL_LOG_WAIT", duration_s, 0.0)
     values["flows"] = seen.get("ZTUNNEL_FLOWS", _number(0, 1_000_000), CAPACITY)
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)

@@ -1,6 +1,6 @@
 """Counts of connections that moved between processes, for the metrics page and ``ztunnel handover``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -19,8 +19,7 @@ class HandoverCounts:
     def __init__(self) -> None:
         self.connections: dict[tuple[str, str], int] = {}
         self.paused_s = 0.0
-        self._pauses = [0] * len(PAUSE_BUCKETS)
-        self._longer = 0
+        self._pauses = [0] * (len(PAUSE_BUCKETS) + 1)  # the last: longer ones
 
     def count(self, result: str, reason: str, number: int) -> None:
         """Count connections; of a reason the part before a colon, so that there are few."""
@@ -31,21 +30,30 @@ class HandoverCounts:
         """Count the connections of an offer, which did nothing for ``pause_s``."""
         self.count(result, reason, number)
         self.paused_s += pause_s
-        for place, bound in enumerate(PAUSE_BUCKETS):
-            if pause_s <= bound:
-                self._pauses[place] += 1
-                return
-        self._longer += 1
+        self._pauses[sum(pause_s > bound for bound in PAUSE_BUCKETS)] += 1
+
+    def add(self, connections: Mapping[tuple[str, str], int], pauses: Sequence[int], paused_s: float) -> None:
+        """Add the counts of another process."""
+        for key, number in connections.items():
+            self.connections[key] = self.connections.get(key, 0) + number
+        for place, number in enumerate(pauses[: len(self._pauses)]):
+            self._pauses[place] += number
+        self.paused_s += paused_s
+
+    @property
+    def pauses(self) -> tuple[int, ...]:
+        """Numbers of pauses by bucket, not cumulative; the last is of longer ones."""
+        return tuple(self._pauses)
 
     @property
     def offers(self) -> int:
         """How many offers were answered."""
-        return sum(self._pauses) + self._longer
+        return sum(self._pauses)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
         """Iterate over (upper bound, number of pauses up to it)."""
         seen = 0
-        for bound, count in zip(PAUSE_BUCKETS, self._pauses, strict=True):
+        for bound, count in zip(PAUSE_BUCKETS, self._pauses, strict=False):
             seen += count
             yield str(bound), seen
         yield "+Inf", self.offers

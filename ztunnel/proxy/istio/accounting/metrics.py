@@ -236,6 +236,9 @@ class Counts:
     calmed: int = 0
     over_budget: int = 0
     exports_dropped: Mapping[str, int] = field(default_factory=dict)
+    handovers: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    handover_pauses: tuple[int, ...] = ()
+    handover_paused_s: float = 0.0
     loop_stalls: int = 0
     loop_late_s: float = 0.0
     addon_hooks: tuple[HookCounts, ...] = ()
@@ -253,7 +256,6 @@ _OF_MAIN = (
     "dns_failures",
     "dns_durations",
     "dns_dropped",
-    "handovers",
     "gauges",
     "processes",
 )
@@ -460,6 +462,9 @@ class Metrics:
             calmed=self.calmed,
             over_budget=self.over_budget,
             exports_dropped=self.exports_dropped,
+            handovers=dict(self.handovers.connections),
+            handover_pauses=self.handovers.pauses,
+            handover_paused_s=self.handovers.paused_s,
             loop_stalls=self.loop.stalls.value,
             loop_late_s=self.loop.late_s,
         )
@@ -525,6 +530,7 @@ class Metrics:
         self.calmed += part.calmed
         self.over_budget += part.over_budget
         _add(self._dropped_elsewhere, part.exports_dropped)
+        self.handovers.add(part.handovers, part.handover_pauses, part.handover_paused_s)
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s
         # Gauges and states of a process end with it.

@@ -41,6 +41,7 @@ from ztunnel.proxy.istio.path.node import pod_key
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.settings.config import SOCKET_NAME
 from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.process import forbid_core_dumps
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import UnixListener, ready
 from ztunnel.runtime.tasks import Tasks
@@ -59,6 +60,14 @@ _AGAIN_S: Final = 0.25
 _BACKLOG: Final = 4
 
 
+def protect_secrets() -> None:
+    """Keep the keys of connections that can move out of core dumps of this process."""
+    try:
+        forbid_core_dumps()
+    except OSError as error:
+        log.warning("core dumps of this process can have keys of connections error=%s", plain_reason(error))
+
+
 class Handover:
     """Runs from :meth:`begin` to :meth:`close`.
 
@@ -70,6 +79,7 @@ class Handover:
         replace: have the predecessor hand over and end as soon as this process is ready.
         on_take_now: called when a successor demands that of this process.
         statistics: counts; ``None``: its own.
+        worker: index of this worker process, which meets those of the same index; ``None``: the main process.
     """
 
     def __init__(
@@ -82,8 +92,10 @@ class Handover:
         replace: bool = False,
         on_take_now: Callable[[], object] = lambda: None,
         statistics: HandoverCounts | None = None,
+        worker: int | None = None,
     ) -> None:
-        self.path = folder / SOCKET_NAME
+        name = Path(SOCKET_NAME)
+        self.path = folder / (name if worker is None else f"{name.stem}-{worker}{name.suffix}")
         self.statistics = statistics if statistics is not None else HandoverCounts()
         self._pods = pods
         self._clock = clock

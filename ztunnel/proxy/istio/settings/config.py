@@ -184,8 +184,8 @@ class IstioConfig:
 
     @property
     def moves(self) -> bool:
-        """Whether open connections can move to another process: workers' connections cannot."""
-        return bool(self.handover_dir) and self.worker_threads == 1
+        """Whether open connections can move to another process."""
+        return bool(self.handover_dir)
 
     @property
     def version_tag(self) -> str:

@@ -59,8 +59,10 @@ from ztunnel.proxy.istio.workers.messages import (
     GetConnections,
     GetCounts,
     GetFlows,
+    HandOver,
     Listening,
     LogFilterChanged,
+    MeetSuccessor,
     NamesGiven,
     Notification,
     ProtocolViolation,
@@ -185,6 +187,7 @@ class Workers:
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._served = False
+        self._meeting = False
         self._late = 0
         self._restarts = 0
         self._stop_watching: Callable[[], None] = lambda: None
@@ -234,6 +237,18 @@ class Workers:
     def settle(self) -> None:
         """Allow workers to serve: the mesh is complete as first described by the control plane."""
         self._settled.set()
+
+    async def meet_successor(self) -> None:
+        """Have workers take open connections from a predecessor's, and wait for a successor's; later ones, too."""
+        self._meeting = True
+        await self.request_of_all(MeetSuccessor())
+
+    async def hand_over(self, seconds: float) -> None:
+        """Leave all ports to a successor, and have workers give it their open connections."""
+        for pod in self._pods.values():
+            pod.leaving = True
+            pod.close_listeners()
+        await self.request_of_all(HandOver(seconds), seconds + ANSWER_S)
 
     # One worker
 
@@ -316,6 +331,8 @@ class Workers:
             for pod in list(self._pods.values()):
                 if not pod.leaving:
                     await self._give(worker, pod)
+            if self._meeting:
+                await worker.request(MeetSuccessor())
         except ChannelClosed:
             return
         except OSError as error:

@@ -178,6 +178,19 @@ class DrainPod(Struct, frozen=True, tag=True):
     timeout_s: float
 
 
+class MeetSuccessor(Struct, frozen=True, tag=True):
+    """Take open connections from the worker of the same index in the predecessor, then wait for the successor's.
+
+    No value.
+    """
+
+
+class HandOver(Struct, frozen=True, tag=True):
+    """Leave the pods' ports to the successor, and give it open connections within some seconds. No value."""
+
+    seconds: float
+
+
 class GetCounts(Struct, frozen=True, tag=True):
     """Everything counted so far, in parts (:class:`CountsPart`)."""
 
@@ -207,7 +220,19 @@ class TapPod(Struct, frozen=True, tag=True):
     wanted: TapRequest
 
 
-RequestToWorker = Barrier | Turn | StartPod | StopPod | DrainPod | GetCounts | GetConnections | GetFlows | TapPod
+RequestToWorker = (
+    Barrier
+    | Turn
+    | StartPod
+    | StopPod
+    | DrainPod
+    | MeetSuccessor
+    | HandOver
+    | GetCounts
+    | GetConnections
+    | GetFlows
+    | TapPod
+)
 
 
 # Requests to the main process

@@ -16,8 +16,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, assert_never
 
+import ztunnel
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
@@ -63,7 +65,9 @@ from ztunnel.proxy.istio.workers.messages import (
     GetConnections,
     GetCounts,
     GetFlows,
+    HandOver,
     LogFilterChanged,
+    MeetSuccessor,
     MeshChange,
     NamesGiven,
     Notification,
@@ -87,6 +91,7 @@ from ztunnel.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.proxy.istio.accounting.exports import Exports
+    from ztunnel.proxy.istio.handover.service import Handover
     from ztunnel.proxy.otlp.settings import OtlpSettings
 
 log = logging.getLogger(__name__)
@@ -173,6 +178,20 @@ class _Carrier:
         self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush, culprit=named))
         self._exports = self._exported(config.otlp) if config.otlp is not None else None
         self._tasks = Tasks("worker")
+        self._met = False
+        self._handover: Handover | None = None
+        if config.moves:
+            from ztunnel.proxy.istio.handover.service import Handover, protect_secrets
+
+            protect_secrets()
+            self._handover = Handover(
+                Path(config.handover_dir),
+                lambda: [pod.proxy for pod in self.pods.values()],
+                self.clock,
+                version=ztunnel.__version__,
+                statistics=self.metrics.handovers,
+                worker=begin.index,
+            )
         self._tasks.keep(self._sweep, "metrics sweep")
         if self.node.policies is not None:
             self._tasks.keep(self.node.policies.run, "policies")
@@ -268,6 +287,22 @@ class _Carrier:
             await pod.proxy.drain(timeout_s)
             await self.stop_pod(number)
 
+    def meet_successor(self) -> None:
+        """Take from the predecessor's worker, then wait for the successor's, if connections move. Idempotent."""
+        if self._handover is not None and not self._met:
+            self._met = True
+            self._handover.begin()
+
+    async def hand_over(self, seconds: float) -> None:
+        """Give open connections to the successor's worker, now and until this process ends."""
+        handover = self._handover
+        if handover is None:
+            return
+        if handover.successor_waits:
+            await asyncio.gather(*(pod.proxy.leave_ports() for pod in list(self.pods.values())))
+            await handover.give(seconds)
+        self._tasks.start(handover.give_late(), "late hand-over")
+
     async def tap(self, wanted: TapRequest, descriptors: Descriptors) -> Totals:
         """Capture a pod's new connections; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
         sink = socket.socket(fileno=descriptors.take())
@@ -287,6 +322,8 @@ class _Carrier:
 
     async def close(self) -> None:
         """End all pods."""
+        if self._handover is not None:
+            await self._handover.close()
         for number in list(self.pods):
             await self.stop_pod(number)
         await self._tasks.close()
@@ -366,6 +403,10 @@ class Worker:
                 await carrier.stop_pod(number)
             case DrainPod(number, timeout_s):
                 await carrier.drain_pod(number, timeout_s)
+            case MeetSuccessor():
+                carrier.meet_successor()
+            case HandOver(seconds):
+                await carrier.hand_over(seconds)
             case GetCounts():
                 for part in carrier.metrics.counts():
                     yield CountsPart(part)
