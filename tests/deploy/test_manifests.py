@@ -16,6 +16,7 @@ import yaml
 
 from tests.deploy.labels import OF_HELM, STANDARD, without
 from tests.programs import needed
+from ztunnel.proxy.addons.settings import addon_settings
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.proxy.istio.settings.config import ProxyMode
 from ztunnel.runtime.http import liveness
@@ -297,6 +298,7 @@ def test_the_values_are_named_as_in_istios_chart() -> None:
         "prometheusRule",
         "dashboard",
         "handover",
+        "addons",
     }  # our own
 
 
@@ -322,6 +324,7 @@ def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
     env = text[text.index("        env:\n") : text.index("        volumeMounts:\n")]
     named = set(re.findall(r"- name: ([A-Z_]+)$", env, re.MULTILINE))
     optional = {"LOG_FORMAT", "NETWORK", "CRL_PATH", "ZTUNNEL_RESOURCE_CPU_LIMIT", "POLICY_SYNC"}
+    optional |= {"ZTUNNEL_ADDONS", "ZTUNNEL_ADDON_OPTION"}
     assert named == {*environment(container), *optional}
 
 
@@ -333,6 +336,36 @@ def rendered(values_file: Path | None = None, given: Object | None = None) -> di
         command += ["--values", "-"]
     text = json.dumps(given)
     return documents(subprocess.run(command, check=True, capture_output=True, text=True, input=text).stdout)
+
+
+def test_addons_are_mounted_and_named() -> None:
+    addons = {
+        "configMap": "our-addons",
+        "load": ["rate_limit.py", "canary.py@sha256:" + "ab" * 32, "pack:Cls"],
+        "options": {
+            "rate-limit": {"per_second": 50, "namespaces": ["a", "b"]},
+            "canary": {"labels": {"version": "v2"}},
+        },
+    }
+    pod = rendered(given={"addons": addons})["DaemonSet"]["spec"]["template"]["spec"]
+    env = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    settings, faults = addon_settings(env)
+    assert not faults
+    assert settings is not None
+    assert [spec.file or spec.text for spec in settings.specs] == [
+        "/etc/ztunnel/addons/rate_limit.py",
+        "/etc/ztunnel/addons/canary.py",
+        "pack:Cls",
+    ]
+    given = {(name, key): each.value for name, keys in settings.options.items() for key, each in keys.items()}
+    assert given == {
+        ("canary", "labels"): "version=v2",
+        ("rate-limit", "namespaces"): "a,b",
+        ("rate-limit", "per_second"): "50",
+    }
+    assert {"name": "addons", "configMap": {"name": "our-addons"}} in pod["volumes"]
+    mount = {"mountPath": "/etc/ztunnel/addons", "name": "addons", "readOnly": True}
+    assert mount in pod["containers"][0]["volumeMounts"]
 
 
 def test_the_chart_comes_out_as_the_base() -> None:

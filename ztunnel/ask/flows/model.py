@@ -45,6 +45,7 @@ class Flow(Item, frozen=True, kw_only=True):
     reason: str | None = None
     policy: str | None = None
     clause: str | None = None
+    addon: str | None = None
     response_flags: str | None = None
     trace_id: str | None = None
 
@@ -82,6 +83,7 @@ FLOW: Final[Kind[Flow]] = Kind(
         Column("CONNECT", lambda item: _span(item.connect_seconds), wide=True),
         Column("POLICY", "policy", wide=True),
         Column("CLAUSE", "clause", wide=True),
+        Column("ADDON", "addon", wide=True),
         Column("SERVICE", "service", wide=True),
         Column("SOURCE IDENTITY", "source_identity", wide=True),
         Column("UUID", "uuid", wide=True),
@@ -121,6 +123,7 @@ def read(line: Mapping[str, Any]) -> Flow | None:
         bytes_received=more.get("bytes_received"),
         reason=more.get("reason"),
         policy=policy,
+        addon=more.get("addon"),
         response_flags=more.get("response_flags"),
         trace_id=((flow.get("trace_context") or {}).get("parent") or {}).get("trace_id"),
     )

@@ -67,6 +67,7 @@ class Outcome:
         reason: in the words of the access line.
         policy: ``NAMESPACE/NAME`` of the policy that decided. Empty if none did.
         flags: the response flags.
+        addon: the addons that denied, delayed, directed or cut it, joined by commas. Empty if none did.
         reset: it did not end by itself.
     """
 
@@ -76,6 +77,7 @@ class Outcome:
     reason: str = ""
     policy: str = ""
     flags: str = "-"
+    addon: str = ""
     reset: bool = False
 
 
@@ -162,6 +164,7 @@ def _extension(entry: Entry, source: Side, destination: Side, outcome: Outcome, 
         "hbone_address": tunnel or None,
         "reason": outcome.reason or None,
         "policy": outcome.policy or None,
+        "addon": outcome.addon or None,
         "response_flags": outcome.flags,
     }
     return {key: value for key, value in found.items() if value is not None}

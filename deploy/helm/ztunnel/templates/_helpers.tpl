@@ -79,3 +79,33 @@ configMap:
   name: {{ $name | default "istio-ca-root-cert" }}
 {{- end -}}
 {{- end }}
+
+{{/* The addons to load, in order: files are those of the ConfigMap. */}}
+{{- define "ztunnel.addons" -}}
+{{- $named := list }}
+{{- range .Values.addons.load }}
+{{- $named = append $named (contains ".py" . | ternary (printf "/etc/ztunnel/addons/%s" .) .) }}
+{{- end }}
+{{- join "," $named }}
+{{- end }}
+
+{{/* Their options, a line each: name.key=value. */}}
+{{- define "ztunnel.addon-options" -}}
+{{- $lines := list }}
+{{- range $name, $options := .Values.addons.options }}
+{{- range $key, $value := $options }}
+{{- $text := include "ztunnel.text" $value }}
+{{- if kindIs "slice" $value }}
+{{- $text = join "," $value }}
+{{- else if kindIs "map" $value }}
+{{- $pairs := list }}
+{{- range $label, $wanted := $value }}
+{{- $pairs = append $pairs (printf "%s=%s" $label (include "ztunnel.text" $wanted)) }}
+{{- end }}
+{{- $text = join "," $pairs }}
+{{- end }}
+{{- $lines = append $lines (printf "%s.%s=%s" $name $key $text) }}
+{{- end }}
+{{- end }}
+{{- join "\n" $lines }}
+{{- end }}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from hbone.aio.relay import ByteCounts
@@ -29,7 +30,7 @@ from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REJECTED, REVOKED, Flags
 
 #: References of an entry, in the order of :func:`note`.
-WIDTH: Final = 10
+WIDTH: Final = 11
 _DENIED_BY: Final = re.compile(r"explicitly denied by: (\S+)")
 _NONE_ALLOWED: Final = "allow policies exist, but none allowed"
 _NOT_ARRIVED: Final = re.compile(r"policy (\S+) has not arrived")
@@ -45,6 +46,14 @@ class NamedNode(Protocol):
     @property
     def node(self) -> str:
         """Of the node."""
+
+
+class Asked(Protocol):
+    """What addons have said of a connection."""
+
+    @property
+    def addon(self) -> str:
+        """The addons that returned a verdict, joined by commas."""
 
 
 class Recorded(Protocol):
@@ -66,6 +75,10 @@ class Recorded(Protocol):
     counts: ByteCounts
     started_s: float
     opened_s: float
+
+    @property
+    def asked(self) -> Asked | None:
+        """What addons have said, or None."""
 
     @property
     def described(self) -> object:
@@ -110,6 +123,7 @@ def note(ring: FlowRing, record: Recorded, ended_s: float, now_s: float, reason:
             text(record.hbone_authority) if record.hbone_authority else "",
             ring.text(reason) if reason else "",
             flags,
+            ring.text(record.asked.addon) if record.asked is not None and record.asked.addon else "",
         ),
     )
 
@@ -153,13 +167,13 @@ def lines(ring: FlowRing, node: str, after_ns: int = 0, last: int | None = None)
 
 def _response(entry: Entry, node: str) -> dict[str, Any]:
     source, destination, source_labels, destination_labels, source_id, destination_id = entry.refs[:6]
-    service, authority, reason, flags = entry.refs[6:]
+    service, authority, reason, flags, addon = entry.refs[6:]
     tunnel = ""
     if authority:
         # The application's address on both sides, never the port of the tunnel.
         tunnel = f"{entry.destination[0]}:{entry.destination[1]}" if entry.outbound else ""
         entry = entry._replace(destination=_address(authority) or entry.destination)
-    outcome = outcome_of(reason, flags, outbound=entry.outbound, tunnel=bool(authority))
+    outcome = replace(outcome_of(reason, flags, outbound=entry.outbound, tunnel=bool(authority)), addon=addon)
     return response(
         entry,
         node,

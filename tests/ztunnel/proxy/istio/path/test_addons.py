@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.report import page
 from ztunnel.proxy.dataplane.life import ALLOWED
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
+from ztunnel.proxy.istio.accounting.flows import lines as flow_lines
+from ztunnel.proxy.istio.accounting.flows import ring_of
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.accounting.record import Direction as Direction_
@@ -128,6 +131,7 @@ def test_an_outbound_connection_from_question_to_end(tmp_path: Path) -> None:
 
 def test_a_denied_outbound_connection_is_never_dialled(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
+        cluster.node.metrics.flows = ring_of(8)
         addon = scripted(cluster)
         addon.connect = lambda facts: Deny("closed on Sundays")
         cluster.mesh.apply([REMOTE])
@@ -141,6 +145,8 @@ def test_a_denied_outbound_connection_is_never_dialled(tmp_path: Path) -> None:
         assert cluster.closed() == {"DENY": 1}
         assert addon.names() == ["connecting", "refused"]
         assert addon.said[1][1].reason == line["error"]
+        ((_, flow),) = flow_lines(cluster.node.metrics.flows, "node")
+        assert json.loads(flow)["flow"]["extensions"]["value"]["addon"] == "scripted"
         assert addon.said[1][1].addon == "scripted"
 
     play(tmp_path, body)
