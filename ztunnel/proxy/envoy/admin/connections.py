@@ -105,6 +105,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         proxy.clock.wall(),
         proxy.settings.switches.tunnel_source is TunnelSource.CLIENT_POD,
         calico=calico,
+        addons=proxy.connections.addons.explained if proxy.connections.addons is not None else None,
     )
     try:
         answer = explain(question, configuration)

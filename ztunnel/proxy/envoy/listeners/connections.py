@@ -47,6 +47,9 @@ class HopAddons(Protocol):
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
         """Give later hooks the facts of another host."""
 
+    def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
+        """Return what addons would say of a connection; see there."""
+
     def ended(self, hop: LiveHop) -> None:
         """Inform the addons of the end of a hop."""
 

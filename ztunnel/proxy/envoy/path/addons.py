@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hbone.headers import parse_baggage
 from xds.model.address import SocketAddress
@@ -30,6 +30,7 @@ from xds.model.metadata import Metadata
 from ztunnel.addons import Direction, Facts, Path, Record, Workload
 from ztunnel.proxy.addons.decide import Labels
 from ztunnel.proxy.addons.host import AddonHost, Asked
+from ztunnel.proxy.addons.preview import would_say
 from ztunnel.proxy.envoy.stream.outcome import Denied
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions
@@ -114,6 +115,28 @@ class StreamAddons:
                 asked.addon,
             )
         )
+
+    def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
+        """Return what addons would say of a connection that is not there, for ``/explain``.
+
+        Args:
+            info: the connection, as far as it is known.
+            host: that it leads to.
+            inbound: the host is an application here.
+        """
+        address = host.endpoint.address
+        if inbound:
+            facts = self._inbound(info, address if isinstance(address, SocketAddress) else None)
+        else:
+            facts = self._outbound(0, info, host, tunnelled=False)
+        addons = [(each.loaded, each.suspended) for each in self.host.addons]
+        said = would_say(addons, "accepting" if inbound else "connecting", facts)
+        if not said:
+            return {}
+        answer: dict[str, Any] = {"addons": [each.shown() for each in said]}
+        if said[-1].denies:
+            answer["verdict"] = f"closed: refused by addon {said[-1].addon}"
+        return answer
 
     def _note(self, info: StreamInfo, asked: Asked) -> None:
         """Put the names of addons that said something into the metadata.

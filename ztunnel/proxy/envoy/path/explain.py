@@ -100,6 +100,8 @@ class Configuration:
         saved: the secrets of a dump, in the place of contexts.
         calico: what Calico's policies say where a socket is opened, see
             :func:`ztunnel.proxy.envoy.path.guarded.told`; ``None``: there are none.
+        addons: what addons say of a host, and whether it is an application here, see
+            :meth:`ztunnel.proxy.envoy.path.addons.StreamAddons.explained`; ``None``: there are none.
     """
 
     listeners: Sequence[LiveListener]
@@ -108,6 +110,7 @@ class Configuration:
     keep_client_address: bool = True
     saved: SavedSecrets | None = None
     calico: Callable[[StreamInfo, LiveTcpProxy | None, SocketAddress, Sequence[str]], Answer] | None = None
+    addons: Callable[[StreamInfo, Host, bool], Answer] | None = None
 
 
 def explain(question: Question, configuration: Configuration) -> Answer:
@@ -300,6 +303,9 @@ class _Explainer:
             "weight": endpoint.weight,
             "priority": priority,
         }
+        if self._configuration.addons is not None and (proxy is None or not depth):
+            info.upstream_cluster = cluster.model.alt_stat_name or cluster.model.name
+            answer |= self._configuration.addons(info, host, proxy is None or self._is_inbound(info))
         match, transport = cluster.model.transport_socket_for(endpoint.metadata)
         if match:
             answer["transport_socket_match"] = match
@@ -335,6 +341,10 @@ class _Explainer:
             if inbound is not None:
                 answer["inbound"] = inbound
         return answer
+
+    def _is_inbound(self, info: StreamInfo) -> bool:
+        listeners = self._configuration.listeners
+        return any(each.model.direction == "inbound" for each in listeners if each.name == info.listener)
 
     def _inbound(
         self, authority: str, identity: str, outer: StreamInfo, depth: int, client: LiveContext

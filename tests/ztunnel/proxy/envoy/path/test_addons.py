@@ -26,7 +26,7 @@ from tests.ztunnel.proxy.envoy.rig import (
     tunnel,
 )
 from tests.ztunnel.proxy.istio.path.test_addons import Scripted
-from ztunnel.addons import Cut, Deny, Direction, Prefer, Workload
+from ztunnel.addons import Addon, Cut, Deny, Direction, Facts, Prefer, Verdict, Workload
 from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
@@ -187,3 +187,34 @@ def test_settings_have_addons_and_their_options(tmp_path: Path) -> None:
         settings_from(flags, {"ZTUNNEL_ADDONS": "/etc/passwd"})
     with pytest.raises(SettingsError, match="no such file"):
         settings_from(flags, {**env, "ZTUNNEL_ADDON_OPTIONS": "/nowhere"})
+
+
+class Gate(Addon):
+    def connecting(self, facts: Facts) -> Verdict | None:
+        return Deny("closed") if facts.endpoint.endswith(facts.service) else Prefer({"version": "v2"})
+
+    def accepting(self, facts: Facts) -> Deny | None:
+        return Deny("closed")
+
+
+@pytest.mark.parametrize(
+    ("direction", "verdict", "says"),
+    [
+        ("OUTBOUND", "allowed", "prefer endpoints with version=v2"),
+        ("INBOUND", "refused: closed: refused by addon gate", "deny: closed"),
+    ],
+)
+def test_an_explanation_has_what_addons_would_say(tmp_path: Path, direction: str, verdict: str, says: str) -> None:
+    async def body(rig: Rig) -> None:
+        host = AddonHost([load_class(Gate, {})])
+        rig.proxy.connections.addons = StreamAddons(host, rig.proxy.decisions)
+        async with application() as port:
+            await rig.published(listener(chain(tcp()), traffic_direction=direction), cluster(port))
+            question = "source=127.0.0.1&destination=127.0.0.1:1&listener=l"
+            answer = json.loads(page(rig, "/explain", question))
+            assert answer["verdict"] == verdict
+            (endpoint,) = answer["hop"]["clusters"][0]["endpoints"]
+            assert endpoint["addons"] == [{"addon": "gate", "says": says}]
+            assert not any(counts.calls for counts in host.counts())
+
+    run(tmp_path, body)
