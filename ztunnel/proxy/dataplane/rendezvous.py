@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -137,6 +138,11 @@ class Rendezvous:
         data = bytes(received[_HEADER.size : stop])
         del received[:stop]
         return Parcel(data, [self._descriptors.popleft() for _ in range(count)])
+
+    def end(self) -> None:
+        """Have both sides read the end of the connection; idempotent. :meth:`close` releases the socket."""
+        with contextlib.suppress(OSError):  # the other side was quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket and the descriptors of incomplete messages; idempotent."""

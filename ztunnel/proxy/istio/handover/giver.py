@@ -139,6 +139,8 @@ class Giver:
                     reason = await self._offer(unit, result)
                 except TakerGone:
                     self.gone = True
+                    # It may have descriptors of what stays here, which it closes when it reads the end.
+                    self._channel.end()
                     reason = "no taker"
                 if reason:
                     result.stays[reason] += max(1, unit.entries)

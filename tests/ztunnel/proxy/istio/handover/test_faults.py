@@ -10,22 +10,32 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hbone.aio.handover import UnitState
 from tests.ztunnel.proxy.istio.handover.generations import SERVER, Generations, echoed, play
 from tests.ztunnel.proxy.istio.pods import APP_PORT, End
+from xds.model.address import SocketAddress
+from xds.model.calico import Flow
+from xds.model.identity import SpiffeId
 from ztunnel.proxy.dataplane import rendezvous
 from ztunnel.proxy.dataplane.rendezvous import MAX_BYTES, Parcel, Rendezvous, RendezvousError
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE
 from ztunnel.proxy.istio.handover.giver import Result
 from ztunnel.proxy.istio.handover.messages import (
     SCHEMA,
     Busy,
+    CarrierValue,
     Declined,
+    EntryValue,
+    FactsValue,
     FromGiver,
     FromTaker,
     Go,
     Greeting,
     Keep,
     Offer,
+    PeerValue,
+    RecordValue,
     Taken,
     Unreadable,
     encode,
@@ -134,8 +144,8 @@ def test_a_successor_that_does_not_answer_costs_its_time_and_nothing_else(tmp_pa
             result = await task
             assert result is not None
             assert result.given == 0
-            # An answer that comes too late has no effect.
-            await taker.say(Taken(1))
+            # Else it could keep descriptors of the connection open for ever.
+            assert await taker.hear() is None
         await still_served(made, end)
 
     play(tmp_path, body)
@@ -436,3 +446,52 @@ def test_messages_of_a_later_version_are_read_as_far_as_they_are_known() -> None
             from_taker(wrong)
     with pytest.raises(Unreadable):
         from_taker(encode(Go(1)))
+
+
+def test_an_answer_that_comes_too_late_has_no_effect(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            task = giving(made)
+            assert isinstance(await taker.hear(), Offer)
+            assert await taker.hear() == Keep(1)
+            await taker.say(Taken(1))
+            await task
+            await echoed(end, b"")
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_entries_are_the_same_after_their_way() -> None:
+    flow = Flow(
+        source_ip="10.0.0.1", destination_ip="10.0.0.2", destination_port=80, source_principal="spiffe://a"
+    )
+    identity = SpiffeId("cluster.local", "default", "a")
+    address = SocketAddress("10.0.0.1", 1234)
+    record = RecordValue(
+        direction="outbound",
+        source=address,
+        destination=SocketAddress("fd00::1", 15008),
+        age_s=1.5,
+        source_labels=PeerLabels(workload="a", known=True),
+        source_identity=identity,
+        trace=b"00-1",
+    )
+    entry = EntryValue(
+        pod=("default", "a", "a"),
+        record=record,
+        original="10.0.0.9:80",
+        actual=address,
+        facts=FactsValue(source=address, destination=address, names=("spiffe://b",)),
+        flow=flow,
+        peer=PeerValue(identity=identity, chain=(b"1",), roots=(b"2", b"3")),
+    )
+    offer = Offer(
+        number=3,
+        unit=UnitState(carrier=None, relays=()),
+        carrier=CarrierValue(pod=entry.pod, dialled=(address, ("spiffe://b",))),
+        entries=((entry,),),
+    )
+    assert from_giver(encode(offer)) == offer
