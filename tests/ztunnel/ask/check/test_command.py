@@ -1,6 +1,7 @@
 """``ztunnel check`` from end to end: objects of an API server, a running proxy, the handshake of port 15008."""
 
 import asyncio
+import base64
 import json
 import ssl
 from pathlib import Path
@@ -20,7 +21,7 @@ from xds.model.policy import Never
 from ztunnel.ask.check.gather import Shared, clock, targets
 from ztunnel.ask.check.rules.model import NodeFacts
 from ztunnel.cli import main
-from ztunnel.proxy.istio.admin.check_page import fingerprint, reach
+from ztunnel.proxy.istio.admin.check_page import fingerprint, reach, token_facts
 
 Said = pytest.CaptureFixture[str]
 SCHEMA = Path(__file__).parents[4] / "docs" / "schemas" / "CheckResultList.json"
@@ -83,7 +84,7 @@ def test_a_wrong_command_line(words: list[str], capsys: Said) -> None:
 
 def test_checks_are_listed(capsys: Said) -> None:
     assert main(["check", "--list", "--only", "IDN", "-o", "name"]) == 0
-    assert capsys.readouterr().out.split() == ["checkresult/IDN1", "checkresult/IDN2", "checkresult/IDN3"]
+    assert capsys.readouterr().out.split() == [f"checkresult/IDN{number}" for number in range(1, 5)]
 
 
 # A proxy
@@ -196,3 +197,15 @@ def test_equal_lists_of_many_nodes_are_kept_once() -> None:
     assert third is not None
     assert first["workloads"] is second["workloads"]
     assert third["workloads"] == [{"name": "b"}]
+
+
+def test_a_token_says_its_audience_and_end_and_is_not_shown(tmp_path: Path) -> None:
+    claims = base64.urlsafe_b64encode(json.dumps({"aud": ["istio-ca"], "exp": 1795694400}).encode()).decode()
+    token = f"eyJhbGciOiJub25lIn0.{claims.rstrip('=')}.c2ln"
+    file = tmp_path / "token"
+    file.write_text(token)
+    assert token_facts(str(file)) == {"present": True, "audiences": ["istio-ca"], "expires": 1795694400}
+    file.write_text("opaque")
+    assert token_facts(str(file)) == {"present": True}
+    file.write_text("")
+    assert "is empty" in token_facts(str(file))["error"]

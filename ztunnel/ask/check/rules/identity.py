@@ -13,6 +13,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, error, warning
 from ztunnel.ask.check.rules.objects import seconds_of
 
+#: Of the tokens that istiod takes.
+_AUDIENCE: Final = "istio-ca"
 #: Renewal is due at half of a certificate's life; below this share it has failed for some time.
 _LEFT: Final = 0.4
 _ROOT_WARN_S: Final = 60 * 86400.0
@@ -96,6 +98,26 @@ def trust(facts: Facts) -> Iterator[Finding]:
         yield warning(f"nodes have {len(sets)} different sets of roots: {'; '.join(parts)}")
 
 
+def tokens(facts: Facts) -> Iterator[Finding]:
+    """Judge the token by which each proxy asks for certificates and for configuration."""
+    found = False
+    for node, check in facts.checks():
+        token = check.get("token")
+        if not isinstance(token, Mapping):
+            continue
+        found = True
+        if token.get("error"):
+            yield error(str(token["error"]), node=node)
+            continue
+        expires, audiences = token.get("expires"), token.get("audiences")
+        if isinstance(expires, int | float) and expires < facts.now_s:
+            yield error(f"its token has expired {int(facts.now_s - expires)} s ago", node=node)
+        if audiences and _AUDIENCE not in audiences:
+            yield warning(f"its token's audience is {', '.join(map(str, audiences))}, not {_AUDIENCE}", node=node)
+    if not found:
+        raise NotGathered(facts.no_nodes or "no proxy says of its token")
+
+
 def _certificate(entry: Mapping[str, Any]) -> x509.Certificate | None:
     try:
         return x509.load_pem_x509_certificate(base64.b64decode(str(entry.get("pem") or "")))
@@ -133,5 +155,9 @@ CHECKS: Final = (
     Check(
         id="IDN3", asks="nodes trust each other's certificates", judge=trust,
         remedy="Roll the proxies that have the old set of roots.",
+    ),
+    Check(
+        id="IDN4", asks="tokens for the CA and the control plane", judge=tokens,
+        remedy="Mount a token of the audience istio-ca that kubelet renews (serviceAccountToken volume).",
     ),
 )  # fmt: skip

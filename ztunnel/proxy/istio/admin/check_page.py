@@ -7,6 +7,7 @@ tunnels are tried, so that the page is no scanner of ports.
 from __future__ import annotations
 
 import asyncio
+import base64
 import ipaddress
 import json
 import ssl
@@ -19,6 +20,7 @@ import xxhash
 from xds.model.workload import Protocol
 from ztunnel.proxy.istio.admin import config_dump
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
+from ztunnel.proxy.istio.certificates.credentials import CredentialsError, Token
 from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, text
 from ztunnel.runtime.kernel_facts import kernel_facts
@@ -71,8 +73,32 @@ async def facts(proxy: InspectedProxy) -> dict[str, Any]:
             "services": await fingerprint(mesh_dump.services(mesh)),
             "policies": await fingerprint(mesh_dump.policies(mesh, {})),
         },
+        "token": token_facts(config.auth_token),
         "kernel": kernel_facts(),
     }
+
+
+def token_facts(setting: str | None) -> dict[str, Any]:
+    """Return what a token says of itself, its audiences and when it expires as Unix time; never the token.
+
+    Args:
+        setting: ``AUTH_TOKEN``.
+    """
+    try:
+        token = Token(setting).read()
+    except CredentialsError as error:
+        return {"error": str(error)}
+    if token is None:
+        return {"present": False}
+    payload = token.split(".")[1] if token.count(".") == 2 else ""
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        audiences, expires = claims.get("aud") or [], claims.get("exp")
+    except (ValueError, AttributeError):
+        return {"present": True}  # no JWT
+    named = [audiences] if isinstance(audiences, str) else audiences if isinstance(audiences, list) else []
+    when = expires if isinstance(expires, int | float) else None
+    return {"present": True, "audiences": [str(each)[:200] for each in named[:20]], "expires": when}
 
 
 async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
