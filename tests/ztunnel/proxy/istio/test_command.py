@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ztunnel.proxy.addons.load import AddonError
 from ztunnel.proxy.istio import command
+from ztunnel.proxy.istio.path.node import check_addons
 from ztunnel.runtime.settings import SettingsError
 
 
@@ -71,3 +73,16 @@ def test_options_of_addons_come_from_a_file(tmp_path: Path) -> None:
         command.check(env, "")
     with pytest.raises(SettingsError, match="no such file"):
         command.check({**env, "ZTUNNEL_ADDON_OPTIONS": "/nowhere"}, "")
+
+
+def test_a_process_with_workers_finds_a_fault_of_an_addon_before_they_do(tmp_path: Path) -> None:
+    addon = tmp_path / "gate.py"
+    done = tmp_path / "done"
+    env = {"XDS_ADDRESS": "", "FAKE_CA": "true", "ZTUNNEL_ADDONS": str(addon)}
+    text = "from pathlib import Path\nclass Gate:\n    def configured(self, options):\n        {}\n"
+    addon.write_text(text.format("raise ValueError('no')"))
+    with pytest.raises(AddonError, match="ValueError: no"):
+        check_addons(command.check(env, ""))
+    addon.write_text(text.format("pass") + f"    def done(self):\n        Path({str(done)!r}).touch()\n")
+    check_addons(command.check(env, ""))
+    assert done.exists()

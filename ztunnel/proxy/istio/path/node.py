@@ -226,16 +226,17 @@ def addons_of(node: Node) -> AddonProcess | None:
 def check_addons(config: IstioConfig) -> None:
     """Check the addons of the configuration for a process that leaves connections to its workers.
 
+    They are loaded and ended again, so that a fault prevents the start instead of ending every worker.
+
     Raises:
         AddonError: one cannot be loaded.
     """
     if config.addons is None:
         return
-    from ztunnel.proxy.addons.load import AddonError, faults_of
+    from ztunnel.proxy.addons.load import end, load_all
 
-    faults = faults_of(config.addons)
-    if faults:
-        raise AddonError(*faults)
+    for loaded in load_all(config.addons):
+        end(loaded)
 
 
 def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPressure | None:
