@@ -56,7 +56,7 @@ from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName, ProxyMode
 from ztunnel.proxy.istio.xds.control import ControlPlane
-from ztunnel.proxy.istio.xds.mesh_dump import ineffective
+from ztunnel.proxy.istio.xds.mesh_dump import Ineffective
 from ztunnel.proxy.istio.zds.manager import PodManager, check_privileges
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime import heap, tasks
@@ -149,6 +149,7 @@ class IstioProxy:
             flows=ring_of(config.flows),
         )
         self.mesh = Mesh(node=config.node)
+        self._ineffective = Ineffective(self.mesh)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
@@ -286,7 +287,7 @@ class IstioProxy:
             ("ztunnel_allocated_blocks", "gauge", "Blocks of memory that Python objects have",
              sys.getallocatedblocks),
             ("ztunnel_policies_without_effect", "gauge",
-             "Policies that can deny nothing, such as a DENY of HTTP attributes", lambda: ineffective(self.mesh)),
+             "Policies that can deny nothing, such as a DENY of HTTP attributes", self._ineffective.__len__),
             ("ztunnel_xds_staleness_seconds", "gauge",
              "Seconds since the control plane was last connected; 0 while it is",
              lambda: round(control.staleness_s, 3)),

@@ -16,7 +16,8 @@ from tests.ztunnel.kube.fake_api import FakeApi
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from tests.ztunnel.proxy.istio.path.test_explain import policy
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
-from xds.model.authorization import Action
+from xds.dialects.istio.local_file import parse_local_file
+from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Never
 from ztunnel.ask.check.gather import Shared, clock, targets
 from ztunnel.ask.check.rules.model import NodeFacts
@@ -209,3 +210,35 @@ def test_a_token_says_its_audience_and_end_and_is_not_shown(tmp_path: Path) -> N
     assert token_facts(str(file)) == {"present": True}
     file.write_text("")
     assert "is empty" in token_facts(str(file))["error"]
+
+
+def test_policies_without_effect_are_a_gauge() -> None:
+    """Kept up to date by changes: a scrape does not look at all policies of a mesh."""
+    nothing = read_policy("nothing", [[[{}]]])
+    something = read_policy("nothing", [[[{"namespaces": [{"Exact": "shop"}]}]]])
+
+    async def check(rig: Rig) -> None:
+        async def gauge() -> str:
+            page = (await rig.ask("stats", "/metrics")).text
+            return next(line for line in page.splitlines() if line.startswith("ztunnel_policies_without_effect"))
+
+        assert (await gauge()).endswith(" 0.0")
+        rig.proxy.mesh.apply([nothing])
+        assert (await gauge()).endswith(" 1.0")
+        rig.proxy.mesh.apply([something])
+        assert (await gauge()).endswith(" 0.0")
+
+    served(check)
+
+
+def read_policy(name: str, rules: Any) -> AuthorizationPolicy:
+    local = {
+        "name": name,
+        "namespace": "shop",
+        "scope": "Namespace",
+        "action": "Deny",
+        "rules": rules,
+        "dryRun": False,
+    }
+    (found,) = parse_local_file(json.dumps({"policies": [local]})).policies
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from xds.dialects.istio.local_file import LocalMesh
 from xds.model.authorization import AuthorizationPolicy
-from xds.model.mesh import Endpoint, Mesh
+from xds.model.mesh import Changes, Endpoint, Mesh
 from xds.model.service import Service
 from xds.model.workload import GatewayAddress, Locality, Workload, WorkloadUid
 from ztunnel.policy.effect import without_effect
@@ -38,9 +38,24 @@ def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
         yield shown_policy(policy) | ({"decisions": made} if made is not None else {})
 
 
-def ineffective(mesh: Mesh) -> int:
-    """Return how many policies can deny nothing; see :mod:`ztunnel.policy.effect`."""
-    return sum(1 for policy in mesh.policies() if without_effect(shown_policy(policy)))
+class Ineffective:
+    """The policies that can deny nothing (:mod:`ztunnel.policy.effect`), by the changes of a mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._keys: set[str] = set()
+        mesh.watch(self._changed)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def _changed(self, changes: Changes) -> None:
+        for key in changes.policies:
+            policy = self._mesh.policy(key)
+            if policy is not None and without_effect(shown_policy(policy)):
+                self._keys.add(key)
+            else:
+                self._keys.discard(key)
 
 
 def staged_services(mesh: Mesh) -> Json:
