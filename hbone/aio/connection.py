@@ -604,6 +604,11 @@ class Connection(TunnelCarrier):
         return self.error is not None and not isinstance(self.error, ours)
 
     @property
+    def ended_by_limit(self) -> bool:
+        """Whether it was ended because its peer overdrew a budget (ENHANCE_YOUR_CALM)."""
+        return isinstance(self.error, RemoteProtocolError) and self.error.code == ErrorCode.ENHANCE_YOUR_CALM
+
+    @property
     def open_streams(self) -> int:
         """Number of tunnels that still have an owner or a stream."""
         return max(len(self._tunnels), self.engine.open_streams)
@@ -838,7 +843,7 @@ class Connection(TunnelCarrier):
             self.engine.leave_share()
             self.poller.peers.leave(self._share)
         self._keepalive = self._first = self._pause = self._grace = self._share = None
-        self.link.close()
+        self.link.close(lingers=self.role is Role.SERVER and isinstance(error, RemoteProtocolError))
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
         if not self._established.done():

@@ -218,8 +218,11 @@ class Link:
         """Drop what waits for a network that is gone; idempotent."""
         self._unsent = bytearray()
 
-    def close(self) -> None:
-        """Close the socket."""
+    def close(self, *, lingers: bool = False) -> None:
+        """Close the socket; ``lingers``: later, and unread until then."""
         self.poller.unregister(self.sock.fileno())
-        self.sock.close()
+        if lingers:
+            self.poller.lingering.keep(self.sock)
+        else:
+            self.sock.close()
         self._unsent = bytearray()

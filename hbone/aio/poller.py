@@ -30,6 +30,7 @@ from collections import deque
 from typing import Any, Final, Protocol
 
 from hbone.aio.interval_timer import IntervalTimer
+from hbone.aio.lingering import Lingering
 from hbone.aio.spin import Spin, SpinSettings
 from hbone.errors import ConnectionBroken
 from hbone.flow import PeerQuotas
@@ -146,6 +147,8 @@ class Poller:
         """Per-peer quotas over all connections of a peer."""
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
+        self.lingering = Lingering(self._loop)
+        """Sockets of connections that were ended for breaking the protocol."""
         self._loop.add_reader(self._epoll.fileno(), self._turn)
 
     @property
@@ -297,6 +300,7 @@ class Poller:
             self._closed = True
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
+            self.lingering.close()
             self._handlers.clear()
             self._filled.clear()
             self._requeued.clear()

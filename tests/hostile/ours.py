@@ -91,14 +91,19 @@ class Pod:
         return self._tasks.run(self._poller, self._serve(pending), "tunnels")
 
     async def _serve(self, pending: PendingHandshake) -> None:
-        def established(_: Connection) -> None:
+        served: list[Connection] = []
+
+        def established(connection: Connection) -> None:
             pending.proved()
+            served.append(connection)
 
         try:
             await serve_connection(pending.sock, *self._serve_args, on_established=established)
         except HboneError:
             pass  # a handshake that failed: one declared error, and anything else is a traceback
         finally:
+            if served and served[0].ended_by_limit:
+                pending.offended()
             pending.ended()
 
 

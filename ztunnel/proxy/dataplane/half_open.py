@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
 _RETRY_S: Final = 0.02
+#: The waits of a source whose connections are ended by limits of the protocol.
+_FIRST_WAIT_S: Final = 0.5
+_LONGEST_WAIT_S: Final = 4.0
+_FORGIVEN_S: Final = 40.0
 #: Sources that have no connection here and are remembered for their debts, per pod.
 _KEPT_SOURCES: Final = 256
 
@@ -104,13 +108,16 @@ Rejected = Callable[["PendingHandshake", str], None]
 class _Source:
     """What one address has half-open at one pod."""
 
-    __slots__ = ("pending_handshakes", "queue", "running", "unfinished")
+    __slots__ = ("offences", "pending_handshakes", "queue", "running", "unfinished", "waits_until_s")
 
     def __init__(self, limits: HalfOpenLimits) -> None:
         self.pending_handshakes: dict[PendingHandshake, None] = {}
         self.queue: deque[PendingHandshake] = deque()
         self.running: dict[PendingHandshake, None] = {}
         self.unfinished = Budget(burst=limits.unfinished_of_source[0], rate=limits.unfinished_of_source[1])
+        self.offences = 0
+        self.waits_until_s = 0.0
+        """Until when no handshake of it begins, because limits of the protocol have ended its connections."""
 
 
 class PendingHandshake:
@@ -164,6 +171,10 @@ class PendingHandshake:
     def proved(self) -> None:
         """Take note that the handshake has proved who the peer is; idempotent."""
         self._limiter.leave(self, proved=True)
+
+    def offended(self) -> None:
+        """Take note that a limit of the protocol has ended the connection: its source waits for the next one."""
+        self._limiter.offended(self.source)
 
     def ended(self) -> None:
         """Record the end of the connection. Does nothing after :meth:`proved`."""
@@ -427,6 +438,8 @@ class HandshakeLimiter:
         for _ in range(len(self._ready)):
             source = self._ready[0]
             self._ready.rotate(-1)
+            if now_s < source.waits_until_s:
+                continue
             if source.unfinished.affords(now_s):
                 if self._has_place(source, now_s):
                     self._begin_of(source, now_s)
@@ -464,6 +477,18 @@ class HandshakeLimiter:
             return False
         self.reject(pending, STALLED)
         return True
+
+    def offended(self, source: _Source) -> None:
+        """Have a source wait before its next handshake, for twice as long each time, within limits.
+
+        It is forgiven when it has offended no more for ten times as long.
+        """
+        now_s = self._poller.loop.time()
+        if now_s - source.waits_until_s > _FORGIVEN_S:
+            source.offences = 0
+        wait_s = min(_FIRST_WAIT_S * 2**source.offences, _LONGEST_WAIT_S)
+        source.offences += 1
+        source.waits_until_s = max(source.waits_until_s, now_s + wait_s)
 
     def turn_away_oldest(self, reason: str) -> None:
         """Close the oldest connection; there is one."""
@@ -536,7 +561,13 @@ class HandshakeLimiter:
         return source
 
     def _forget_one(self) -> None:
+        now_s = self._poller.loop.time()
+        waiting = None
         for host, source in self._sources.items():
             if not source.pending_handshakes:
-                del self._sources[host]
-                return
+                if source.waits_until_s <= now_s:
+                    del self._sources[host]
+                    return
+                waiting = waiting or host
+        if waiting is not None:
+            del self._sources[waiting]

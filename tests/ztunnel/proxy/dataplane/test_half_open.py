@@ -349,3 +349,40 @@ def test_a_socket_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPat
             assert len(half_open) == 0
 
     play(main)
+
+
+def test_a_source_that_was_ended_by_a_limit_waits_longer_each_time_and_others_do_not() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with pods(LIMITS) as (_, (pod,), _order):
+            waits = []
+            for _ in range(5):
+                pod.comes("a", HELLO)
+                began_s = loop.time()
+                while not pod.begun:
+                    await asyncio.sleep(0.01)
+                waits.append(loop.time() - began_s)
+                for pending in pod.begun:
+                    pending.offended()
+                pod.end()
+            assert waits[0] < 0.1
+            assert waits[1] == pytest.approx(0.5, abs=0.1)
+            assert waits[2] == pytest.approx(1.0, abs=0.1)
+            assert waits[4] == pytest.approx(4.0, abs=0.1)
+            pod.comes("a", HELLO)
+            pod.comes("b", HELLO)
+            await asyncio.sleep(0.1)
+            assert [pending.peer[0] for pending in pod.begun] == ["b"]
+            pod.end()
+            await asyncio.sleep(60)  # it has kept quiet, and is forgiven
+            pod.end()
+            pod.comes("a", HELLO)
+            await asyncio.sleep(0.1)
+            for pending in pod.begun:
+                pending.offended()
+            pod.end()
+            pod.comes("a", HELLO)
+            await asyncio.sleep(0.6)
+            assert pod.begun
+
+    virtual_time.run(main)

@@ -144,6 +144,8 @@ class TunnelServer:
             if pending is not None:
                 pending.ended()
             for tunnels in served:
+                if pending is not None and tunnels.ended_by_limit:
+                    pending.offended()
                 manager.connection_ended(by_peer=tunnels.ended_by_peer, in_use=tunnels.engine.open_streams > 0)
                 manager.cx_ssl_active.stored -= info.tls is not None
                 manager.cx_length.record((self._clock.monotonic() - info.started) * 1000)

@@ -22,10 +22,8 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import (
     ConnectRefused,
-    ErrorCode,
     HboneError,
     PeerSilent,
-    RemoteProtocolError,
     TlsError,
     TlsReason,
     TunnelBroken,
@@ -232,7 +230,7 @@ class Inbound:
                 )
             finally:
                 if here.connection is not None:
-                    self._ended(here, here.connection.error)
+                    self._ended(here, pending)
         except EarlyDeny as denial:
             self._denials.write(source, local, str(denial))
         except IdentityError as error:
@@ -280,16 +278,19 @@ class Inbound:
 
         carrier.opened(aborted, leave=connection.drain, finish=ended)
 
-    def _ended(self, peer: Peer, error: Exception | None) -> None:
+    def _ended(self, peer: Peer, pending: PendingHandshake | None = None) -> None:
         """Count and log a connection that one of the limits on peers has ended."""
-        if isinstance(error, RemoteProtocolError) and error.code == ErrorCode.ENHANCE_YOUR_CALM:
+        connection = peer.connection
+        if connection is not None and connection.ended_by_limit:
+            if pending is not None:
+                pending.offended()
             self._node.metrics.calmed += 1
             if self._denials.limit.admits():
                 log.warning(
                     "tunnel connection ended by a limit src.addr=%s src.identity=%s error=%s",
                     peer.source,
                     peer.identity or "",
-                    error.detail,
+                    connection.error,
                 )
 
     def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
@@ -339,7 +340,7 @@ class Inbound:
         finally:
             connection.abort("no longer served")
             await requests.wait(cancel=True)
-            self._ended(peer, connection.error)
+            self._ended(peer)
             carrier.close()
 
     async def _request(self, peer: Peer, request: Request) -> None:

@@ -1,0 +1,56 @@
+"""Sockets of connections that were ended for breaking the protocol: kept open for a second, and not read.
+
+A peer that is told to leave and finds its connection closed can be back at once, and each time costs a handshake.
+While its old connection seems to be open, it waits, and what it sends meanwhile fills the kernel's buffer only.
+Envoy does the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from typing import Final
+
+LINGER_S: Final = 1.0
+#: Kept sockets of a process; the oldest is closed first.
+MOST: Final = 256
+
+
+class Lingering:
+    """The kept sockets of one poller; owns them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._kept: deque[tuple[float, socket.SocketType]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, sock: socket.SocketType) -> None:
+        """Take a socket that nothing watches any more: end our direction now, and close it later."""
+        with contextlib.suppress(OSError):  # the peer has reset it
+            sock.shutdown(socket.SHUT_WR)
+        if len(self._kept) >= MOST:
+            self._kept.popleft()[1].close()
+        self._kept.append((self._loop.time() + LINGER_S, sock))
+        if self._timer is None:
+            self._timer = self._loop.call_later(LINGER_S, self._close_due)
+
+    def _close_due(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        while self._kept and self._kept[0][0] <= now_s:
+            self._kept.popleft()[1].close()
+        if self._kept:
+            self._timer = self._loop.call_at(self._kept[0][0], self._close_due)
+
+    def close(self) -> None:
+        """Close all; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._kept:
+            self._kept.popleft()[1].close()
