@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ztunnel.addons import Cut
+from ztunnel.proxy.addons.decide import cut_reason, refusal
 from ztunnel.proxy.envoy.stream.stream_info import Flag
 from ztunnel.proxy.istio.accounting import outcome
 
@@ -44,3 +46,8 @@ def test_each_flag_is_explained() -> None:
     told = set(re.findall(r"`([A-Z0-9_]+)`", PAGE))
     assert {str(flag) for flag in outcome.Flags} - {"-"} <= told
     assert {str(flag) for flag in Flag} <= told
+
+
+def test_what_addons_do_is_explained() -> None:
+    assert f"`{refusal('NAME', '...')}`" in PAGE
+    assert f"`{cut_reason(['NAME'], Cut('...'))}`" in PAGE

@@ -32,7 +32,7 @@ from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.report import page
-from ztunnel.proxy.dataplane.life import ALLOWED
+from ztunnel.proxy.dataplane.life import ALLOWED, State
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
 from ztunnel.proxy.istio.accounting.flows import lines as flow_lines
 from ztunnel.proxy.istio.accounting.flows import ring_of
@@ -40,6 +40,7 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.accounting.record import Direction as Direction_
 from ztunnel.proxy.istio.accounting.record import Record as Record_
+from ztunnel.proxy.istio.handover.units import survey
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.workers.messages import CountsPart, FrameDecoder, Response, encode
@@ -405,5 +406,27 @@ def test_a_connection_of_a_predecessor_is_opened_and_closed_without_a_question(t
         record.complete()
         assert addon.names() == ["opened", "closed"]
         assert addon.said[0][1].path is Way.TUNNEL
+
+    play(tmp_path, body)
+
+
+def test_a_hand_over_leaves_a_connection_that_addons_were_asked_about(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        addon.connect = lambda facts: Delay(5)
+        cluster.mesh.apply([REMOTE])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        client = cluster.dial(f"{SERVER}:{APP_PORT}")
+        await cluster.until(lambda: any(life.state is State.HELD for life in cluster.node.live))
+        units, stays = survey(cluster.pods.values())
+        assert (units, +stays) == ([], {"being opened": 1})
+        await client.send(b"ping")
+        assert await client.read(4) == b"ping"
+        units, stays = survey(cluster.pods.values())
+        assert sum(unit.entries for unit in units) == 0
+        assert +stays == {"watched by an addon": 1}
+        client.eof()
+        await client.read_all()
 
     play(tmp_path, body)
