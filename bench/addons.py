@@ -61,6 +61,8 @@ async def _lives(rounds: int, number: int, *, with_addon: bool) -> float:
             if node.addons is not None and record.asked is None:
                 await node.addons.connecting(entry, cast(Any, None), dialled)
             entry.opened(_abort)
+            if record.addons is not None:
+                entry.tell_addons()
             if node.addons is not None:
                 node.addons.ended(record, "", 0.1)
             entry.close()

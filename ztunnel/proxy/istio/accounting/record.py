@@ -148,6 +148,7 @@ class Record:
         described: where the attributes came from by :meth:`describe`; whoever changes one sets it to ``None``.
         opened_s: monotonic seconds of when it counted as opened; 0 before.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
+        addons: of this process; ``None``: there are none.
         asked: what addons have said. ``None`` if none was asked.
         counts: bytes moved, from the requesting side to the answering side and back.
     """
@@ -156,6 +157,7 @@ class Record:
         "_node",
         "_opened",
         "_series",
+        "addons",
         "asked",
         "counts",
         "described",
@@ -206,6 +208,7 @@ class Record:
         self.trace = b""
         self.http_left = ""
         self.asked: Asked | None = None
+        self.addons: Observer | None = node.addons
         self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
         self.opened_s = 0.0
@@ -277,7 +280,7 @@ class Record:
 
     def taken_over(self) -> Asked | None:
         """Have addons observe a connection that another process has opened. ``None`` without addons."""
-        addons = self._node.addons
+        addons = self.addons
         if addons is not None:
             self.asked = addons.taken_over(self)
         return self.asked
@@ -301,8 +304,8 @@ class Record:
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
         flows.note(node.metrics.flows, self, node.clock.wall(), now_s, str(failure or ""), flags)
-        if node.addons is not None:
-            node.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
+        if self.addons is not None:
+            self.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
         if not logged:
             return
         counts = self.counts
@@ -359,8 +362,8 @@ class Record:
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
         clock = node.clock
         flows.note(node.metrics.flows, self, clock.wall(), clock.monotonic(), reason, Flags.NONE)
-        if node.addons is not None:
-            node.addons.ended(self, reason, node.clock.monotonic() - self.started_s)
+        if self.addons is not None:
+            self.addons.ended(self, reason, node.clock.monotonic() - self.started_s)
         if node.logs.access_level <= _WARN:
             fields: list[Field] = [
                 ("src.addr", Bare(self.source)),

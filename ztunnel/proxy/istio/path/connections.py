@@ -93,22 +93,17 @@ class PodConnection(Life):
         """Enter ``state``: a relay carries its bytes, and ends it."""
         self.relay = relay
         self.opened(relay.abort, state=state, finish=relay.finish)
+        if self.record.addons is not None:
+            self.tell_addons()
 
-    def judge(self) -> Verdict:
-        return self._judged_by(self)
-
-    def opened(
-        self,
-        abort: Abort,
-        *,
-        state: State = State.OPEN,
-        leave: Callable[[], object] | None = None,
-        finish: Abort | None = None,
-    ) -> None:
-        super().opened(abort, state=state, leave=leave, finish=finish)
+    def tell_addons(self) -> None:
+        """Inform addons that bytes flow."""
         asked = self.record.asked or self.record.taken_over()
         if asked is not None:
             asked.opened(self, self.record.counts)
+
+    def judge(self) -> Verdict:
+        return self._judged_by(self)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
         """Return whether a peer that no other life stands for is on a revocation list.

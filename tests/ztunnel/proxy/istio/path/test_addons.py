@@ -402,6 +402,7 @@ def test_a_connection_of_a_predecessor_is_opened_and_closed_without_a_question(t
         entry = PodConnection(group, record, lambda reason: None, lambda entry: ALLOWED)
         record.opened()
         entry.opened(lambda reason: None)
+        entry.tell_addons()
         entry.close()
         record.complete()
         assert addon.names() == ["opened", "closed"]

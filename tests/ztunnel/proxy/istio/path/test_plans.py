@@ -48,6 +48,7 @@ class Around:
             rng=random.Random(1),
             failed_endpoints=FailedEndpoints(),
             clock=SimpleNamespace(monotonic=lambda: 0.0, wall=lambda: 0.0),
+            addons=None,
             config=SimpleNamespace(network="", node_local_shortcut=True),
             metrics=Metrics("1", 100),
             asked=set(),

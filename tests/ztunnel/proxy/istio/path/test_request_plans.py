@@ -57,6 +57,7 @@ class Around:
             mesh=self.mesh,
             config=SimpleNamespace(network="", authz_info_logging=False, baggage=True),
             clock=SimpleNamespace(monotonic=lambda: 0.0, wall=lambda: 0.0),
+            addons=None,
             metrics=Metrics("1", 100),
             labels_of=labels_of,
         )
