@@ -139,7 +139,7 @@ class Proxy:
 
     def _live(self) -> bool:
         if self.kind is not Kind.ENVOY:
-            return " live after " in self.own_log
+            return "live after " in self.own_log
         try:
             return self.admin("/ready") == (200, "LIVE\n")
         except OSError:
