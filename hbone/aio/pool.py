@@ -137,7 +137,8 @@ class Pool:
         raise AssertionError("unreachable")
 
     def reserve(self, key: Hashable) -> ConnectionId | None:
-        """Reserve a place on an open connection of ``key`` for :meth:`open_on`, which follows at once.
+        """Reserve a place on an open connection of ``key`` for :meth:`open_on`, which follows at once, or else
+        :meth:`release`.
 
         Returns:
             None: no open connection has room, so a tunnel would have to wait.
@@ -150,6 +151,10 @@ class Pool:
             self._released(connection_id)
             return None
         return connection_id
+
+    def release(self, connection_id: ConnectionId) -> None:
+        """Give back a place of :meth:`reserve` on which no tunnel was opened."""
+        self._released(connection_id)
 
     def open_on(
         self, connection_id: ConnectionId, block: bytes, client: PlainSocket | None, on_answer: OnAnswer

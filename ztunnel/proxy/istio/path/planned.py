@@ -27,7 +27,7 @@ from hbone.pool import ConnectionId
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
 from ztunnel.proxy.dataplane.life import State, Verdict
-from ztunnel.proxy.istio.accounting.outcome import Failed, Flags, of_reason, of_relay
+from ztunnel.proxy.istio.accounting.outcome import Failed, of_reason, of_relay
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.plans import Plan
@@ -87,8 +87,17 @@ class PlannedConnection(PodConnection):
 
     def begin(self, place: ConnectionId) -> None:
         """Request the tunnel on a reserved place."""
+        self._pod.node.count_sockets("source", +1)
+        try:
+            self._request(place)
+        except Exception as error:
+            if self._tunnel is None:
+                self._owner.tunnels.pool.release(place)
+            self._end(Failed(f"internal error: {error!r}"))
+            raise
+
+    def _request(self, place: ConnectionId) -> None:
         node, record = self._pod.node, self.record
-        node.count_sockets("source", +1)
         self.state = State.DIALING
         record.opened(settled=False)
         block, record.trace = self._plan.request(record.source, node.rng.getrandbits(192))
@@ -169,4 +178,4 @@ class PlannedConnection(PodConnection):
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is not State.CLOSED and self._tunnel is not None:
             self._stop_waiting()
-            self._end(Failed(f"internal error: {error!r}", Flags.CONNECT))
+            self._end(Failed(f"internal error: {error!r}"))

@@ -86,6 +86,13 @@ class PlannedRequest(PodConnection):
 
     def begin(self) -> None:
         """Count the request, and dial its application."""
+        try:
+            self._begin()
+        except Exception as error:
+            self.on_bug(error)
+            raise
+
+    def _begin(self) -> None:
         node, record, plan = self._pod.node, self.record, self._plan
         if node.logs.export is not None:
             record.trace = dict(self._request.head.headers).get(b"traceparent", b"")

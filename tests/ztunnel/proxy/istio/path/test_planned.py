@@ -13,7 +13,7 @@ import pytest
 
 from hbone.aio.connection import Connection
 from hbone.aio.server import Request
-from hbone.errors import ErrorCode, HboneError
+from hbone.errors import ErrorCode, HboneError, TunnelBroken
 from tests.ztunnel.proxy.istio.inbound_case import APP, fields
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE, waypoint
 from tests.ztunnel.proxy.istio.pods import (
@@ -31,11 +31,13 @@ from tests.ztunnel.proxy.istio.pods import (
     certificate,
     endpoint,
     identity,
+    pair,
     play,
     refusing,
     shop,
     workload,
 )
+from xds.model.address import SocketAddress
 from xds.model.workload import GatewayAddress, NetworkAddress
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
 from ztunnel.proxy.dataplane.life import State
@@ -43,6 +45,9 @@ from ztunnel.proxy.istio.accounting.outcome import DRAINED
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
+from ztunnel.proxy.istio.path.plans import Plan
+from ztunnel.proxy.istio.path.pod_sockets import PodSockets
+from ztunnel.proxy.istio.settings.config import OUTBOUND_PORT
 
 DESTINATION = f"{SERVER}:{APP_PORT}"
 
@@ -415,7 +420,52 @@ def test_a_bug_in_a_step_ends_its_connection_alone(tmp_path: Path, monkeypatch: 
     play(tmp_path, body)
 
 
+def test_a_bug_at_the_beginning_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(cluster: Cluster) -> None:
+        await remote(cluster)
+
+        def fails(self: Plan, source: object, noise: int) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, "request", fails)
+            near, far = pair(CLIENT, SERVER)
+            sockets = cluster.sockets["client"]
+            patch.setattr(sockets, "original_destination", lambda *_: SocketAddress.parse(DESTINATION))
+            with near, pytest.raises(RuntimeError):  # the listener logs it, and goes on
+                sockets.accepted[OUTBOUND_PORT](far, near.getsockname()[:2])
+            assert cluster.pods["client"]._tunnels.pool.statistics.streams == 0
+        await cluster.until(lambda: len(cluster.lines()) == 2)
+        assert "a bug" in cluster.lines()[-1]["error"]
+        assert cluster.is_idle
+
+    play(tmp_path, body)
+
+
 # Requests
+
+
+def test_a_bug_in_a_request_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(cluster: Cluster) -> None:
+        await _server(cluster)
+        cluster.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])
+        cluster.application(SERVER)
+        connection = await cluster.tunnels_to("server")
+
+        def fails(self: PodSockets, *_: object, **__: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(cluster.sockets["server"]), "dial_now", fails)
+            with pytest.raises(TunnelBroken):
+                await connection.open(fields())
+        await cluster.until(cluster.lines)
+        assert "a bug" in cluster.lines()[-1]["error"]
+        tunnel = await connection.open(fields())
+        tunnel.close()
+        connection.close()
+
+    play(tmp_path, body)
 
 
 async def _opened(connection: Connection) -> None:
