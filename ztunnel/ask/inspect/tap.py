@@ -6,6 +6,7 @@ Exit status: 0; 2 when there is no capture, or it broke off.
 import argparse
 import contextlib
 import os
+import select
 import signal
 import socket
 import stat
@@ -113,6 +114,7 @@ def _interruptible(sock: socket.socket) -> Iterator[None]:
 
 
 _STDOUT: Final = 1
+_LOOK_S: Final = 0.5
 
 
 class _Output:
@@ -209,8 +211,19 @@ def _not_seen(number: str) -> str:
 
 def _event(http: h11.Connection, sock: socket.socket) -> Any:
     while (event := http.next_event()) is h11.NEED_DATA:
-        http.receive_data(sock.recv(_READ_BYTES))
+        http.receive_data(_received(sock))
     return event
+
+
+def _received(sock: socket.socket) -> bytes:
+    """Return the next bytes. An interrupt is handled within half a second.
+
+    One that arrives after the interpreter has looked for it, and before recv(2) has begun, does not end that call:
+    without further packets the tap would go on.
+    """
+    while not select.select((sock,), (), (), _LOOK_S)[0]:
+        pass
+    return sock.recv(_READ_BYTES)
 
 
 def _refusal(http: h11.Connection, sock: socket.socket) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -10,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ztunnel.proxy.tap.reader import read
 from tests.ztunnel.proxy.tap.tapping import POD, Source
 from tests.ztunnel.proxy.tap.test_server import a_connection
+from ztunnel.ask.inspect import tap
 from ztunnel.cli import main
 from ztunnel.proxy.tap.server import TapServer
 from ztunnel.runtime.clock import SystemClock
@@ -138,3 +142,21 @@ def test_a_terminal_gets_no_capture(tmp_path: Path, capsys: Said, monkeypatch: p
     with proxy(tmp_path / "tap"):
         assert main(["tap", POD, "--socket", str(tmp_path / "tap"), "-w", "-"]) == 2
     assert "a capture is nothing for a terminal" in capsys.readouterr().err
+
+
+def test_an_interrupt_that_no_system_call_has_seen_is_handled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = socket.socketpair()
+    waits: list[float] = []
+    original = select.select
+
+    def waited(read: Any, write: Any, error: Any, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        if len(waits) == 3:
+            far.send(b"packets")
+        return original(read, write, error, 0)
+
+    with near, far, monkeypatch.context() as patch:
+        patch.setattr(select, "select", waited)
+        assert tap._received(near) == b"packets"
+    assert all(0 < wait_s <= 1 for wait_s in waits)
+    assert len(waits) == 3
