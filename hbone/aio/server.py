@@ -111,7 +111,7 @@ TakeNow: TypeAlias = Callable[[Request], Cancellable | None]
 
 
 class _Waiting:
-    """A request that nobody works on yet: the read that brought it goes on."""
+    """A request of the current read. Its work begins when the poller has handled the turn's events."""
 
     __slots__ = ("_request", "_requests", "_tunnel", "cancelled")
 

@@ -218,8 +218,8 @@ def _event(http: h11.Connection, sock: socket.socket) -> Any:
 def _received(sock: socket.socket) -> bytes:
     """Return the next bytes. An interrupt is handled within half a second.
 
-    One that arrives after the interpreter has looked for it, and before recv(2) has begun, does not end that call:
-    without further packets the tap would go on.
+    A signal that arrives just before recv(2) begins does not interrupt that call. The tap would then run until the
+    next packet.
     """
     while not select.select((sock,), (), (), _LOOK_S)[0]:
         pass

@@ -6,7 +6,7 @@ part of it. A destination has a small tree: each node is a question that the dec
 that may be drawn, each leaf a plan. A connection walks it with draws of its own.
 
 A plan holds only what follows from the mesh and from the pod's own workload, and every batch that changes the mesh
-drops all trees. The decisions are made again; what was made of an unchanged decision is kept. What changes without
+drops all trees. The decisions are made again, and a plan stays if its decision is the same. What changes without
 the mesh is looked up by each connection: certificates, endpoints to avoid, pods of this node.
 
 There is no plan for anything that has to wait or is decided per connection: names to resolve, plain connections,

@@ -242,13 +242,9 @@ class PodSockets:
         Keepalive is enabled once the connection has lasted some time. Most end before, and its options are four of
         about twenty system calls.
         """
-        keepalive = self._keepalive
-        later = keepalive is not None and keepalive.idle_s > LASTING_S
-        end = PlainSocket(
-            await self.connect(address, source=source, keepalive=not later), self._node.poller, fresh=True
-        )
-        if later:
-            end.when_lasting(self._keep_alive)
+        sock = await self.connect(address, source=source, keepalive=False)
+        end = PlainSocket(sock, self._node.poller, fresh=True)
+        self._when_lasting(end)
         return end
 
     def dial_now(

@@ -2,8 +2,8 @@
 
 The source of a request is its tunnel connection's, and so are the peer's identity and address. So the target, the
 verdict of the policies, the labels and the metric series are the same for each request that names the same
-authority, service and network. A plan holds them. After each batch that changes the mesh it is decided anew; an
-unchanged decision keeps what was made of it.
+authority, service and network. A plan holds them. After each batch that changes the mesh it is decided again.
+If the decision is the same, the plan stays.
 
 There is no plan for a refusal, for policies that are missing or only reported, for clients whom the mesh does not
 know, and for applications that want a PROXY header or a tunnel.
