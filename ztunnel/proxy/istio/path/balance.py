@@ -8,7 +8,8 @@ change of one endpoint costs one endpoint.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from enum import Enum, auto
+from typing import NamedTuple, Self, assert_never
 from weakref import WeakKeyDictionary
 
 from xds.model.mesh import Changes, Endpoint, Mesh
@@ -55,6 +56,38 @@ class Question(NamedTuple):
     preferences: tuple[Scope, ...] = ()
     client: tuple[str, ...] = ()
     strict: bool = False
+
+
+class LeftOut(Enum):
+    """Why an endpoint of a service is no candidate of a question."""
+
+    UNHEALTHY = auto()
+    UNKNOWN = auto()
+    NO_WEIGHT = auto()
+    NO_PORT = auto()
+    NO_ADDRESS = auto()
+    OTHER_SCOPE = auto()
+    FAILED = auto()
+
+    def because(self, question: Question) -> str:
+        """Return the reason in words."""
+        match self:
+            case LeftOut.UNHEALTHY:
+                return "unhealthy"
+            case LeftOut.UNKNOWN:
+                return "its workload is not known"
+            case LeftOut.NO_WEIGHT:
+                return "its weight is 0"
+            case LeftOut.NO_PORT:
+                return f"it does not serve port {question.port}"
+            case LeftOut.NO_ADDRESS:
+                return "it has no address"
+            case LeftOut.OTHER_SCOPE:
+                return f"the service wants the client's own {', '.join(question.preferences).lower()}"
+            case LeftOut.FAILED:
+                return "it failed recently: taken only if no other is left"
+            case _:
+                assert_never(self)
 
 
 def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
@@ -117,16 +150,17 @@ def rank_of(question: Question, workload: Workload) -> int | None:
     return rank + extra
 
 
-def fits(question: Question, service: Service, endpoint: Endpoint, workload: Workload) -> bool:
-    """Return whether an endpoint can serve the port for this client."""
+def _misfit(question: Question, service: Service, endpoint: Endpoint, workload: Workload) -> LeftOut | None:
+    """Return why an endpoint cannot serve the port for this client, or None if it can."""
     if question.port not in service.ports:
         if not question.waypoint or workload.application_tunnel is None:
-            return False
+            return LeftOut.NO_PORT
     elif not question.waypoint and service.ports[question.port] == 0 and question.port not in endpoint.ports:
-        return False  # a named port that this endpoint does not have
-    if not workload.addresses and not workload.hostname:
-        return workload.network != question.network and workload.network_gateway is not None
-    return True
+        return LeftOut.NO_PORT  # a named port that this endpoint does not have
+    if workload.addresses or workload.hostname:
+        return None
+    behind_gateway = workload.network != question.network and workload.network_gateway is not None
+    return None if behind_gateway else LeftOut.NO_ADDRESS
 
 
 class Weighted:
@@ -289,7 +323,7 @@ class Candidates:
             before = self._rank_of.get(uid)
             if before is not None and before != rank:
                 self._leave(uid, before)
-            if rank is not None and workload is not None:
+            if isinstance(rank, int) and workload is not None:
                 self._rank_of[uid] = rank
                 self._ranks.setdefault(rank, Weighted()).put(uid, workload.capacity)
         self._changed = set()
@@ -299,21 +333,45 @@ class Candidates:
         weights: dict[int, dict[WorkloadUid, int]] = {}
         for uid, endpoint in endpoints.items():
             workload, rank = self._ranked(mesh, service, endpoint)
-            if rank is not None and workload is not None:
+            if isinstance(rank, int) and workload is not None:
                 self._rank_of[uid] = rank
                 weights.setdefault(rank, {})[uid] = workload.capacity
         self._ranks = {rank: Weighted.of(each) for rank, each in weights.items()}
 
     def _ranked(
         self, mesh: Mesh, service: Service | None, endpoint: Endpoint | None
-    ) -> tuple[Workload | None, int | None]:
-        """Return an endpoint's workload and rank; the rank is None if it is no candidate."""
-        workload = mesh.workload(endpoint.uid) if endpoint is not None else None
-        if service is None or endpoint is None or workload is None or not workload.capacity:
-            return workload, None
-        if not fits(self.question, service, endpoint, workload):
-            return workload, None
-        return workload, rank_of(self.question, workload)
+    ) -> tuple[Workload | None, int | LeftOut]:
+        """Return an endpoint's workload, and its rank or why it is no candidate.
+
+        Args:
+            mesh: has the workload.
+            service: as the mesh has it; None: it is gone.
+            endpoint: as the mesh offers it for connections; None: it does not.
+        """
+        if service is None or endpoint is None:
+            return None, LeftOut.UNHEALTHY
+        workload = mesh.workload(endpoint.uid)
+        if workload is None:
+            return None, LeftOut.UNKNOWN
+        if not workload.capacity:
+            return workload, LeftOut.NO_WEIGHT
+        misfit = _misfit(self.question, service, endpoint, workload)
+        if misfit is not None:
+            return workload, misfit
+        rank = rank_of(self.question, workload)
+        return workload, LeftOut.OTHER_SCOPE if rank is None else rank
+
+    def left_out(self, mesh: Mesh, avoid: Collection[WorkloadUid]) -> Iterator[tuple[WorkloadUid, LeftOut]]:
+        """Yield each endpoint of the service that :meth:`pick` does not draw, and why."""
+        key = self.question.service
+        service, serving = mesh.service(key), mesh.endpoints(key)
+        ranked = {uid: self._ranked(mesh, service, serving.get(uid))[1] for uid in mesh.all_endpoints(key)}
+        another = any(isinstance(rank, int) and uid not in avoid for uid, rank in ranked.items())
+        for uid, rank in ranked.items():
+            if isinstance(rank, LeftOut):
+                yield uid, rank
+            elif another and uid in avoid:
+                yield uid, LeftOut.FAILED
 
     def _leave(self, uid: WorkloadUid, rank: int) -> None:
         del self._rank_of[uid]

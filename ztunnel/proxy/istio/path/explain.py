@@ -21,12 +21,13 @@ from xds.model.authorization import AuthorizationPolicy
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.service import Service
-from xds.model.workload import Health, Protocol, Workload, WorkloadUid
+from xds.model.workload import Protocol, Workload, WorkloadUid
 from ztunnel.policy.engine import holds
 from ztunnel.policy.reasons import reason
 from ztunnel.proxy.identity.peer import foreign
 from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL, judgement
-from ztunnel.proxy.istio.path.balance import fits, question_of, rank_of
+from ztunnel.proxy.istio.path.balance import Question as Draw
+from ztunnel.proxy.istio.path.balance import candidates_for, pick
 from ztunnel.proxy.istio.path.inbound_target import (
     RequestRefused,
     inbound_facts,
@@ -293,14 +294,20 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
     answer: Answer = {"dialled": _named(at)}
     if asked.destination.port in around.illegal_ports and is_loopback(asked.destination.host):
         return answer | {"verdict": f"refused: {RECURSIVE_CALL}"}
-    routes = list(_routes(asked, source, around))
+    draws: dict[Draw, None] = {}
+    routes = list(_routes(asked, source, around, draws))
     first = next((route for route in routes if not isinstance(route, RouteRefused)), None)
     if first is not None:
         answer["because"] = _because(first, at)
-    if dialled is not None and not (isinstance(first, Tunnel) and first.waypoint):
-        left_out = list(_left_out(dialled, asked.destination.port, source, around))
-        if left_out:
-            answer["left_out"] = left_out[:_MOST_TOLD]
+    elif isinstance(routes[0], RouteRefused) and routes[0].because:
+        answer["because"] = routes[0].because
+    left_out: dict[WorkloadUid, str] = {}
+    for draw in draws:
+        for uid, why in candidates_for(mesh, draw).left_out(mesh, around.avoided):
+            left_out.setdefault(uid, why.because(draw))
+    if left_out:
+        shown = list(left_out.items())[:_MOST_TOLD]
+        answer["left_out"] = [{"workload": uid, "because": why} for uid, why in shown]
     if first is not None or len(routes) > 1:
         answer |= _told([_way(route, asked, around) for route in routes])
     return answer if first is not None else answer | {"verdict": f"refused: {routes[0]}"}
@@ -358,18 +365,32 @@ def _plain_way(
     return allowed, way
 
 
-def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route | RouteRefused]:
+def _routes(
+    asked: Question, source: Workload, around: Surroundings, draws: dict[Draw, None]
+) -> Iterator[Route | RouteRefused]:
     """Return a route for each possible endpoint of a connection, in the order of attempts.
 
     For an unreachable endpoint, return the refusal: a connection that draws it ends with that.
+
+    Args:
+        asked: the connection.
+        source: its workload.
+        around: the proxy's mesh.
+        draws: takes the questions for which the decision draws an endpoint.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     told: set[tuple[str, ...]] = set()
-    for draw in _draws(asked, source, around.mesh):
+    for first_draw in _first_draws(asked, source, around.mesh):
 
-        def routed(avoid: Collection[WorkloadUid], draw: int = draw) -> Route | RouteRefused:
+        def routed(avoid: Collection[WorkloadUid], first_draw: int = first_draw) -> Route | RouteRefused:
+            choose = _First(first_draw)
+
+            def draw(question: Draw) -> WorkloadUid | None:
+                draws[question] = None
+                return pick(around.mesh, question, choose, avoid)
+
             try:
-                return route_for(client, asked.destination, around.mesh, _First(draw), avoid=avoid)
+                return route_for(client, asked.destination, around.mesh, choose, draw=draw)
             except RouteRefused as refused:
                 return refused
 
@@ -430,7 +451,7 @@ class _First:
         return drawn % below
 
 
-def _draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
+def _first_draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
     """Return a first draw for each of the waypoints that a service's connections are spread over."""
     service = mesh.service_at(source.network, asked.destination.host, source.namespace)
     start = 0
@@ -471,31 +492,6 @@ def _because(route: Route, at: Service | Workload | None) -> str:
             return "a tunnel: the workload takes them"
         case _:
             assert_never(route)
-
-
-def _left_out(service: Service, port: int, client: Workload, around: Surroundings) -> Iterator[Answer]:
-    """Return each endpoint of a service that is no candidate for this client and port, and why."""
-    mesh, asked = around.mesh, question_of(service, port, client, waypoint=False, by_name=False)
-    serving = mesh.endpoints(service.key)
-    for uid, endpoint in mesh.all_endpoints(service.key).items():
-        workload = mesh.workload(uid)
-        if workload is None:
-            why = "its workload is not known"
-        elif uid not in serving and endpoint.status is Health.UNHEALTHY:
-            why = "unhealthy"
-        elif not workload.capacity:
-            why = "its weight is 0"
-        elif not fits(asked, service, endpoint, workload):
-            has_address = workload.addresses or workload.hostname
-            why = f"it does not serve port {port}" if has_address else "it has no address"
-        elif rank_of(asked, workload) is None:
-            wanted = ", ".join(str(scope).lower() for scope in asked.preferences)
-            why = f"the service wants the client's own {wanted}"
-        elif uid in around.avoided:
-            why = "it failed a moment ago: taken only if no other is left"
-        else:
-            continue
-        yield {"workload": uid, "because": why}
 
 
 # One way

@@ -117,11 +117,13 @@ class RouteRefused(Exception):
 
     Attributes:
         workload: the unreachable one, if one was found or drawn. Other endpoints of a service can be reachable.
+        because: a further reason, for an explanation only.
     """
 
-    def __init__(self, text: str, workload: Workload | None = None) -> None:
+    def __init__(self, text: str, workload: Workload | None = None, because: str = "") -> None:
         super().__init__(text, workload)
         self.workload = workload
+        self.because = because
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -203,7 +205,8 @@ def route_for(
     if found is None:
         service = service or (dialled if isinstance(dialled, Service) else None)
         if service is not None and service.mode is not BalancerMode.PASSTHROUGH:
-            raise RouteRefused(f"no healthy upstream: {destination}")
+            because = "" if destination.port in service.ports else f"the service has no port {destination.port}"
+            raise RouteRefused(f"no healthy upstream: {destination}", because=because)
         return Direct(target=destination)
 
     # Another network is reached through its gateway, and a gateway knows services only. Row 6.

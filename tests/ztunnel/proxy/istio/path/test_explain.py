@@ -233,7 +233,7 @@ def test_endpoints_that_are_left_out_have_a_reason() -> None:
         "port": "it does not serve port 80",
         "bare": "it has no address",
         "far": "the service wants the client's own region",
-        "failed": "it failed a moment ago: taken only if no other is left",
+        "failed": "it failed recently: taken only if no other is left",
     }
 
 
@@ -241,6 +241,19 @@ def test_a_service_without_endpoints_says_what_became_of_them() -> None:
     answer = ask("shop/client", VIP, cart(), behind("sick", "10.0.1.2", status=Health.UNHEALTHY))
     assert answer["verdict"] == f"refused: no healthy upstream: {VIP}"
     assert answer["left_out"] == [{"workload": "sick", "because": "unhealthy"}]
+
+
+def test_a_port_that_the_service_lacks_is_the_reason_of_the_refusal() -> None:
+    answer = ask("shop/client", "10.1.0.1:81", cart(), BACK)
+    assert answer["verdict"] == "refused: no healthy upstream: 10.1.0.1:81"
+    assert answer["because"] == "the service has no port 81"
+
+
+def test_endpoints_of_a_waypoint_that_are_left_out_have_a_reason() -> None:
+    down = dataclasses.replace(WAYPOINT, uid=WorkloadUid("down"), capacity=0)
+    answer = ask("shop/client", VIP, cart(waypoint=BY_NAME), BACK, wp(), down, WAYPOINT)
+    assert answer["because"] == "a tunnel to the waypoint of the service"
+    assert answer["left_out"] == [{"workload": "down", "because": "its weight is 0"}]
 
 
 def test_each_endpoint_is_a_way_where_all_have_failed() -> None:
