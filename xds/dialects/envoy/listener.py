@@ -124,8 +124,9 @@ def compile_listener(
         queue = message.tcp_fast_open_queue_length.value
         options.append(model.SocketOption(_IPPROTO_TCP, _TCP_FASTOPEN, queue, "bound"))
     internal = message.HasField("internal_listener")
-    if internal and any(isinstance(entry.filter, model.ProxyProtocol) for entry in filters):
-        raise Unsupported("an internal listener reads no PROXY header", "listener_filters")
+    reading = (model.ProxyProtocol, model.TlsInspector, model.HttpInspector)
+    if internal and any(isinstance(entry.filter, reading) for entry in filters):
+        raise Unsupported("an internal listener passes no bytes to listener filters", "listener_filters")
     parts.complete()
     return model.Listener(
         name=message.name,

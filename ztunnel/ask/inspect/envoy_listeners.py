@@ -41,6 +41,7 @@ from xds.proto.json import parse_value
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.path.explain import Configuration, SavedSecrets
+from ztunnel.proxy.envoy.path.terminate import TunnelRules
 from ztunnel.proxy.envoy.secrets.files import SecretFiles
 from ztunnel.proxy.envoy.secrets.store import SecretHandle, SecretStore, SecretUser
 from ztunnel.proxy.envoy.secrets.verify import subject_alt_names
@@ -113,7 +114,9 @@ def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configura
     more = len(lacks) - _MOST_TOLD
     if more > 0:
         lacks[_MOST_TOLD:] = [f"and {more} entries more that cannot be read"]
-    return Configuration(listeners, clusters.get, clock.wall(), saved=secrets), lacks
+    ports = {address.port for listener in listeners for address in listener.model.addresses}
+    rules = TunnelRules(own_ports=lambda: ports)
+    return Configuration(listeners, clusters.get, clock.wall(), tunnel_rules=rules, saved=secrets), lacks
 
 
 #: Kind of resource: section, lists in it, and where an entry has the resource.

@@ -41,7 +41,7 @@ from ztunnel.proxy.envoy.path.dial import Dialler
 from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.path.probe import Prober
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
-from ztunnel.proxy.envoy.path.terminate import AdmitsApplication, Terminator
+from ztunnel.proxy.envoy.path.terminate import AdmitsApplication, Terminator, TunnelRules
 from ztunnel.proxy.envoy.path.tunnel_server import Timeouts, TunnelServer
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Stats
@@ -177,15 +177,12 @@ class Proxy:
             self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico)
             enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
             admit_application, admit_host = enforcer.admit_application, enforcer.admit_host
-        terminator = Terminator(
-            self.clusters,
-            dialler,
-            rng,
-            check_authority=switches.check_authority,
+        self.tunnel_rules = TunnelRules(
             own_ports=lambda: table.own_ports,
+            check_authority=switches.check_authority,
             judge_ports=switches.judge_ports,
-            admit=admit_application,
         )
+        terminator = Terminator(self.clusters, dialler, rng, self.tunnel_rules, admit_application)
         internal = InternalListeners(
             table,
             self.connections,

@@ -412,6 +412,92 @@ def test_a_listener_filter_that_has_not_arrived_closes(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+INTERNAL_ONLY = "an internal listener passes no bytes to listener filters"
+
+
+@pytest.mark.parametrize("kind", ["tls_inspector.v3.TlsInspector", "http_inspector.v3.HttpInspector"])
+def test_listener_filters_that_read_bytes_are_refused_for_internal_listeners(tmp_path: Path, kind: str) -> None:
+    async def body(rig: Rig) -> None:
+        reads = {"name": "reads", "typed_config": {"@type": LISTENER_FILTERS + kind}}
+        _, hidden = listener(name="inner", internal_listener={}, listener_filters=[reads])
+        del hidden["address"]
+        refused = await rig.published(("listener", hidden), cluster(1))
+        assert refused is not None
+        assert INTERNAL_ONLY in refused
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("late", ["original_src.v3.OriginalSrc", "tls_inspector.v3.TlsInspector"])
+def test_a_discovered_listener_filter_closes_an_internal_listener(tmp_path: Path, late: str) -> None:
+    """It has not arrived, or can only be one that reads bytes."""
+    discovery = {
+        "config_source": {"ads": {}, "initial_fetch_timeout": "0.1s"},
+        "type_urls": [LISTENER_FILTERS + late],
+    }
+    if "inspector" in late:
+        discovery["default_config"] = {"@type": LISTENER_FILTERS + late}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            guard = [{"name": "guard", "config_discovery": discovery}]
+            _, hidden = listener(name="inner", internal_listener={}, listener_filters=guard)
+            del hidden["address"]
+            rig.publish(listener(chain(tcp("to inner"))), ("listener", hidden), inner("inner"), cluster(port))
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            assert told(rig)["verdict"].startswith("refused: closed: ")
+            assert await ask(rig.port("l")) == b""
+
+    run(tmp_path, body)
+
+
+def test_a_listener_filter_of_an_internal_listener_can_be_disabled(tmp_path: Path) -> None:
+    source = {
+        "name": "src",
+        "typed_config": {"@type": LISTENER_FILTERS + "original_src.v3.OriginalSrc", "mark": 7},
+        "filter_disabled": {"destination_port_range": {"start": 1, "end": 65536}},
+    }
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            _, hidden = listener(name="inner", internal_listener={}, listener_filters=[source])
+            del hidden["address"]
+            front = listener(chain(tcp("to inner")))
+            assert await rig.published(front, ("listener", hidden), inner("inner"), cluster(port)) is None
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            (way,) = told(rig)["hop"]["clusters"][0]["endpoints"]
+            assert way["hop"]["listener_filters"] == ["src: disabled for port 80"]
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("denied", "works"), [("application", False), ("listener", True)])
+def test_a_policy_about_ports_is_asked_about_the_application_of_a_tunnel(
+    tmp_path: Path, denied: str, works: bool
+) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            rest = [cluster(port), identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+            policy = {"permissions": [{"destination_port": port}], "principals": [{"any": True}]}
+            end = inbound({"route_config": connect_route("app")})
+            await rig.published(end, *rest)
+            await rig.until(lambda: rig.proxy.listeners.active)
+            if denied == "listener":
+                policy["permissions"] = [{"destination_port": rig.port("inbound")}]
+            rules = {"action": "DENY", "policies": {"port": policy}}
+            deny = {"name": "rbac", "typed_config": {"@type": RBAC, "stat_prefix": "tcp.", "rules": rules}}
+            end = inbound({"route_config": connect_route("app")}, deny)
+            front = listener(chain(tcp("tunnel", tunneling_config={"hostname": f"127.0.0.1:{port}"})))
+            await rig.published(end, front, outbound_cluster(rig.port("inbound")), *rest)
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2 and not rig.proxy.listeners.warming)
+            assert told(rig)["verdict"].startswith("allowed") is works
+            assert await ask(rig.port("l")) == (b"ping" if works else b"")
+
+    run(tmp_path, body)
+
+
 def test_a_chain_with_tls_of_an_internal_listener_closes(tmp_path: Path) -> None:
     identities = Identities()
     secrets = [identities.secret(SERVER), identities.root()]

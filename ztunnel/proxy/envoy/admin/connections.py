@@ -104,6 +104,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         proxy.clusters.get,
         proxy.clock.wall(),
         proxy.settings.switches.tunnel_source is TunnelSource.CLIENT_POD,
+        tunnel_rules=proxy.tunnel_rules,
         calico=calico,
         addons=proxy.connections.addons.explained if proxy.connections.addons is not None else None,
     )

@@ -13,6 +13,7 @@ from ztunnel.proxy.envoy.config.settings import Settings
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.listeners.connections import Connections
 from ztunnel.proxy.envoy.listeners.manager import ListenerManager
+from ztunnel.proxy.envoy.path.terminate import TunnelRules
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs
@@ -50,6 +51,7 @@ class InspectedProxy(Protocol):
     listeners: ListenerManager
     secrets: SecretStore
     logs: AccessLogs
+    tunnel_rules: TunnelRules
     policies: LivePolicies | None
     addons: AddonProcess | None
     descriptors: Descriptors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from xds.model.listener import (
     SharedWithUpstream,
     TcpProxy,
 )
-from ztunnel.policy.engine import judge, reads_port
+from ztunnel.policy.engine import Decision, judge, reads_port
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit, live_limit
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
@@ -45,6 +45,20 @@ from ztunnel.proxy.envoy.telemetry.format import Renderer, renderer
 from ztunnel.runtime.line_limit import LineLimit
 
 
+class RbacDecision(NamedTuple):
+    """What an RBAC filter decides about a connection.
+
+    Attributes:
+        shadow: by its shadow rules; ``None``: it has none.
+        rules: by its rules; ``None``: it has none.
+        denied: Envoy's termination details if the connection must end, otherwise empty.
+    """
+
+    shadow: Decision | None
+    rules: Decision | None
+    denied: str
+
+
 class LiveRbac:
     """An RBAC filter with its counters."""
 
@@ -61,10 +75,29 @@ class LiveRbac:
         lists = (rules for rules in (model.rules, model.shadow) if rules is not None)
         self.reads_port = any(reads_port(rules) for rules in lists)
 
+    def decide(self, facts: ConnectionFacts) -> RbacDecision:
+        """Judge a connection, and write the filter's dynamic metadata into the facts. Nothing is counted."""
+        model = self.model
+        shadow = rules = None
+        if model.shadow is not None:
+            shadow = judge(model.shadow, facts)
+            facts.metadata["envoy.filters.network.rbac"] = {
+                f"{model.shadow_prefix}shadow_effective_policy_id": shadow.policy,
+                f"{model.shadow_prefix}shadow_engine_result": "allowed" if shadow.allowed else "denied",
+            }
+        denied = ""
+        if model.rules is not None:
+            rules = judge(model.rules, facts)
+            if model.log_only:
+                facts.metadata["envoy.common"] = {"access_log_hint": bool(rules.policy)}
+            elif not rules.allowed:
+                denied = f"rbac_access_denied_matched_policy[{rules.policy or 'none'}]"
+        return RbacDecision(shadow, rules, denied)
+
     def check(
         self, info: StreamInfo, facts: ConnectionFacts, lines: LineLimit | None, *, live: bool = False
     ) -> None:
-        """Check a connection against the policy.
+        """Check a connection against the policy, and count the result.
 
         Args:
             info: the connection.
@@ -75,34 +108,25 @@ class LiveRbac:
         Raises:
             Denied: with the text of Envoy's termination details.
         """
-        model, decisions = self.model, self._decisions
-        if model.shadow is not None:
-            shadow = judge(model.shadow, facts)
+        decisions = self._decisions
+        shadow, rules, denied = self.decide(facts)
+        if shadow is not None:
             (self._shadow_allowed if shadow.allowed else self._shadow_denied).value += 1
             if not live and (shadow.policy or not shadow.allowed):
                 decisions.count(shadow.policy, Use.WOULD_ALLOW if shadow.allowed else Use.WOULD_DENY)
-            facts.metadata["envoy.filters.network.rbac"] = {
-                f"{model.shadow_prefix}shadow_effective_policy_id": shadow.policy,
-                f"{model.shadow_prefix}shadow_engine_result": "allowed" if shadow.allowed else "denied",
-            }
-        if model.rules is None:
+        if self.model.rules is None or rules is None or self.model.log_only:
             return
-        decision = judge(model.rules, facts)
-        if model.log_only:
-            facts.metadata["envoy.common"] = {"access_log_hint": bool(decision.policy)}
-            return
-        if decision.allowed:
+        if not denied:
             self._allowed.value += 1
-            if decision.policy and not live:
-                decisions.count(decision.policy, Use.ALLOWED)
+            if rules.policy and not live:
+                decisions.count(rules.policy, Use.ALLOWED)
             return
         self._denied.value += 1
-        decisions.count(decision.policy, Use.ENDED if live else Use.DENIED)
-        details = f"rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
-        decisions.denied(info, facts, f"{POLICY_CHANGE}: {details}" if live else details)
+        decisions.count(rules.policy, Use.ENDED if live else Use.DENIED)
+        decisions.denied(info, facts, f"{POLICY_CHANGE}: {denied}" if live else denied)
         if lines is not None and lines.admits():
-            decisions.log_denial(info, facts, model.rules, decision.policy, live=live)
-        raise Denied(details)
+            decisions.log_denial(info, facts, self.model.rules, rules.policy, live=live)
+        raise Denied(denied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,9 +440,8 @@ class LiveChain:
         # A connection manager's loggers have a line for each request, none for a connection that brings none.
         logged = self._listener_logs or (self.proxy is not None and self.proxy.sinks)
         lines = None if logged else self._lines
-        for rbac in self.rbac:
-            if port_known or not rbac.reads_port:
-                rbac.check(info, info.facts, lines, live=live)
+        for rbac, facts in self.asked(info.facts, port_known=port_known):
+            rbac.check(info, facts, lines, live=live)
 
     def judge_port(self, info: StreamInfo, application: SocketAddress, *, live: bool = False) -> None:
         """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
@@ -431,10 +454,22 @@ class LiveChain:
         Raises:
             Denied: by the first filter that does not allow it.
         """
+        for rbac, facts in self.asked_about(info.facts, application):
+            rbac.check(info, facts, None if self.sinks else self._lines, live=live)
+
+    def asked(self, facts: ConnectionFacts, *, port_known: bool) -> Iterator[tuple[LiveRbac, ConnectionFacts]]:
+        """Yield the RBAC filters that judge a connection, in order, with its facts; see :meth:`judge`."""
+        for rbac in self.rbac:
+            if port_known or not rbac.reads_port:
+                yield rbac, facts
+
+    def asked_about(
+        self, facts: ConnectionFacts, application: SocketAddress
+    ) -> Iterator[tuple[LiveRbac, ConnectionFacts]]:
+        """Yield the RBAC filters that judge a tunnel's application, in order, with the facts for them."""
         for rbac in self.rbac:
             if rbac.reads_port:
-                lines = None if self.sinks else self._lines
-                rbac.check(info, replace(info.facts, destination=application), lines, live=live)
+                yield rbac, replace(facts, destination=application)
 
     def set_filter_state(self, info: StreamInfo) -> None:
         """Run the ``set_filter_state`` filters."""

@@ -1,7 +1,7 @@
 """Runs listener filters, which change the facts about a connection before its filter chain is chosen."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hbone.aio.socket import PlainSocket
 from tproxy.aio import sockets
@@ -25,12 +25,51 @@ class FilterClosed(Exception):
     """A listener filter closes the connection; the text is the reason."""
 
 
-def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
+class NotArrived(FilterClosed):
+    """The configuration of a listener filter from ECDS has not arrived."""
+
+
+#: Filters that wait for bytes of the client.
+ReadsBytes = model.TlsInspector | model.HttpInspector | model.ProxyProtocol
+
+
+def due(
+    filters: Iterable[tuple[model.ListenerFilterEntry, model.ListenerFilter | None]],
+    info: StreamInfo,
+    notes: list[str] | None = None,
+) -> Iterator[tuple[str, model.ListenerFilter]]:
+    """Yield the listener filters that a connection passes, with their names, in order.
+
+    The caller runs each before it asks for the next, because a filter can change the port that disables another.
+
+    Args:
+        filters: of the listener. ``None`` in the place of one that ECDS has not delivered.
+        info: the connection.
+        notes: takes a line for each filter that the connection does not pass, for an explanation.
+
+    Raises:
+        NotArrived: at a filter without a configuration. Like in Envoy, nothing passes without it.
+    """
+    for entry, found in filters:
+        port = info.facts.destination.port
+        if entry.disabled is not None and entry.disabled.holds(port):
+            if notes is not None:
+                notes.append(f"{entry.name}: disabled for port {port}")
+        elif found is None:
+            raise NotArrived(f"the configuration of filter {entry.name} has not arrived")
+        else:
+            yield entry.name, found
+
+
+def annotate(entry: model.ListenerFilter, info: StreamInfo, name: str) -> None:
     """Run a filter that reads no bytes, for an accepted or an internal connection.
 
     On a socket, :func:`restore` implements ``OriginalDst``. On an internal connection it reads the metadata and
     filter state that an ``internal_upstream`` transport socket passed on. Missing and unparsable values are
     ignored, like in Envoy.
+
+    Raises:
+        FilterClosed: the filter reads bytes, and there are none, as for an internal connection.
     """
     facts = info.facts
     match entry:
@@ -59,7 +98,7 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
             if value is not None:
                 facts.metadata[_BAGGAGE_METADATA] = {"baggage": value}
         case _:
-            raise AssertionError(f"{entry} reads bytes")
+            raise FilterClosed(f"filter {name} reads bytes, which an internal connection does not have yet")
 
 
 def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:

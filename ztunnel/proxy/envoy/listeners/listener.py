@@ -19,20 +19,15 @@ from xds.model.http import HttpConnectionManager
 from xds.model.listener import (
     DiscoveredFilter,
     FilterChain,
-    HttpInspector,
     Listener,
     ListenerFilter,
     ListenerFilterEntry,
-    OriginalSrc,
-    ProxyProtocol,
-    TlsInspector,
 )
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveSsl
-from ztunnel.proxy.envoy.listeners.filters import InspectorCounts
+from ztunnel.proxy.envoy.listeners.filters import InspectorCounts, ReadsBytes
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Stats, listener_scope
-from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.runtime.accepting import Gate, ListeningSocket
@@ -208,16 +203,7 @@ class LiveListener:
 
     def _prepare_filters(self) -> None:
         self.filters = [(entry, self.filter_of(entry)) for entry in self.model.listener_filters]
-        self.reads_bytes = any(
-            isinstance(found, TlsInspector | HttpInspector | ProxyProtocol) for _, found in self.filters
-        )
-
-    def options_for(self, info: StreamInfo) -> UpstreamOptions:
-        """Return the socket options that the listener's ``original_src`` filter gives a connection."""
-        for entry in self.model.listener_filters:
-            if isinstance(entry.filter, OriginalSrc):
-                return UpstreamOptions(source=info.source.host, mark=entry.filter.mark)
-        return UpstreamOptions()
+        self.reads_bytes = any(isinstance(found, ReadsBytes) for _, found in self.filters)
 
     def opened(self) -> None:
         """Count a new connection."""

@@ -24,7 +24,9 @@ from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
 from ztunnel.proxy.envoy.listeners.filters import (
     FilterClosed,
+    NotArrived,
     annotate,
+    due,
     inspect_http,
     inspect_tls,
     restore,
@@ -125,6 +127,8 @@ class Datapath:
             elif isinstance(error, Incomplete):
                 listener.network_extension_config_missing.value += 1
         except FilterClosed as error:
+            if isinstance(error, NotArrived):
+                listener.extension_config_missing.value += 1
             info.termination_details = str(error)
         except OSError as error:
             info.flags.add(Flag.DOWNSTREAM_TERMINATED)
@@ -186,13 +190,8 @@ class Datapath:
     async def _run_filters(
         listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
     ) -> None:
-        for entry, found in listener.filters:
-            if entry.disabled is not None and entry.disabled.holds(info.facts.destination.port):
-                continue
+        for name, found in due(listener.filters, info):
             match found:
-                case None:
-                    listener.extension_config_missing.value += 1
-                    raise FilterClosed(f"the configuration of filter {entry.name} has not arrived")
                 case model.OriginalDst():
                     if not info.restored:
                         restore(end, info, transparent=transparent)
@@ -204,7 +203,7 @@ class Datapath:
                 case model.ProxyProtocol():
                     await take_proxy_header(found, end, info)
                 case _:
-                    annotate(found, info)
+                    annotate(found, info, name)
 
     @staticmethod
     def _choose_chain(connection: LiveConnection, info: StreamInfo) -> LiveChain:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -23,16 +23,15 @@ from xds.model.cluster import (
     security_of,
 )
 from xds.model.facts import ConnectionFacts, PeerCertificate
-from xds.model.http import RouteTable
-from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
+from xds.model.listener import OriginalDst, OriginalSrc
 from xds.model.matcher import IpTree, Matcher, MatcherList, hits
 from xds.model.policy import PolicyList
 from xds.model.secret import Validation
 from xds.model.tls import SecretRef, TlsContext
-from ztunnel.policy.engine import holds, judge
+from ztunnel.policy.engine import holds
 from ztunnel.policy.reasons import reason
-from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
-from ztunnel.proxy.envoy.listeners.filters import annotate
+from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveRbac, LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.filters import FilterClosed, ReadsBytes, annotate, due
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.path.connect import (
     NO_ADDRESS,
@@ -42,7 +41,7 @@ from ztunnel.proxy.envoy.path.connect import (
     tunnels,
 )
 from ztunnel.proxy.envoy.path.internal import facts_behind, takes_internal
-from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, route_for
+from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, RequestRefused, TunnelRules, tunnel_route
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, refusal
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
@@ -57,7 +56,6 @@ _MOST_HOPS = 4
 #: The number of a filter's policies that are printed. Of others, only their number is.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
-_BYTELESS = (OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +94,7 @@ class Configuration:
         listeners: active ones, in order.
         cluster: by name.
         now_s: seconds of the wall clock, for the days that certificates have left.
+        tunnel_rules: for what requests for tunnels name.
         keep_client_address: tunnels behind an internal listener keep the client's address too.
         saved: the secrets of a dump, in the place of contexts.
         calico: what Calico's policies say where a socket is opened, see
@@ -108,6 +107,8 @@ class Configuration:
     cluster: Callable[[str], LiveCluster | None]
     now_s: float
     keep_client_address: bool = True
+    _: KW_ONLY
+    tunnel_rules: TunnelRules
     saved: SavedSecrets | None = None
     calico: Callable[[StreamInfo, LiveTcpProxy | None, SocketAddress, Sequence[str]], Answer] | None = None
     addons: Callable[[StreamInfo, Host, bool], Answer] | None = None
@@ -217,13 +218,15 @@ class _Explainer:
                 "missing_filters": missing,
                 "verdict": "closed: the configuration of a filter has not arrived",
             }
-        policies, denied = _policies(chain, info)
+        # What a tunnel leads to is not known yet.
+        port_known = chain.manager is None or not self._configuration.tunnel_rules.judge_ports
+        policies, denied = _policies(chain.asked(info.facts, port_known=port_known))
         if policies:
             answer["policies"] = policies
         if chain.tls is not None:
             answer["tls"] = _server_tls(chain, self._configuration)
-        if denied is not None:
-            return answer | {"verdict": denied}
+        if denied:
+            return answer | {"verdict": f"closed: {denied}"}
         if chain.manager is not None:
             return answer | self._terminated(chain, info, depth)
         assert chain.proxy is not None
@@ -251,36 +254,40 @@ class _Explainer:
         manager = chain.manager
         assert manager is not None
         info.method, info.manager = "CONNECT", manager.model
-        if not isinstance(manager.routes, RouteTable):
-            return {"verdict": "404: the route table has not arrived"}
-        route = route_for(manager.routes, info)
-        if route is None:
-            return {"verdict": "404: no route matches CONNECT"}
-        if not (route.tunnel and manager.model.allows_connect):
-            return {"verdict": "403: the route does not end tunnels"}
+        # As this proxy's own tunnels have it.
         info.request_headers = (("x-envoy-original-dst-host", info.authority),)
-        own = chain.tls.local_uri_sans if chain.tls is not None else ()
-        clusters = [self._cluster(choice.name, info, None, depth, own) for choice in route.clusters]
+        try:
+            route = tunnel_route(manager.model, manager.routes, info)
+        except RequestRefused as refusal:
+            why = f"{refusal.answer.status}: {refusal.answer.details}"
+            return {"verdict": why if manager.routes is not None else f"{why}, the route table has not arrived"}
+        clusters = [self._cluster(choice.name, info, None, depth, chain) for choice in route.clusters]
         return {"authority": info.authority, "route": route.name, "clusters": clusters}
 
     # Upstream
 
     def _cluster(
-        self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, own: Sequence[str] = ()
+        self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, end: LiveChain | None = None
     ) -> Answer:
+        """Explain a cluster. ``end`` is the chain of a tunnel that leads to it, else ``None``."""
         cluster = self._configuration.cluster(name)
         answer: Answer = {"cluster": name}
         if cluster is None:
             return answer | {"verdict": "closed: there is no such cluster (NC)"}
         model = cluster.model
         answer |= {"type": str(model.discovery), "lb_policy": str(model.balancing.policy)}
+        if end is not None:
+            try:
+                self._configuration.tunnel_rules.require_own_address(info, model)
+            except RequestRefused as refusal:
+                return answer | {"verdict": f"{refusal.answer.status}: {refusal.answer.details}"}
         subset = proxy.subsets.get(name, proxy.model.metadata_match) if proxy is not None else None
         hosts, left_out, because = _candidates(cluster, info, subset)
         answer["endpoints_because"] = because
         if left_out:
             answer["left_out"] = left_out
         answer["endpoints"] = [
-            self._endpoint(cluster, host, priority, info, proxy, depth, own) for host, priority in hosts
+            self._endpoint(cluster, host, priority, info, proxy, depth, end) for host, priority in hosts
         ]
         if not hosts:
             answer["verdict"] = "closed: no endpoint (UH)"
@@ -294,7 +301,7 @@ class _Explainer:
         info: StreamInfo,
         proxy: LiveTcpProxy | None,
         depth: int,
-        own: Sequence[str],
+        end: LiveChain | None,
     ) -> Answer:
         endpoint = host.endpoint
         answer: Answer = {
@@ -315,6 +322,13 @@ class _Explainer:
             answer["proxy_protocol"] = version
         if proxy is None and not isinstance(endpoint.address, SocketAddress):
             return answer | {"verdict": f"closed: {NO_IP_ADDRESS}"}
+        rules = self._configuration.tunnel_rules
+        if end is not None and rules.judge_ports and isinstance(endpoint.address, SocketAddress):
+            policies, denied = _policies(end.asked_about(info.facts, endpoint.address))
+            if policies:
+                answer["policies"] = policies
+            if denied:
+                return answer | {"verdict": f"403: {denied}"}
         if isinstance(endpoint.address, InternalAddress):
             return answer | self._inner(cluster, host, transport, info, depth)
         if isinstance(endpoint.address, NamedAddress):
@@ -331,6 +345,7 @@ class _Explainer:
             answer["mark"] = info.options.mark
         calico = self._configuration.calico
         if calico is not None and isinstance(endpoint.address, SocketAddress) and "verdict" not in answer:
+            own = end.tls.local_uri_sans if end is not None and end.tls is not None else ()
             answer |= calico(info, proxy, endpoint.address, own)
         identities = (answer["tls"] or {}).get("identity")
         if identities and "tunnel" in answer and depth < _MOST_HOPS:
@@ -402,24 +417,19 @@ class _Explainer:
 def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], str]:
     """Run the filters that need no bytes; return what each does, and why one closes the connection."""
     notes: list[str] = []
-    for entry, found in listener.filters:
-        port = info.destination.port
-        if not listener.model.internal and entry.disabled is not None and entry.disabled.holds(port):
-            notes.append(f"{entry.name}: disabled for port {port}")
-            continue
-        if found is None:
-            notes.append(f"{entry.name}: its configuration has not arrived; connections are closed")
-            if not listener.model.internal:
-                return notes, f"the configuration of filter {entry.name} has not arrived"
-        elif isinstance(found, _BYTELESS):
-            annotate(found, info)
+    try:
+        for name, found in due(listener.filters, info, notes):
+            if not listener.model.internal and isinstance(found, ReadsBytes):
+                notes.append(f"{name}: reads bytes, which a question has none of")
+                continue
+            annotate(found, info, name)
             if isinstance(found, OriginalSrc):
                 leaves = f"upstream sockets leave from {info.options.source} with mark {found.mark}"
-                notes.append(f"{entry.name}: {leaves}")
+                notes.append(f"{name}: {leaves}")
             elif not isinstance(found, OriginalDst) or listener.model.internal:
-                notes.append(f"{entry.name}: destination is {info.facts.destination}")
-        else:
-            notes.append(f"{entry.name}: reads bytes, which a question has none of")
+                notes.append(f"{name}: destination is {info.facts.destination}")
+    except FilterClosed as error:
+        return notes, str(error)
     return notes, ""
 
 
@@ -463,24 +473,21 @@ def _matcher_steps(matcher: Matcher, facts: ConnectionFacts) -> Iterator[str]:
         yield from _matcher_steps(fallback.target, facts)
 
 
-def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | None]:
-    """Return the result of each RBAC filter, and the verdict if one denies."""
+def _policies(asked: Iterable[tuple[LiveRbac, ConnectionFacts]]) -> tuple[list[Answer], str]:
+    """Return the result of each RBAC filter, and Envoy's termination details if one denies."""
     shown: list[Answer] = []
-    for rbac in chain.rbac:
+    for rbac, facts in asked:
+        shadow, decision, denied = rbac.decide(facts)
         rules = rbac.model.rules
-        if rules is None:
+        if rules is None or decision is None:
             continue
-        decision = judge(rules, info.facts)
-        shown.append(
-            {"allowed": decision.allowed, "policy": decision.policy or None, **_judged(rules, info.facts)}
-        )
-        if rbac.model.shadow is not None:
-            shadow = judge(rbac.model.shadow, info.facts)
-            told = _judged(rbac.model.shadow, info.facts)
+        shown.append({"allowed": decision.allowed, "policy": decision.policy or None, **_judged(rules, facts)})
+        if rbac.model.shadow is not None and shadow is not None:
+            told = _judged(rbac.model.shadow, facts)
             shown[-1]["shadow"] = {"allowed": shadow.allowed, "policy": shadow.policy or None, **told}
-        if not decision.allowed and not rbac.model.log_only:
-            return shown, f"closed: rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
-    return shown, None
+        if denied:
+            return shown, denied
+    return shown, ""
 
 
 def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:

@@ -11,13 +11,13 @@ from hbone.errors import TunnelBroken
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager
-from xds.model.listener import ProxyProtocol
+from xds.model.listener import HttpInspector, TlsInspector
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.dataplane.lives import cancels_current_task
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
-from ztunnel.proxy.envoy.listeners.filters import annotate
+from ztunnel.proxy.envoy.listeners.filters import FilterClosed, NotArrived, annotate, due
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
@@ -81,8 +81,8 @@ class InternalListeners:
             keep_options: keep the client's address, which Envoy's internal connections lose.
         """
         listener = self.listeners.internal(address.listener)
-        if listener is None or any(isinstance(each, ProxyProtocol) for _, each in listener.filters):
-            return None  # no bytes pass here, so that a PROXY header could not be read
+        if listener is None:
+            return None
         facts = facts_behind(outer.facts, metadata, shared)
         info = StreamInfo(
             connection_id=self.connections.next_id(),
@@ -99,9 +99,14 @@ class InternalListeners:
         hop.listener_sinks = listener.sinks
         listener.opened()
         hop.own(listener.closed)
-        for _, filter_ in listener.filters:
-            if filter_ is not None:
-                annotate(filter_, info)
+        try:
+            for name, found in due(listener.filters, info):
+                annotate(found, info, name)
+        except FilterClosed as error:
+            listener.extension_config_missing.value += isinstance(error, NotArrived)
+            info.termination_details = str(error)
+            hop.close()
+            return None
         chain = listener.chain_for(facts)
         if chain is None or chain.proxy is None or not takes_internal(chain):
             listener.no_filter_chain_match.value += chain is None
@@ -166,7 +171,12 @@ class InternalListeners:
         if client.presented.leaf is not None:
             facts.peer = peer_names(client.presented.leaf, client.local_uri_sans)
         info = self._inbound_info(listener, chain, facts, authority, headers)
-        info.options = listener.options_for(info)
+        try:
+            for name, found in due(listener.filters, info):
+                if not isinstance(found, TlsInspector | HttpInspector):  # their facts are known
+                    annotate(found, info, name)
+        except FilterClosed:
+            return None  # the wire refuses it
         joining = self._join(info, listener, chain, client)
         try:
             return await run_apart(self.tasks, self.poller, joining, f"{info.connection_id} joined", _discard)
@@ -218,7 +228,7 @@ class InternalListeners:
             local_uri_sans=chain.tls.local_uri_sans,
         )
         listener.node_local.value += 1
-        judges_ports = self.terminator.judges_ports
+        judges_ports = self.terminator.rules.judge_ports
         abort = cancels_current_task(self.poller)
         hop = LiveHop(self.connections.hops, info, listener, self.clock, abort, port_known=not judges_ports)
         hop.chain = chain

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from xds.model.address import SocketAddress, is_loopback
-from xds.model.cluster import Discovery
-from xds.model.http import Route, RouteTable, VirtualHost
+from xds.model.cluster import Cluster, Discovery
+from xds.model.http import HttpConnectionManager, Route, RouteTable, VirtualHost
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
@@ -50,6 +50,9 @@ class Answer:
     reset_code: int = 0
 
 
+_NO_ROUTE = Answer(404, "route_not_found")
+
+
 class RequestRefused(Exception):
     """The request is answered instead of becoming a tunnel.
 
@@ -62,6 +65,55 @@ class RequestRefused(Exception):
         self.answer = answer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunnelRules:
+    """What requests for tunnels can name.
+
+    Attributes:
+        check_authority: a tunnel can only name the pod for which it was opened. If off (like in Envoy), a client
+            that can reach one pod of the node can reach all of them, judged by the first one's policy.
+        judge_ports: policies' ports are the application's. If off (like in Envoy), they are compared with the
+            captured port, 15008, so that a DENY by port never matches a tunnel.
+        own_ports: returns the ports of this proxy's listeners, to which no tunnel can lead.
+    """
+
+    own_ports: Callable[[], Collection[int]]
+    check_authority: bool = True
+    judge_ports: bool = True
+
+    def require_own_address(self, info: StreamInfo, cluster: Cluster) -> None:
+        """Check that the request names the pod for which its connection was captured, on a port that is not ours.
+
+        Without the configuration's header the authority counts: today's ztunnels and waypoints send no
+        ``x-envoy-original-dst-host``.
+
+        Raises:
+            RequestRefused: it does not.
+        """
+        config = cluster.original_dst
+        if not self.check_authority or cluster.discovery is not Discovery.ORIGINAL_DST:
+            return
+        assert config is not None
+        own = info.destination.host
+        header = None
+        for name, value in info.request_headers:
+            if name == config.http_header_name:
+                header = value
+                break
+        authority = _ip_port(info.authority)
+        named = authority if header is None else _ip_port(header)
+        if named is None:
+            text = header if header is not None else info.authority
+            raise RequestRefused(Answer(400, f"no valid authority pseudo header: {text}"))
+        for address in (named, authority):
+            if address is not None and address.host != own:
+                raise RequestRefused(Answer(400, f"ip mismatch: {own} != {address.host}"))
+        if named.port in self.own_ports() or is_loopback(named.host):
+            raise RequestRefused(Answer(503, "attempted recursive call to ourselves"))
+        if config.use_http_header and header is None:
+            info.request_headers = (*info.request_headers, (config.http_header_name, str(named)))
+
+
 class Terminator:
     """Turns tunnel requests into connections to applications.
 
@@ -69,11 +121,7 @@ class Terminator:
         clusters: by name.
         dialler: opens sockets.
         rng: picks among weighted clusters.
-        check_authority: a tunnel can only name the pod for which it was opened. If off (like in Envoy), a client
-            that can reach one pod of the node can reach all of them, judged by the first one's policy.
-        own_ports: the ports of this proxy's listeners, to which no tunnel can lead.
-        judge_ports: policies' ports are the application's. If off (like in Envoy), they are compared with the
-            captured port, 15008, so that a DENY by port never matches a tunnel.
+        rules: for what requests name.
         admit: a further decision about the application. ``None`` disables it.
     """
 
@@ -82,18 +130,13 @@ class Terminator:
         clusters: ClusterManager,
         dialler: Dialler,
         rng: random.Random,
-        *,
-        check_authority: bool,
-        own_ports: Callable[[], Collection[int]],
-        judge_ports: bool,
+        rules: TunnelRules,
         admit: AdmitsApplication | None = None,
     ) -> None:
         self._clusters = clusters
         self._dialler = dialler
         self._rng = rng
-        self._check_authority = check_authority
-        self._own_ports = own_ports
-        self.judges_ports = judge_ports
+        self.rules = rules
         self._admit = admit
 
     async def open(self, hop: LiveHop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
@@ -113,8 +156,7 @@ class Terminator:
             info.flags.add(Flag.NO_CLUSTER)
             raise RequestRefused(Answer(route.cluster_not_found_status, "cluster_not_found"))
         info.upstream_cluster = cluster.model.alt_stat_name or name
-        if self._check_authority and cluster.model.discovery is Discovery.ORIGINAL_DST:
-            self._require_own_address(info, cluster)
+        self.rules.require_own_address(info, cluster.model)
         host = cluster.choose(info)
         try:
             return route, await self._dial(hop, cluster, host)
@@ -126,21 +168,11 @@ class Terminator:
             raise RequestRefused(_answer_to(error)) from error
 
     def _route(self, manager: LiveConnectionManager, info: StreamInfo) -> Route:
-        host = _virtual_host(manager.routes.virtual_hosts, info.authority) if manager.routes is not None else None
-        route = _route_in(host, info)
-        if host is not None:
-            info.virtual_host_metadata = host.metadata
-        if route is None:
-            manager.no_route.value += 1
-            info.flags.add(Flag.NO_ROUTE)
-            raise RequestRefused(Answer(404, "route_not_found"))
-        info.route_metadata = route.metadata
-        if route.direct_status:
-            raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
-        # A route by path can have ``connect_config`` as well, but only a CONNECT request can become a tunnel.
-        if not (route.tunnel and info.method == "CONNECT" and manager.model.allows_connect):
-            raise RequestRefused(Answer(403, "upgrade_failed"))
-        return route
+        try:
+            return tunnel_route(manager.model, manager.routes, info)
+        except RequestRefused as refusal:
+            manager.no_route.value += refusal.answer is _NO_ROUTE
+            raise
 
     async def _dial(self, hop: LiveHop, cluster: LiveCluster, host: Host | None) -> ClusterUpstream:
         """Judge the application that was chosen, and dial it.
@@ -160,7 +192,7 @@ class Terminator:
         address = endpoint.address
         if not isinstance(address, SocketAddress):
             raise UpstreamFailed(NO_IP_ADDRESS)
-        if self.judges_ports:
+        if self.rules.judge_ports:
             hop.application = address
             hop.current_chain().judge_port(info, address)
         if self._admit is not None:
@@ -177,33 +209,6 @@ class Terminator:
             info.ready_s = hop.clock.monotonic() - info.started
         info.connected = True
         return upstream
-
-    def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
-        """Check that the request names the pod for which its connection was captured, on a port that is not ours.
-
-        Without the configuration's header the authority counts: today's ztunnels and waypoints send no
-        ``x-envoy-original-dst-host``.
-        """
-        config = cluster.model.original_dst
-        assert config is not None
-        own = info.destination.host
-        header = None
-        for name, value in info.request_headers:
-            if name == config.http_header_name:
-                header = value
-                break
-        authority = _ip_port(info.authority)
-        named = authority if header is None else _ip_port(header)
-        if named is None:
-            text = header if header is not None else info.authority
-            raise RequestRefused(Answer(400, f"no valid authority pseudo header: {text}"))
-        for address in (named, authority):
-            if address is not None and address.host != own:
-                raise RequestRefused(Answer(400, f"ip mismatch: {own} != {address.host}"))
-        if named.port in self._own_ports() or is_loopback(named.host):
-            raise RequestRefused(Answer(503, "attempted recursive call to ourselves"))
-        if config.use_http_header and header is None:
-            info.request_headers = (*info.request_headers, (config.http_header_name, str(named)))
 
 
 def _ip_port(text: str) -> SocketAddress | None:
@@ -226,9 +231,31 @@ def _answer_to(error: Refused) -> Answer:
     return Answer(503, "no_healthy_upstream", _BODIES["no host"], CONNECT_ERROR)
 
 
-def route_for(table: RouteTable, info: StreamInfo) -> Route | None:
-    """Return the first route of the best virtual host that matches a request."""
-    return _route_in(_virtual_host(table.virtual_hosts, info.authority), info)
+def tunnel_route(model: HttpConnectionManager, table: RouteTable | None, info: StreamInfo) -> Route:
+    """Return the route of a request for a tunnel, and note its metadata in ``info``.
+
+    Args:
+        model: the connection manager that has the request.
+        table: its routes; ``None``: they have not arrived.
+        info: the request.
+
+    Raises:
+        RequestRefused: no route leads it to a cluster.
+    """
+    host = _virtual_host(table.virtual_hosts, info.authority) if table is not None else None
+    route = _route_in(host, info)
+    if host is not None:
+        info.virtual_host_metadata = host.metadata
+    if route is None:
+        info.flags.add(Flag.NO_ROUTE)
+        raise RequestRefused(_NO_ROUTE)
+    info.route_metadata = route.metadata
+    if route.direct_status:
+        raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
+    # A route by path can have ``connect_config`` as well, but only a CONNECT request can become a tunnel.
+    if not (route.tunnel and info.method == "CONNECT" and model.allows_connect):
+        raise RequestRefused(Answer(403, "upgrade_failed"))
+    return route
 
 
 def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:

@@ -94,7 +94,7 @@ class TunnelServer:
         """
         manager, info = chain.manager, connection.info
         assert manager is not None
-        connection.port_known = not self._terminator.judges_ports
+        connection.port_known = not self._terminator.rules.judge_ports
         context = context_of(listener, chain)
         denied: list[Refused] = []
         served: list[Connection] = []

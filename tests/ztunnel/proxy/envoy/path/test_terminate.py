@@ -6,13 +6,17 @@ import pytest
 
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from xds.model.http import HeaderMatch, Route, RouteTable, VirtualHost
+from xds.model.http import HeaderMatch, Http2Settings, HttpConnectionManager, Route, RouteTable, VirtualHost
 from xds.model.listener import AppendAction
 from xds.model.strings import StringMatch
 from ztunnel.proxy.envoy.listeners.chains import LiveHeader
 from ztunnel.proxy.envoy.path.connect import tunnel_request
-from ztunnel.proxy.envoy.path.terminate import route_for
+from ztunnel.proxy.envoy.path.terminate import RequestRefused, tunnel_route
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+
+MANAGER = HttpConnectionManager(
+    stat_prefix="", routes=RouteTable("t", ()), http2=Http2Settings(), allows_connect=True
+)
 
 
 def info(*headers: tuple[str, str]) -> StreamInfo:
@@ -28,9 +32,13 @@ def info(*headers: tuple[str, str]) -> StreamInfo:
 def test_an_inverted_value_matches_no_request_without_the_header(match: StringMatch | None, invert: bool) -> None:
     route = Route(name="r", path=None, headers=(HeaderMatch("x-a", match, invert),), direct_status=200)
     table = RouteTable("t", (VirtualHost("v", ("*",), (route,)),))
-    taken = [route_for(table, info(*headers)) is not None for headers in ((), (("x-a", "b"),), (("x-a", "c"),))]
+    taken = []
+    for headers in ((), (("x-a", "b"),), (("x-a", "c"),)):
+        with pytest.raises(RequestRefused) as refused:
+            tunnel_route(MANAGER, table, info(*headers))
+        taken.append(refused.value.answer.status)
     absent = match is None and invert
-    assert taken == [absent, not invert, (match is None) is not invert]
+    assert taken == [200 if each else 404 for each in (absent, not invert, (match is None) is not invert)]
 
 
 def test_what_overwrites_is_set_before_what_is_added() -> None:

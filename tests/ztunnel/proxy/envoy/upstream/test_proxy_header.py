@@ -354,5 +354,5 @@ def test_check_by_grpc_behind_a_header_is_refused() -> None:
 
 def test_internal_listener_that_would_read_a_header_is_refused() -> None:
     document = {"name": "i", "internal_listener": {}, "listener_filters": [READS_HEADER]}
-    with pytest.raises(ConfigError, match="an internal listener reads no PROXY header"):
+    with pytest.raises(ConfigError, match="an internal listener passes no bytes to listener filters"):
         compile_listener(parse_value({**document, "filter_chains": [chain()]}, Listener).message, SURROUNDINGS)
