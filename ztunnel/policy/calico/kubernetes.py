@@ -42,6 +42,7 @@ _POLICY_KINDS: Final = {
 #: The annotation by which Istio's node agent, and ours, mark a pod as enrolled.
 _REDIRECTION: Final = "ambient.istio.io/redirection"
 _NAMED_PORT: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_ZEROS: Final = re.compile(r"(?<![0-9])0+(?=[0-9])")
 _RANGE: Final = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 
 
@@ -363,8 +364,10 @@ class KubernetesReader(ConfigReader):
             if len(peer) > 1:
                 self.fault(where, "ipBlock stands alone")
             block = self.mapping(peer["ipBlock"], f"{where}.ipBlock", ("cidr", "except"))
-            nets = self.nets({"cidr": [block.get("cidr") or ""]}, "cidr", f"{where}.ipBlock")
-            return Entity(nets=nets, not_nets=self.nets(block, "except", f"{where}.ipBlock"))
+            excepted = self.items(block, "except", f"{where}.ipBlock")
+            blocks = {"cidr": [_decimal(block.get("cidr") or "")], "except": list(map(_decimal, excepted))}
+            nets = self.nets(blocks, "cidr", f"{where}.ipBlock")
+            return Entity(nets=nets, not_nets=self.nets(blocks, "except", f"{where}.ipBlock"))
         namespaces = peer.get("namespaceSelector")
         return Entity(
             selector=self.label_selector(peer.get("podSelector"), f"{where}.podSelector", pods=True),
@@ -416,6 +419,16 @@ class KubernetesReader(ConfigReader):
 #: The consequence of faults in an allowing rule.
 ALLOWS_NOTHING: Final = "the rule allows nothing"
 ALLOWS_THE_REST: Final = "the rule allows only what the rest of it says"
+
+
+def _decimal(value: object) -> object:
+    """Return a network of a NetworkPolicy without leading zeros in its octets.
+
+    API servers accept them (``netutils.ParseCIDRSloppy``) and take the octets for decimal numbers.
+    """
+    if not isinstance(value, str) or ":" in value:
+        return value
+    return _ZEROS.sub("", value)
 
 
 def _is_one_of(label: str, operator: str, values: list[str]) -> str:

@@ -260,6 +260,15 @@ def test_kubernetes_blocks_and_their_exceptions() -> None:
     assert found.destination.not_nets == (ip_network("10.1.0.0/16"),)
 
 
+def test_octets_of_kubernetes_blocks_have_leading_zeros() -> None:
+    """API servers accept them as decimal numbers."""
+    [found] = kubernetes(
+        "{podSelector: {}, egress: [{to: [{ipBlock: {cidr: 010.000.0.0/08, except: [10.010.0.0/16]}}]}]}"
+    ).outbound
+    assert found.destination.nets == (ip_network("10.0.0.0/8"),)
+    assert found.destination.not_nets == (ip_network("10.10.0.0/16"),)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
