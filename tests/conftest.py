@@ -10,12 +10,16 @@ import hypothesis
 import pytest
 
 import hbone
+from tests.generated import examples
 from tests.lanes import Lanes
 from tests.selection import is_core
 
 # How long an example takes says what else the machine does.
 hypothesis.settings.register_profile(
-    "here", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "here",
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("here")
 

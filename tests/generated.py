@@ -1,6 +1,6 @@
-"""How many examples property tests generate: a quarter in each run, all of them with ``EXAMPLES=all``.
+"""How much tests do in each run, and how much with ``EXAMPLES=all``, which ``make nightly`` sets.
 
-``make nightly`` sets that.
+Property tests generate a quarter of their examples, and tests of large numbers use smaller ones.
 """
 
 import os
@@ -14,3 +14,8 @@ def every_example() -> bool:
 def examples(number: int) -> int:
     """Return how many of a test's ``number`` of examples this run generates."""
     return number if every_example() else max(20, number // 4)
+
+
+def at_night(number: int, otherwise: int) -> int:
+    """Return a nightly run's number, or the one of other runs."""
+    return number if every_example() else otherwise
