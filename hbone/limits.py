@@ -1,8 +1,9 @@
 """Every limit that a peer of a connection can meet, with its unit and the reason for its default.
 
-There are three kinds of answers, from mild to final. A peer that causes more work than its share is not read for
-some time (backpressure). A stream that exceeds its bounds is reset. A connection that continues is closed with
-GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` has the table of limits beside those of other proxies.
+There are three kinds of answers, from mild to final. A peer that causes more work than its share is not read
+until its debt is paid (backpressure). A stream that exceeds its bounds is reset. A connection that continues is
+closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` has the table of limits beside those of other
+proxies.
 
 Work is counted in units of about a microsecond of one core in pure Python, by what was measured for each kind of
 frame. It is counted and not timed: a clock would charge a peer for what the machine does meanwhile.

@@ -1,6 +1,6 @@
 """Bytes into frames: the reading half of the engine, however the network cut them.
 
-Control frames are collected in full. DATA payload passes through in the chunks in which it arrived. Header blocks
+Control frames are collected in full. DATA payload passes through in the chunks that arrived. Header blocks
 are assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
 header bytes are invalid is refused here, before its payload is collected (RFC 9113, 4 and 6).
 

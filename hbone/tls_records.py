@@ -192,7 +192,7 @@ class RecordSession(TlsStream):
         self.half_rtt_sent = False
 
     def state(self) -> RecordState:
-        """Return the state, from which another session continues. This one must not be used any more."""
+        """Return the state that another session continues from. This one must not be used any more."""
         return RecordState(
             suite=self._suite_name,
             sending=self._sending.state(),

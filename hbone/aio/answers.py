@@ -43,7 +43,7 @@ class _Waiter:
 
 
 class PendingAnswers:
-    """One waiter per request that has no answer yet; each is told once, and forgotten then."""
+    """One waiter per request without an answer. Each is notified once, and then removed."""
 
     __slots__ = ("_poller", "_waiting")
 

@@ -108,7 +108,7 @@ class Progress:
 
     Attributes:
         waiting: streams that wait for room, in their order.
-        room: there may be some.
+        room: set when there can be some.
         closing: it takes no new streams.
         grace: the time between the announcement of the end and the final GOAWAY runs.
         unsent: sealed bytes that the network has not taken.

@@ -1,6 +1,6 @@
 """Sockets of connections that were ended for breaking the protocol: kept open for a second, and not read.
 
-A peer that is told to leave and finds its connection closed can be back at once, and each time costs a handshake.
+A peer that is asked to leave and finds its connection closed can return at once, and each time costs a handshake.
 While its old connection seems to be open, it waits, and what it sends meanwhile fills the kernel's buffer only.
 Envoy does the same.
 """

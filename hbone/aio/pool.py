@@ -55,7 +55,7 @@ class Pool:
     Args:
         dial: opens a connection for a key. Its errors are raised unchanged by the :meth:`open` that caused the
             dial.
-        poller: runs the dials, and resumes waiting fibers in the iteration in which their connection is ready.
+        poller: runs the dials, and resumes waiting fibers in the iteration that has their connection ready.
         settings: limits.
     """
 

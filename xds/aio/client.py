@@ -356,7 +356,7 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            # An operator who has fixed one fault wants to see the next one.
+            # After one fault is fixed, the next one must show.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 

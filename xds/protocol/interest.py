@@ -91,7 +91,7 @@ class Interest(Generic[Key]):
 
     @property
     def wants_all(self) -> bool:
-        """Return whether a subscriber wants the wildcard."""
+        """Return whether a subscriber has asked for the wildcard."""
         return bool(self._all)
 
     def union(self) -> frozenset[str] | None:

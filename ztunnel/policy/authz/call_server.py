@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
         if engine.failed:
             self._transport.close()
             return
-        # A client that causes more work than its share waits. So do calls for which a step had no room.
+        # A client that causes more work than its share waits. So do calls that a step had no room for.
         self._held = engine.unparsed or engine.pause_s > 0
         if self._held:
             loop = asyncio.get_running_loop()

@@ -215,7 +215,7 @@ class UnaryConnection:
             self.engine.end_stream(stream_id, _OK)
 
     def sent(self) -> None:
-        """Continue with answers for which there was no room. Called when the output was sent."""
+        """Continue with answers that there was no room for. Called when the output was sent."""
         for stream_id in list(self._waiting):
             self._send_rest(stream_id)
 

@@ -39,7 +39,7 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 #  Everybody may connect: a proxy in another container has another user, and the socket's folder is private to the
 # pod.
 SOCKET_MODE: Final = 0o777
-#: How long checks under way may take when the server stops.
+#: How long checks under way can take when the server stops.
 _STOP_S: Final = 5.0
 
 
@@ -66,7 +66,7 @@ class PolicyServer:
         follower: whose store answers; the caller runs it.
         clock: for rates of log lines, and the times of answers.
         socket_mode: of Unix sockets.
-        reporter: is told every flow; the caller runs it.
+        reporter: gets every flow; the caller runs it.
 
     Attributes:
         answers: number of checks by answer.

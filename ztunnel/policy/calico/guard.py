@@ -72,7 +72,7 @@ class Decision:
     """The answer about a connection.
 
     Attributes:
-        pending: it denies because something has not arrived that may be on its way.
+        pending: it denies because a part that can still arrive is missing.
         staged: what staged policies would have done, if not the same; for a field of the access line.
     """
 
@@ -82,7 +82,7 @@ class Decision:
 
     @property
     def allowed(self) -> bool:
-        """Whether the connection may be carried."""
+        """Whether the connection is allowed."""
         return self.verdict.allowed
 
     @property

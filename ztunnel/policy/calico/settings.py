@@ -1,4 +1,4 @@
-"""Where the tunnel proxy has Calico's policies from, as both of its dialects are told."""
+"""The source of the tunnel proxy's Calico policies, with the settings that both dialects share."""
 
 from dataclasses import dataclass
 from pathlib import Path

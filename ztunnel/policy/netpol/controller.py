@@ -95,8 +95,8 @@ class Controller:
         nodes: whether the source includes Node objects; see :class:`~ztunnel.policy.calico.objects.PolicyObjects`.
 
     Attributes:
-        synced: every object has been told.
-        in_force: the kernel's table is the wanted one.
+        synced: every object has been received.
+        in_force: the kernel has the latest table.
         built: the last wanted table.
     """
 

@@ -102,7 +102,7 @@ class HookAccount:
 
 
 class LoopShare:
-    """The time that one addon has used of the loop since a moment, which begins anew after a minute.
+    """The time that one addon has used of the loop within a window of a minute.
 
     The clock matters only when the sum has reached the share of a minute. If more than a minute has passed by
     then, the addon has used less, and the sum begins anew. So the sum needs neither a list of calls nor a look at

@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 #: Further facts that an addon can ask for.
 _NEEDS: Final = frozenset({"server_name"})
 _MAY_WAIT: Final = frozenset({"connecting", "accepting"})
-#: The similarity from which a method counts as a misspelt hook.
+#: A method at least this similar to a hook counts as a misspelt one.
 _NEAR: Final = 0.8
 _numbers = itertools.count(1)
 

@@ -31,7 +31,7 @@ from ztunnel.proxy.addons.load import LoadedAddon, where
 
 log = logging.getLogger(__name__)
 
-#: The time in which a cancelled hook must end.
+#: A cancelled hook must end within this time.
 _ENDS_S: Final = 1.0
 #: Between two lines about calls over the budget of one addon.
 _LINE_EVERY_NS: Final = 60 * 1_000_000_000

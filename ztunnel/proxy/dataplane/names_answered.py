@@ -1,4 +1,4 @@
-"""Remembers for which names pods got an address, so that a connection to it can be named. Pure.
+"""Remembers the names that pods resolved to an address, so that a connection to it can be named. Pure.
 
 One address can stand for many names, and a name for many addresses. Names are texts of strangers, so everything
 is bounded: the oldest addresses of a pod are forgotten first, and the pod that asked least recently.
@@ -45,6 +45,6 @@ class NamesAnswered:
             known.popitem(last=False)
 
     def of(self, pod: PodKey, address: str) -> tuple[str, ...]:
-        """Return the names for which a pod got an address, the last one last."""
+        """Return the names that a pod resolved to an address, the latest last."""
         known = self._pods.get(pod)
         return known.get(address, ()) if known is not None else ()

@@ -9,7 +9,7 @@ _SERVER_NAME, _ALPN = 0, 16
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The extensions by which filter chains match."""
+    """The extensions that filter chains match by."""
 
     server_name: str = ""
     alpn: tuple[str, ...] = ()

@@ -87,7 +87,7 @@ def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
 
 
 def _service_name(cluster: LiveCluster) -> str:
-    """Return the name by which endpoints are requested, if it is not the cluster's."""
+    """Return the name that endpoints are requested by, if it is not the cluster's."""
     return cluster.model.eds_name if cluster.model.eds_name != cluster.model.name else ""
 
 

@@ -133,7 +133,7 @@ class LiveHop(Life):
         return ALLOWED
 
     def require(self, *, live: bool = False) -> None:
-        """Check it by the listener's active version, which can differ from the one in which its chain was chosen.
+        """Check it by the listener's active version. Its chain can have been chosen in an earlier version.
 
         A peer that was revoked since its handshake is refused, too.
 

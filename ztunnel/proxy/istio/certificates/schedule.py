@@ -1,6 +1,6 @@
 """Decides when each identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
 
-Theory of operation: while an identity is wanted, it has exactly one of two: a running fetch, or a time at which
+Theory of operation: while an identity is in use, it has exactly one of two: a running fetch, or a time at which
 the next one is due. After a success the next fetch is due at half of the lifetime, up to a tenth earlier, so that
 a node's identities do not renew in step. After a failure it is due after a back-off, or when the current
 certificate expires if that is sooner. Due fetches start in the order of their priority, then of their due time. At
@@ -120,7 +120,7 @@ class Schedule:
     def succeeded(
         self, fetch: Fetch, not_before_s: float, not_after_s: float, now_s: float, jitter: float
     ) -> bool:
-        """Record that a fetch returned a certificate. Return False if the identity is no longer wanted.
+        """Record that a fetch returned a certificate. Return False if the identity is no longer in use.
 
         Args:
             fetch: from :meth:`start`.
@@ -143,7 +143,7 @@ class Schedule:
         return True
 
     def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float) -> bool:
-        """Record that a fetch failed. Return False if the identity is no longer wanted.
+        """Record that a fetch failed. Return False if the identity is no longer in use.
 
         See :meth:`succeeded` for the arguments.
         """
@@ -177,7 +177,7 @@ class Schedule:
         return max(now_s, min(waiting))
 
     def phase(self, identity: SpiffeId, now_s: float) -> Phase | None:
-        """Return the phase of an identity, or None if it is not wanted."""
+        """Return the phase of an identity, or None if it is not in use."""
         entry = self._entries.get(identity)
         if entry is None:
             return None
