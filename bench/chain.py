@@ -43,8 +43,13 @@ _ESTABLISHED = 1
 _IDENTITY_BYTES = 48
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parent
+#: Of the control plane in an Istio mesh, as istiod has it for TLS.
+_XDS_PORT = 15012
 _BIN = Path(sys.executable).parent
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+#: A proxy's command line, by the chain's folder (with ``xds.sock``) and the node's name.
+Command = Callable[[Path, str], list[str]]
 
 
 @dataclass(slots=True)
@@ -300,6 +305,15 @@ def in_pods(folder: Path, name: str) -> list[str]:
     return [str(_BIN / "ztunnel"), "proxy"]
 
 
+def ztunnel_of(path: str) -> Command:
+    """Return the command of any program that takes the environment of Istio's ztunnel, as ``command_in_pods``."""
+
+    def command(folder: Path, name: str) -> list[str]:
+        return [path, "proxy", "ztunnel"]
+
+    return command
+
+
 def envoy(folder: Path, name: str) -> list[str]:
     """Return the command of Envoy with two workers."""
     bootstrap = _envoy_bootstrap(folder, name)
@@ -330,20 +344,20 @@ def _quick_ports(place: Place) -> None:
 def chain(
     name: str,
     load: Path,
-    command: Callable[[Path, str], list[str]] | None,
+    command: Command | None,
     target: str,
     *,
     one_node: bool = False,
     pairs: int = 1,
     settings: Mapping[str, str] | None = None,
-    command_in_pods: Callable[[Path, str], list[str]] | None = None,
+    command_in_pods: Command | None = None,
 ) -> Iterator[Chain]:
     """Start a chain while entered; without ``command`` client and server are connected directly.
 
     Args:
         name: for tables.
         load: the load generator.
-        command: of a proxy, by folder (with ``xds.sock``) and node name.
+        command: of a proxy; :func:`in_pods` is an Istio mesh.
         target: ``pod`` (tunnel straight from the capture listener) or ``service`` (by the service's address).
         one_node: client and server on the same node, behind the same proxy.
         pairs: how many of a client and a server pod there are.
@@ -374,9 +388,9 @@ def chain(
 def _start(
     made: Chain,
     folder: Path,
-    command: Callable[[Path, str], list[str]],
+    command: Command,
     settings: Mapping[str, str],
-    command_in_pods: Callable[[Path, str], list[str]],
+    command_in_pods: Command,
 ) -> None:
     (folder / "mesh.json").write_text(_mesh(made.lab))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
@@ -388,12 +402,20 @@ def _start(
         *("--access-log", str(folder / "access.log")),
     ]
     place = next(iter(made.lab.workers.values())).place
+    istiod = f"{place.ipv4}:{_XDS_PORT}"
+    if command is in_pods:
+        plane += ["--listen", istiod, "--tls-host", str(place.ipv4), "--ca-dir", str(folder / "ca")]
     place.popen(plane, stdout=log, stderr=log, env=environment)
     deadline = time.monotonic() + 20
     while not (folder / "xds.sock").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     if command is in_pods:
-        _start_in_pods(made, folder, {**environment, **settings}, log, command_in_pods)
+        environment |= {
+            **settings,
+            **dict.fromkeys(("XDS_ADDRESS", "CA_ADDRESS"), f"https://{istiod}"),
+            **dict.fromkeys(("XDS_ROOT_CA", "CA_ROOT_CA"), str(folder / "ca" / "root-cert.pem")),
+        }
+        _start_in_pods(made, folder, environment, log, command_in_pods)
         log.close()
         return
     if command is rival:  # it may be another checkout of this project, which must not import this one
@@ -412,7 +434,7 @@ def _start_in_pods(
     folder: Path,
     environment: dict[str, str],
     log: IO[bytes],
-    command: Callable[[Path, str], list[str]],
+    command: Command,
 ) -> None:
     """An agent and a proxy per node, in the node's own namespace; returns when every pod is captured."""
     for name, worker in made.lab.workers.items():
@@ -426,8 +448,7 @@ def _start_in_pods(
         agent = [str(_BIN / "ztunnel"), "agent", "--socket", str(zds), "--state", str(described)]
         worker.place.popen(agent, stdout=log, stderr=log, env=environment)
         addresses = {
-            "XDS_ADDRESS": f"unix:{folder / 'xds.sock'}",
-            "CA_ADDRESS": f"unix:{folder / 'xds.sock'}",
+            "AUTH_TOKEN": str(_token(folder, name)),
             "INPOD_UDS": str(zds),
             "NODE_NAME": name,
             "POD_NAME": f"ztunnel-{name}",
@@ -446,6 +467,16 @@ def _start_in_pods(
         deadline = time.monotonic() + 20
         while wanted not in worker.place.run(_metrics) and time.monotonic() < deadline:
             time.sleep(0.1)
+
+
+def _token(folder: Path, node: str) -> Path:
+    """Make a file with the bearer token of a node's proxy."""
+    plane = [str(_BIN / "ztunnel"), "control-plane", str(folder / "mesh.json")]
+    command = [*plane, "--ca-dir", str(folder / "ca"), "--token", node]
+    path = folder / f"{node}.token"
+    # Istio's ztunnel sends the file as it is: a line's end in it makes no header value.
+    path.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.strip())
+    return path
 
 
 def _metrics() -> str:

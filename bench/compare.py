@@ -2,8 +2,9 @@
 
     python -m bench.compare [--quick] [--json FILE] [--rounds N] [--seconds S] [--only CASE] [--target pod|service]
 
-Environment: ``QUICK=1``, ``ROUNDS=n``, ``JSON=file``, ``DIALECT``, ``RIVAL_CMD`` (a third pair: a command with
-``{node}`` and ``{xds}``).
+Environment: ``QUICK=1``, ``ROUNDS=n``, ``JSON=file``, ``DIALECT``, and for a third pair ``RIVAL=istio:PATH`` (a
+program that takes the environment of Istio's ztunnel, with TLS and a token for the control plane) or ``RIVAL_CMD``
+(a command with ``{node}`` and ``{xds}``).
 """
 
 import argparse
@@ -12,6 +13,7 @@ import datetime
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hbone
-from bench.chain import Chain, build_load, chain, envoy, in_pods, ours, rival, version
+from bench.chain import Chain, Command, build_load, chain, envoy, in_pods, ours, rival, version, ztunnel_of
 from deploy.lab import become_root_of_own_namespaces
 
 #: A round with more steal than this share is repeated: the hypervisor gave the machine to other guests.
@@ -316,14 +318,15 @@ class Table:
             }
             for chain_name, values in by_chain.items():
                 record[{"envoy": "rival"}.get(chain_name, chain_name)] = round(statistics.median(values), 3)
-            if "ours" in by_chain and "envoy" in by_chain:
-                pairs = [a / b for a, b in zip(by_chain["ours"], by_chain["envoy"], strict=True) if b]
-                if pairs:
-                    record["ratio"] = round(statistics.median(pairs), 3)
-                    record["spread"] = [round(min(pairs), 3), round(max(pairs), 3)]
-                    if row.goal is not None:
-                        record["target"] = row.goal
-                        record["met"] = row.met(record["ratio"])
+            for other, prefix in (("third", "third_"), ("envoy", "")):
+                if pairs := [
+                    a / b for a, b in zip(by_chain.get("ours", ()), by_chain.get(other, ()), strict=False) if b
+                ]:
+                    record[f"{prefix}ratio"] = round(statistics.median(pairs), 3)
+                    record[f"{prefix}spread"] = [round(min(pairs), 3), round(max(pairs), 3)]
+            if "ratio" in record and row.goal is not None:
+                record["target"] = row.goal
+                record["met"] = row.met(record["ratio"])
             records.append(record)
         return records
 
@@ -353,10 +356,12 @@ def _at_rest(chains: list[Chain], table: Table, connections: int) -> None:
 def _print(records: list[dict[str, Any]], heading: str) -> None:
     print(f"\n{heading}\n")
     extra = [key for key in ("direct", "third") if any(key in record for record in records)]
+    third = "third" in extra
     print(
         f"{'case':43} {'unit':>6} {'ours':>10} {'envoy':>10} {'ours:envoy':>11}  {'spread':10} {'target':>7}"
         + f" {'':6}"
         + "".join(f"{k:>10}" for k in extra)
+        + f" {'ours:third':>11}  spread" * third
     )
     for record in records:
         spread = record.get("spread")
@@ -370,11 +375,35 @@ def _print(records: list[dict[str, Any]], heading: str) -> None:
             verdict = "met" if record["met"] else "missed"
         numbers = [f"{record[key]:>10,.1f}" if key in record else f"{'-':>10}" for key in ("ours", "rival")]
         rest = "".join(f"{record.get(key, 0):>10,.1f}" for key in extra)
+        if "third_ratio" in record:
+            low, high = record["third_spread"]
+            rest += f" {record['third_ratio']:>11.2f}  {low:.2f}-{high:.2f}"
         print(
             f"{record['case']:43} {record['unit']:>6} {' '.join(numbers)} {ratio:>11}  {shown:10} {target:>7} "
             f"{verdict:6}{rest}".rstrip()
         )
     print("\n* ours is the better one. Medians; ratio and spread of pairs from the same round.")
+
+
+class _Third(NamedTuple):
+    """What the third pair runs: arguments of :func:`chain`."""
+
+    command: Command
+    command_in_pods: Command | None = None
+
+
+def _third(parser: argparse.ArgumentParser) -> _Third | None:
+    """Return what ``RIVAL`` or ``RIVAL_CMD`` name; a fault ends the command."""
+    if text := os.environ.get("RIVAL"):
+        protocol, _, path = text.partition(":")
+        if protocol != "istio":
+            parser.error(
+                f"RIVAL={text}: it is istio:PATH, of a program that takes the environment of Istio's ztunnel"
+            )
+        if shutil.which(path) is None:
+            parser.error(f"RIVAL={text}: {path or 'the path'} is no program")
+        return _Third(in_pods, ztunnel_of(os.path.abspath(path)))
+    return _Third(rival) if os.environ.get("RIVAL_CMD") else None
 
 
 def main() -> int:
@@ -388,6 +417,9 @@ def main() -> int:
     parser.add_argument("--target", choices=("pod", "service"), default="pod")
     parser.add_argument("--dialect", choices=tuple(_OURS), default=os.environ.get("DIALECT", "envoy"))
     args = parser.parse_args()
+    third = _third(parser)
+    if third is not None and third.command is in_pods:
+        args.dialect = "istio"
     rounds = args.rounds or (3 if args.quick else 7)
     seconds = args.seconds or (1.0 if args.quick else 2.0)
     become_root_of_own_namespaces()
@@ -410,8 +442,9 @@ def main() -> int:
             for name, command in (("ours", _OURS[args.dialect]), ("envoy", envoy))
             if elsewhere
         ]
-        if os.environ.get("RIVAL_CMD"):
-            chains.append(stack.enter_context(chain("third", load, rival, args.target)))
+        if third is not None:
+            made = chain("third", load, third.command, args.target, command_in_pods=third.command_in_pods)
+            chains.append(stack.enter_context(made))
         if not args.only or "rest" in args.only:
             _at_rest(chains, table, 200 if args.quick else 1000)
         for number in range(rounds):
