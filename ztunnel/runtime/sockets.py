@@ -60,9 +60,11 @@ class PeerProcess:
     @classmethod
     def of(cls, descriptor: int) -> Self:
         """Return the connected process. Its credentials are those at the time of the connect."""
-        # A duplicate, because uvloop's socket object has no getsockopt.
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock = socket.socket(fileno=descriptor)  # uvloop's socket object has no getsockopt
+        try:
             pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        finally:
+            sock.detach()
         return cls(pid, uid)
 
     def __str__(self) -> str:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ from ztunnel.proxy.istio.handover.messages import (
     from_taker,
 )
 from ztunnel.proxy.istio.settings.config import SOCKET_NAME
+from ztunnel.runtime.descriptors import lowest_free
 from ztunnel.runtime.sockets import PeerProcess, UnixListener
 
 GREETING = Greeting(version="scripted", schema=SCHEMA, oldest=SCHEMA)
@@ -298,6 +300,72 @@ def test_a_process_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytes
 
     if os.geteuid():
         pytest.skip("needs root, to become another user")
+    play(tmp_path, body)
+
+
+@contextlib.contextmanager
+def full_descriptor_table() -> Iterator[None]:
+    """No descriptor can be made in this process, which plays both ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free(), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_successor_with_a_full_descriptor_table_leaves_connections_where_they_were(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        await made.meet()
+        with full_descriptor_table():
+            result = await giving(made)
+            assert result is not None
+            assert (result.given, result.left) == (0, 1)
+            await echoed(end, b"")
+        before = len(os.listdir("/proc/self/fd"))
+        await made.old.until(lambda: made.after.status()["predecessor"] and made.before.successor_waits)
+        result = await giving(made)
+        assert result is not None
+        assert result.given == 1
+        assert await end.ask() == b"ping"
+        line = await made.new.line(1)
+        assert line["bytes_sent"] == 9
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+    play(tmp_path, body)
+
+
+def test_a_predecessor_with_a_full_descriptor_table_accepts_its_successor_later(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        made.before.begin()
+        await made.old.until(lambda: made.before.status()["listening"])
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with full_descriptor_table():
+            sock.connect(str(made.folder / SOCKET_NAME))
+            taker = Scripted(Rendezvous(sock))
+            await taker.say(GREETING)
+            await asyncio.sleep(3.0)
+            assert not made.before.successor_waits
+            await echoed(end, b"")
+        await greeted(taker)
+        taker.close()
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_a_successor_connects_once_its_descriptor_table_has_room(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        made.before.begin()
+        await made.old.until(lambda: made.before.status()["listening"])
+        with full_descriptor_table():
+            made.after.begin()
+            await asyncio.sleep(3.0)
+            assert not made.before.successor_waits
+        await made.old.until(lambda: made.after.status()["predecessor"])
+
     play(tmp_path, body)
 
 
