@@ -10,8 +10,11 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from statistics import linear_regression
 
 from tests.handover.generations import Report, run
+from tests.handover.rig import missing_of_postgres
+from tests.netns.istio import ROOT
 
 
 def quantile(values: list[float], part: float) -> float:
@@ -20,23 +23,38 @@ def quantile(values: list[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
 
 
+def slopes(report: Report) -> list[str]:
+    """Return how memory and descriptors of each node's processes grew per replacement, by least squares."""
+    lines = []
+    for node in sorted({each.node for each in report.replacements}):
+        seen = [each for each in report.replacements if each.node == node]
+        if len(seen) > 2:
+            kib = linear_regression(range(len(seen)), [each.rss_kib[1] for each in seen]).slope
+            count = linear_regression(range(len(seen)), [each.descriptors[1] for each in seen]).slope
+            lines.append(f"{node}: {kib:+.1f} KiB and {count:+.2f} descriptors per replacement")
+    return lines
+
+
 def shown(report: Report) -> list[str]:
     """Return the lines of a report."""
     lines = [
-        f"{each.node}: ended after {each.took_s:.2f} s, {each.given} connections given, {each.stayed} stayed, "
+        f"{each.node}, {' to '.join(each.builds)}: ended after {each.took_s:.2f} s, "
+        f"{each.given} connections given, {each.stayed} stayed, "
         "pause p50 {:.1f}, p99 {:.1f}, longest {:.1f} ms, ".format(*each.pauses_ms)
-        + f"{each.rss_kib[0] >> 10} MiB before, {each.rss_kib[1] >> 10} MiB and {each.cpu_s:.1f} s of CPU after"
+        + f"{each.rss_kib[0] >> 10} MiB and {each.descriptors[0]} descriptors before, "
+        f"{each.rss_kib[1] >> 10} MiB, {each.descriptors[1]} descriptors and {each.cpu_s:.1f} s of CPU after"
         for each in report.replacements
     ]
     outcome = report.outcome
-    trips = outcome.round_trips_s
-    lines.append(
-        f"echoes: {len(trips)} round trips, p50 {quantile(trips, 0.5) * 1000:.1f} ms, "
-        f"p99 {quantile(trips, 0.99) * 1000:.1f} ms, longest {max(trips, default=0.0) * 1000:.1f} ms"
-    )
+    for when, trips in (("in hand-overs", report.during_s), ("between", report.between_s)):
+        lines.append(
+            f"echoes {when}: {len(trips)} round trips, p50 {quantile(trips, 0.5) * 1000:.1f} ms, "
+            f"p99 {quantile(trips, 0.99) * 1000:.1f} ms, longest {max(trips, default=0.0) * 1000:.1f} ms"
+        )
     done = ", ".join(f"{kind} {count}" for kind, count in sorted(outcome.done.items()))
     lines.append(f"connections that ended as they should: {done}; bulk moved {outcome.bytes >> 20} MiB")
     lines.append(f"broken, or with bytes lost or doubled: {len(outcome.failures)}")
+    lines += slopes(report)
     lines += [f"  {failure}" for failure in outcome.failures[:20]]
     return lines
 
@@ -46,7 +64,14 @@ def main() -> int:
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--replacements", type=int, default=10)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between replacements")
+    parser.add_argument("--sessions", type=int, default=10, help="of psql")
+    parser.add_argument(
+        "--other", type=Path, help="another source tree; generations run from it and from this one"
+    )
     args = parser.parse_args()
+    if args.sessions and (missing := missing_of_postgres()):
+        print(f"NOT TESTED: PostgreSQL; this machine has no {missing} (Debian: apt install postgresql)")
+        args.sessions = 0
     with tempfile.TemporaryDirectory() as folder:
         report = asyncio.run(
             run(
@@ -54,6 +79,8 @@ def main() -> int:
                 connections=args.connections,
                 replacements=args.replacements,
                 pause_s=args.pause,
+                sessions=args.sessions,
+                builds=[f"{args.other.resolve()}:{ROOT}", str(ROOT)] if args.other else [],
             )
         )
     print(*shown(report), sep="\n")

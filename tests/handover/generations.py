@@ -7,10 +7,11 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.handover import rig
 from tests.handover.traffic import KINDS, Outcome, client, serving, short_connections
 from tests.netns.istio import AmbientMesh, NodeProxy, eventually, mesh_of
 
@@ -18,6 +19,8 @@ NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
 CAPTURED = ["client", "near", "far"]
 #: A tunnel between nodes in both directions, one within a node, plain text from outside and to outside.
 PAIRS = (("client", "far"), ("far", "near"), ("client", "near"), ("outside", "near"), ("client", "outside"))
+#: Between which grpcio, wsproto and psql speak.
+PROGRAM_PAIRS = PAIRS[:3]
 _HZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -29,8 +32,9 @@ class Replacement:
         took_s: how long that was.
         given, stayed: connections, by the old process's line.
         pauses_ms: median, 99th percentile and longest pause of a unit, by the same.
-        rss_kib: of the old process before, and of the new one after.
+        rss_kib, descriptors: of the old process before, and of the new one after.
         cpu_s: that the new process has used by then.
+        builds: ``pure`` or ``compiled``, of either.
     """
 
     node: str
@@ -39,16 +43,19 @@ class Replacement:
     stayed: int
     pauses_ms: tuple[float, float, float]
     rss_kib: tuple[int, int]
+    descriptors: tuple[int, int]
     cpu_s: float
+    builds: tuple[str, str]
 
 
 @dataclass(slots=True)
 class Report:
-    """What a run has shown."""
+    """What a run has shown: also round trips of echoes that ended while a hand-over ran, and those between."""
 
     outcome: Outcome = field(default_factory=Outcome)
     replacements: list[Replacement] = field(default_factory=list)
-    lines: int = 0
+    during_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
 
 
 @contextlib.asynccontextmanager
@@ -89,11 +96,12 @@ def said(proxy: NodeProxy, text: str) -> list[str]:
     return [str(line["message"]) for line in proxy.log() if text in str(line.get("message"))]
 
 
-async def measured(mesh: AmbientMesh, node: str) -> Replacement:
+async def measured(mesh: AmbientMesh, node: str, **env: str) -> Replacement:
     """Replace a node's proxy, and wait until the old process has ended."""
     loop = asyncio.get_running_loop()
-    rss_before = _rss_kib(mesh.proxies[node].process.pid)
-    before = await replaced(mesh, node)
+    pid, build_before = mesh.proxies[node].process.pid, _build(mesh.proxies[node])
+    rss_before, descriptors_before = _rss_kib(pid), _descriptors(pid)
+    before = await replaced(mesh, node, **env)
     began_s = loop.time()
     await eventually(lambda: before.process.poll() is not None, "the old process has ended", 60.0)
     took_s = loop.time() - began_s
@@ -111,40 +119,82 @@ async def measured(mesh: AmbientMesh, node: str) -> Replacement:
         stayed=int(found["stayed"]),
         pauses_ms=(found["pause_p50"], found["pause_p99"], found["longest_pause"]),
         rss_kib=(rss_before, _rss_kib(pid)),
+        descriptors=(descriptors_before, _descriptors(pid)),
         cpu_s=_cpu_s(pid),
+        builds=(build_before, _build(mesh.proxies[node])),
     )
 
 
-async def run(folder: Path, *, connections: int, replacements: int, pause_s: float) -> Report:
-    """Hold connections of every kind over every pair, and replace proxies in turn meanwhile."""
+async def run(
+    folder: Path,
+    *,
+    connections: int,
+    replacements: int,
+    pause_s: float,
+    sessions: int = 0,
+    builds: Sequence[str] = (),
+) -> Report:
+    """Hold connections of every kind over every pair, and replace proxies in turn meanwhile.
+
+    Args:
+        folder: for logs and sockets.
+        connections: all of them, sessions of psql excluded.
+        replacements: how many, of the two nodes in turn.
+        pause_s: between two.
+        sessions: of psql, from one node to the other.
+        builds: source trees that the generations run from, in turn; by default this one.
+    """
     report = Report()
-    seconds = 3.0 + replacements * (pause_s + 4.0) + connections / 50
-    pace_s = 0.02 * max(1.0, connections / 100)  # this process plays all applications
+    outcome = report.outcome
+    pace_s = 0.02 * max(1.0, connections / 100)  # this process plays most applications
+    others = connections // (len(KINDS) + 2) // len(PROGRAM_PAIRS)
     async with running(folder) as mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far", "outside"):
-            await stack.enter_async_context(serving(mesh.lab.pod(name), report.outcome))
-        stop = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            for number in range(connections):
+            await stack.enter_async_context(serving(mesh.lab.pod(name), outcome))
+            await rig.serve(mesh.lab.pod(name))
+        if sessions:
+            await stack.enter_async_context(rig.postgres(mesh.lab.pod("far")))
+        async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as programs:
+            for one, other in PROGRAM_PAIRS:
+                place, host = mesh.lab.pod(one), mesh.lab.pod(other).ipv4
+                wanted = sessions if (one, other) == PROGRAM_PAIRS[0] else 0
+                await programs.enter_async_context(rig.using(place, host, others, wanted, outcome))
+            for number in range(connections - 2 * others * len(PROGRAM_PAIRS)):
                 one, other = PAIRS[number % len(PAIRS)]
                 kind = KINDS[number // len(PAIRS) % len(KINDS)]
                 place, host = mesh.lab.pod(one), mesh.lab.pod(other).ipv4
-                group.create_task(client(place, host, kind, seconds, report.outcome, pace_s))
+                group.create_task(client(place, host, kind, outcome, pace_s))
                 if not number % 20:
                     await asyncio.sleep(0.1)
             for one, other in PAIRS[:3]:
                 place, host = mesh.lab.pod(one), mesh.lab.pod(other).ipv4
-                group.create_task(short_connections(place, host, stop, report.outcome))
+                group.create_task(short_connections(place, host, outcome))
             await asyncio.sleep(1.0)
+            outcome.round_trips_s.clear()  # of the time in which connections were opened
             for number in range(replacements):
                 node = tuple(NODES)[number % len(NODES)]
-                report.replacements.append(await measured(mesh, node))
+                tree = builds[number // len(NODES) % len(builds)] if builds else None
+                build = {"PYTHONPATH": tree, "PYTHONSAFEPATH": "1"} if tree else {}
+                report.replacements.append(await measured(mesh, node, **build))
+                report.during_s += _drained(outcome.round_trips_s)
                 await asyncio.sleep(pause_s)
-            stop.set()
-        report.lines = sum(
-            len(NodeProxy(each.place, folder, each.process, None, []).access()) for each in mesh.proxies.values()
-        )
+                report.between_s += _drained(outcome.round_trips_s)
+            outcome.stop.set()
     return report
+
+
+def _drained(values: list[float]) -> list[float]:
+    found = values.copy()
+    values.clear()
+    return found
+
+
+def _build(proxy: NodeProxy) -> str:
+    return str(proxy.dump()["version"]["buildProfile"])
+
+
+def _descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def _rss_kib(pid: int) -> int:

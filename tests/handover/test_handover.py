@@ -6,15 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.handover.__main__ import shown
-from tests.handover.generations import run
+from tests.handover.generations import PROGRAM_PAIRS, run
+from tests.handover.rig import missing_of_postgres
 from tests.handover.traffic import KINDS
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 
 
 def test_connections_of_every_kind_survive_replacements_under_load(tmp_path: Path) -> None:
-    report = asyncio.run(run(tmp_path, connections=25, replacements=2, pause_s=0.2))
+    sessions = 0 if missing_of_postgres() else 1
+    report = asyncio.run(run(tmp_path, connections=31, replacements=2, pause_s=0.2, sessions=sessions))
     text = "\n".join(shown(report))
+    done = report.outcome.done
     assert report.outcome.failures == [], text
-    assert all(report.outcome.done[kind] >= 5 for kind in KINDS), text
+    assert all(done[kind] >= 5 for kind in KINDS), text
+    assert done["grpc"] == done["websocket"] == len(PROGRAM_PAIRS), text
+    assert done.get("postgres", 0) == sessions, text
     assert all(each.given >= 10 and each.stayed == 0 for each in report.replacements), text

@@ -1,6 +1,7 @@
 """Long connections of several kinds, each of which notices a byte that is lost, doubled or out of order.
 
-The first 32 bytes of a connection name its kind, its duration and its pace in seconds. Kinds:
+The first 32 bytes of a connection name its kind and its pace in seconds. It lasts until
+the event ``Outcome.stop``. Kinds:
 
 ======  ==========================================================================================
 kind    what it does
@@ -9,6 +10,7 @@ echo    the client sends numbers, the server returns them, and the client measur
 both    client and server send numbers at their own rates, and each checks the other's
 bulk    the client sends as fast as it can, and both compare the hash of all bytes
 idle    says nothing until its end, and then echoes once
+short   echoes once, at once
 half    the client ends its direction at once, the server sends numbers until the end
 ======  ==========================================================================================
 """
@@ -44,12 +46,14 @@ class Outcome:
         failures: what was wrong with others.
         round_trips_s: of echoes.
         bytes: that bulk connections have moved.
+        stop: ends all long connections.
     """
 
     done: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     round_trips_s: list[float] = field(default_factory=list)
     bytes: int = 0
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class _Stream:
@@ -75,10 +79,10 @@ class _Stream:
     def eof(self) -> None:
         self.sock.shutdown(socket.SHUT_WR)
 
-    async def numbers(self, until_s: float, pace_s: float) -> None:
-        """Send numbers in order until a time, then end this direction."""
+    async def numbers(self, stop: asyncio.Event, pace_s: float) -> None:
+        """Send numbers in order until an event, then end this direction."""
         number = 0
-        while time.monotonic() < until_s:
+        while not stop.is_set():
             await self.send(_NUMBER.pack(number))
             number += 1
             await asyncio.sleep(pace_s)
@@ -103,20 +107,20 @@ class _Stream:
 # The server
 
 
-async def _answer(sock: socket.socket) -> None:
+async def _answer(sock: socket.socket, stop: asyncio.Event) -> None:
     stream = _Stream(sock)
-    kind, seconds, pace = (await stream.read(32)).decode().split()
-    until_s, pace_s = time.monotonic() + float(seconds), float(pace)
-    if kind in ("echo", "idle"):
+    kind, pace = (await stream.read(32)).decode().split()
+    pace_s = float(pace)
+    if kind in ("echo", "idle", "short"):
         while data := await stream.some():
             await stream.send(data)
         stream.eof()
     elif kind == "half":
         if await stream.some():
             raise ValueError("more bytes than were sent")
-        await stream.numbers(until_s, pace_s)
+        await stream.numbers(stop, pace_s)
     elif kind == "both":
-        _, count = await asyncio.gather(stream.numbers(until_s, pace_s), stream.expect_numbers())
+        _, count = await asyncio.gather(stream.numbers(stop, pace_s), stream.expect_numbers())
         if not count:
             raise ValueError("no number arrived")
     elif kind == "bulk":
@@ -136,7 +140,7 @@ async def serving(place: Place, outcome: Outcome) -> AsyncIterator[None]:
     async def one(client: socket.socket) -> None:
         with client:
             try:
-                await _answer(client)
+                await _answer(client, outcome.stop)
             except (OSError, EOFError, ValueError) as error:
                 outcome.failures.append(f"server in {place.name}: {error!r}")
 
@@ -158,9 +162,9 @@ async def serving(place: Place, outcome: Outcome) -> AsyncIterator[None]:
 # The client
 
 
-async def _echo(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
-    until_s, number = time.monotonic() + seconds, 0
-    while time.monotonic() < until_s:
+async def _echo(stream: _Stream, pace_s: float, outcome: Outcome) -> None:
+    number = 0
+    while not outcome.stop.is_set():
         sent_s = time.monotonic()
         await stream.send(_NUMBER.pack(number))
         if await stream.read(_NUMBER.size) != _NUMBER.pack(number):
@@ -170,57 +174,60 @@ async def _echo(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome
         await asyncio.sleep(pace_s)
 
 
-async def _both(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
-    _, count = await asyncio.gather(stream.numbers(time.monotonic() + seconds, pace_s), stream.expect_numbers())
+async def _both(stream: _Stream, pace_s: float, outcome: Outcome) -> None:
+    _, count = await asyncio.gather(stream.numbers(outcome.stop, pace_s), stream.expect_numbers())
     if not count:
         raise ValueError("no number arrived")
 
 
-async def _bulk(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
-    until_s, sent, size = time.monotonic() + seconds, hashlib.sha256(), 0
-    while time.monotonic() < until_s:
+async def _bulk(stream: _Stream, pace_s: float, outcome: Outcome) -> None:
+    sent, size = hashlib.sha256(), 0
+    while not outcome.stop.is_set():
         await stream.send(_CHUNK)
         sent.update(_CHUNK)
         size += len(_CHUNK)
-        await asyncio.sleep(pace_s / 4)
+        await asyncio.sleep(pace_s)
     stream.eof()
     if await stream.read(sent.digest_size + _NUMBER.size) != sent.digest() + _NUMBER.pack(size):
         raise ValueError("other bytes arrived")
     outcome.bytes += size
 
 
-async def _idle(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
-    await asyncio.sleep(seconds)
+async def _idle(stream: _Stream, pace_s: float, outcome: Outcome) -> None:
+    await outcome.stop.wait()
+    await _short(stream, pace_s, outcome)
+
+
+async def _short(stream: _Stream, pace_s: float, outcome: Outcome) -> None:
     await stream.send(b"still here")
     if await stream.read(10) != b"still here":
         raise ValueError("another answer")
 
 
-async def _half(stream: _Stream, seconds: float, pace_s: float, outcome: Outcome) -> None:
+async def _half(stream: _Stream, pace_s: float, outcome: Outcome) -> None:
     stream.eof()
     if not await stream.expect_numbers():
         raise ValueError("no number arrived")
 
 
-_CLIENTS: dict[str, Callable[[_Stream, float, float, Outcome], Awaitable[None]]] = {
+_CLIENTS: dict[str, Callable[[_Stream, float, Outcome], Awaitable[None]]] = {
     "echo": _echo,
     "both": _both,
     "bulk": _bulk,
     "idle": _idle,
     "half": _half,
+    "short": _short,
 }
 
 
-async def client(
-    place: Place, host: object, kind: str, seconds: float, outcome: Outcome, pace_s: float = _PACE_S
-) -> None:
+async def client(place: Place, host: object, kind: str, outcome: Outcome, pace_s: float = _PACE_S) -> None:
     """One connection of a kind, from a pod to another; ``pace_s`` between what it sends."""
     try:
         with await connect((str(host), PORT), netns=place.netns) as sock:
             stream = _Stream(sock)
-            await stream.send(f"{kind} {seconds:.3f} {pace_s:.3f}".ljust(32).encode())
-            await _CLIENTS[kind](stream, seconds, pace_s, outcome)
-            if kind in ("echo", "idle"):
+            await stream.send(f"{kind} {pace_s:.3f}".ljust(32).encode())
+            await _CLIENTS[kind](stream, pace_s, outcome)
+            if kind in ("echo", "idle", "short"):
                 stream.eof()
                 if await stream.some():
                     raise ValueError("more bytes than were sent")
@@ -229,8 +236,8 @@ async def client(
         outcome.failures.append(f"{kind} from {place.name}: {error!r}")
 
 
-async def short_connections(place: Place, host: object, stop: asyncio.Event, outcome: Outcome) -> None:
+async def short_connections(place: Place, host: object, outcome: Outcome) -> None:
     """New connections, one after the other, beside the long ones."""
-    while not stop.is_set():
-        await client(place, host, "idle", 0.0, outcome)
+    while not outcome.stop.is_set():
+        await client(place, host, "short", outcome)
         await asyncio.sleep(_PACE_S)

@@ -1,0 +1,111 @@
+"""Starts the programs of ``tests.handover.programs`` in pods, and a PostgreSQL server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from deploy.lab import Place
+from tests.handover.programs import GRPC_PORT, POSTGRES_PORT, WEBSOCKET_PORT
+from tests.handover.traffic import Outcome
+from tests.netns.istio import ROOT, eventually
+from tproxy.aio.sockets import connect
+from tproxy.errors import TproxyError
+
+_PROGRAM = (sys.executable, "-m", "tests.handover.programs")
+
+
+def missing_of_postgres() -> str:
+    """Return what this machine lacks for a PostgreSQL server and client; empty if nothing."""
+    wanted = [name for name in ("initdb", "postgres", "psql", "setpriv") if shutil.which(name) is None]
+    users = [] if any(user.pw_name == "postgres" for user in pwd.getpwall()) else ["the user postgres"]
+    return ", ".join(wanted + users)
+
+
+async def _listening(place: Place, port: int) -> None:
+    async def reached() -> bool:
+        try:
+            (await connect(("127.0.0.1", port), netns=place.netns)).close()
+        except TproxyError:
+            return False
+        return True
+
+    async with asyncio.timeout(20.0):
+        while not await reached():
+            await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _database() -> Iterator[Path]:
+    """A new database's folder, which belongs to the user postgres."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        shutil.chown(folder, "postgres", "postgres")
+        as_postgres = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups")
+        initdb = ("initdb", "--no-sync", "-A", "trust", "-D", f"{folder}/data")
+        subprocess.run([*as_postgres, *initdb], check=True, stdout=subprocess.DEVNULL, cwd="/")
+        with (folder / "data/pg_hba.conf").open("a") as file:
+            file.write("host all all all trust\n")
+        yield folder
+
+
+@contextlib.asynccontextmanager
+async def postgres(place: Place) -> AsyncIterator[None]:
+    """A PostgreSQL server in a pod."""
+    with _database() as folder:
+        user = pwd.getpwnam("postgres")
+        options = ("-p", str(POSTGRES_PORT), "-c", "listen_addresses=*", "-c", "fsync=off", "-k", str(folder))
+        process = place.popen(
+            ["postgres", "-D", f"{folder}/data", *options],
+            user=user.pw_uid,
+            group=user.pw_gid,
+            extra_groups=[],
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            await _listening(place, POSTGRES_PORT)
+            yield
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait)
+
+
+async def serve(place: Place) -> None:
+    """Answer gRPC and websockets in a pod, until the lab ends."""
+    place.popen([*_PROGRAM, "serve"], cwd=ROOT)
+    for port in (GRPC_PORT, WEBSOCKET_PORT):
+        await _listening(place, port)
+
+
+@contextlib.asynccontextmanager
+async def using(place: Place, host: object, count: int, sessions: int, outcome: Outcome) -> AsyncIterator[None]:
+    """Connections of each kind, open within the block; then what they saw is in the outcome."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = place.popen(
+        [*_PROGRAM, "use", str(host), str(count), str(sessions)],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    first = asyncio.get_running_loop().run_in_executor(None, process.stdout.readline)
+    await eventually(first.done, "connections of grpcio, wsproto and psql open", 60.0)
+    assert first.result() == "open\n", first.result()
+    yield
+    text, _ = await asyncio.to_thread(process.communicate)
+    seen = json.loads(text or "{}")
+    for kind, number in seen.get("done", {}).items():
+        outcome.done[kind] = outcome.done.get(kind, 0) + number
+    outcome.failures += seen.get("failures", [f"the programs in {place.name} ended with {process.returncode}"])
