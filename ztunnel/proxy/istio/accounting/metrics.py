@@ -25,6 +25,7 @@ from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations
 from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.watchdog import LoopDelays
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 UNKNOWN = "unknown"
 LabelsT = TypeVar("LabelsT", str, tuple[str, ...], tuple[str, str, str])
 EXPIRY_S = 900.0
-DNS_BUCKETS = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
 
 SIDE_LABELS = (
     "workload",
@@ -230,6 +230,9 @@ class Counts:
     crl_rejections: Mapping[str, int] = field(default_factory=dict)
     crl_untracked: Mapping[str, int] = field(default_factory=dict)
     on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    errors: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    connects: Mapping[tuple[str, str], DurationCounts] = field(default_factory=dict)
+    lengths: Mapping[tuple[str, str], DurationCounts] = field(default_factory=dict)
     decisions: LedgerCopy[Pair] | None = None
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
@@ -259,6 +262,8 @@ _OF_MAIN = (
     "gauges",
     "processes",
 )
+#: The label ``path`` of times.
+PATHS: Final = ("hbone", "plain")
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
 #: The counting key if ALLOW policies exist and none of them matched, so that no policy decided.
@@ -302,6 +307,16 @@ class Metrics:
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
+        #: Failed connections by reporter, stage and reason: :mod:`ztunnel.proxy.istio.accounting.reasons`.
+        self.errors: dict[tuple[str, str, str], int] = {}
+        #: From accept to the answer of the far side, of sources, by path and result.
+        self.connects = {
+            (path, result): Durations(CONNECT_BUCKETS) for path in PATHS for result in ("ok", "failed")
+        }
+        #: From accept to end, by reporter and path.
+        self.lengths = {
+            (reporter, path): Durations(LENGTH_BUCKETS) for reporter in self.sockets_open for path in PATHS
+        }
         #: Returns ended streams by reason; called for each page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
@@ -309,7 +324,7 @@ class Metrics:
         self.dns_requests: BoundedCounts[tuple[str, ...]] = BoundedCounts()
         self.dns_forwarded: BoundedCounts[tuple[str, ...]] = BoundedCounts()
         self.dns_failures: dict[tuple[str, ...], int] = {}
-        self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
+        self.dns_durations: dict[tuple[str, ...], Durations] = {}
         #: By :class:`ztunnel.proxy.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
         self.ledger = Ledger[Pair]()
@@ -372,6 +387,11 @@ class Metrics:
         if foreign:
             self._gone.add(series)
         return series
+
+    def failed(self, reporter: str, stage: str, reason: str) -> None:
+        """Count a failed connection; the labels are those of ``ztunnel_connection_errors_total``."""
+        key = reporter, stage, reason
+        self.errors[key] = self.errors.get(key, 0) + 1
 
     def opened_in(self, series: TrafficSeries, counts: ByteCounts, now_s: float) -> None:
         """Count an opened connection in the series that :meth:`opened` has returned for the same labels.
@@ -456,6 +476,9 @@ class Metrics:
             crl_rejections=dict(self.crl_rejections),
             crl_untracked=dict(self.crl_untracked),
             on_demand_dns=dict(self.on_demand_dns),
+            errors=dict(self.errors),
+            connects={labels: each.counts() for labels, each in self.connects.items()},
+            lengths={labels: each.counts() for labels, each in self.lengths.items()},
             decisions=self.ledger.copy(),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
@@ -521,6 +544,10 @@ class Metrics:
         _add(self.crl_rejections, part.crl_rejections)
         _add(self.crl_untracked, part.crl_untracked)
         _add(self.on_demand_dns, part.on_demand_dns)
+        _add(self.errors, part.errors)
+        for own, others in ((self.connects, part.connects), (self.lengths, part.lengths)):
+            for times, counts in others.items():
+                own[times].add(counts)
         if part.decisions is not None:
             self.ledger.add(part.decisions)
         if not lost:
@@ -553,34 +580,6 @@ class Gauge(NamedTuple):
     kind: str
     help: str
     read: Callable[[], float]
-
-
-class DnsDurations:
-    """A histogram with the buckets :data:`DNS_BUCKETS`."""
-
-    __slots__ = ("_counts", "count", "total_s")
-
-    def __init__(self) -> None:
-        self._counts = [0] * len(DNS_BUCKETS)
-        self.count = 0
-        self.total_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one answer that took ``seconds``."""
-        self.count += 1
-        self.total_s += seconds
-        for index, bound in enumerate(DNS_BUCKETS):
-            if seconds <= bound:
-                self._counts[index] += 1
-                break
-
-    def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Iterate over (upper bound, number of answers up to it)."""
-        seen = 0
-        for bound, count in zip(DNS_BUCKETS, self._counts, strict=True):
-            seen += count
-            yield str(bound), seen
-        yield "+Inf", self.count
 
 
 def _add(own: dict[LabelsT, int], others: Mapping[LabelsT, int]) -> None:

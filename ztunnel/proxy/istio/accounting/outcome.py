@@ -49,6 +49,7 @@ class Flags(StrEnum):
     NONE = "-"
     DENY = "DENY"
     CONNECT = "CONNECT"
+    TLS_FAILURE = "TLS_FAILURE"
     H2_HANDSHAKE_FAILURE = "H2_HANDSHAKE_FAILURE"
     NETWORK_POLICY = "NETWORK_POLICY"
     IDENTITY_ERROR = "IDENTITY_ERROR"
@@ -56,7 +57,7 @@ class Flags(StrEnum):
 
 
 class EarlyDeny(Exception):
-    """The connection ends before it counts as opened. It gets one warning and no metrics."""
+    """The connection ends before it counts as opened. It gets one warning, and counts as an error only."""
 
 
 class Failed(Exception):
@@ -105,7 +106,7 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
         case ConnectFailed():
             return Failed(f"io error: {io_text(error.error)}")
         case TlsError():
-            return Failed(f"io error: {error.detail or error}")
+            return Failed(f"io error: {error.detail or error}", Flags.TLS_FAILURE)
         case PeerSilent():
             return Failed("io error: the peer did not finish the handshake in time")
         case ConnectRefused():

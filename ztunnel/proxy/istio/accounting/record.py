@@ -29,10 +29,13 @@ from ztunnel.proxy.istio.accounting.metrics import (
     TrafficSeries,
     traffic_labels,
 )
-from ztunnel.proxy.istio.accounting.outcome import Failed, Flags
+from ztunnel.proxy.istio.accounting.outcome import REJECTED, Failed, Flags
+from ztunnel.proxy.istio.accounting.reasons import Stage, reason_of
 from ztunnel.runtime.clock import Clock
 
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
+#: How failures begin that end a request before its answer.
+_BEFORE_ANSWER = ("connection failed: ", "h2 failed: ", REJECTED)
 
 
 class Direction(StrEnum):
@@ -292,11 +295,13 @@ class Record:
         if not self._opened:
             return
         self._opened = False
+        connected = self._series is not None
         self.settled()
         series, self._series = self._series, None
         assert series is not None
         node = self._node
         now_s = node.clock.monotonic()
+        self._measure(now_s, failure, connected=connected)
         flags = failure.flags if failure is not None else Flags.NONE
         logged = node.logs.access_level <= (_INFO if failure is None else _ERROR)
         series.used_s = now_s
@@ -330,6 +335,22 @@ class Record:
         level = "info" if failure is None else "error"
         logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
+    def _measure(self, now_s: float, failure: Failed | None, *, connected: bool) -> None:
+        """Count the connection's times, and why it failed."""
+        metrics, path = self._node.metrics, "hbone" if self.secured else "plain"
+        outbound = self.direction is Direction.OUTBOUND
+        reporter = "source" if outbound else "destination"
+        metrics.lengths[reporter, path].observe(now_s - self.started_s)
+        if outbound and self.opened_s:  # else another process has connected it
+            result = "ok" if connected else "failed"
+            metrics.connects[path, result].observe(self.opened_s - self.started_s)
+        if failure is not None:
+            text = str(failure)
+            if not outbound and text.startswith(_BEFORE_ANSWER):
+                connected = False  # a destination counts it as opened before it dials the application
+            stage = Stage.RELAY if connected else Stage.CONNECT
+            metrics.failed(reporter, stage, reason_of(text, failure.flags))
+
     @property
     def _has_more(self) -> bool:
         """Whether the last line has fields that few have."""
@@ -360,6 +381,7 @@ class Record:
         """Count a connection that ends before it opened, and write its line."""
         node = self._node
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
+        node.metrics.failed(self.direction.reporter, Stage.EARLY, reason_of(reason))
         clock = node.clock
         flows.note(node.metrics.flows, self, clock.wall(), clock.monotonic(), reason, Flags.NONE)
         if self.addons is not None:

@@ -16,7 +16,7 @@ from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
 from tproxy.errors import KernelRefused
 from xds.model.workload import Workload
-from ztunnel.proxy.istio.accounting.metrics import DnsDurations
+from ztunnel.proxy.istio.accounting.durations import DNS_BUCKETS, Durations
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
 from ztunnel.proxy.istio.dns.answer import DnsSettings
 from ztunnel.proxy.istio.dns.forwarder import Forwarder, search_domains
@@ -141,7 +141,7 @@ class PodDns:
             metrics.dns_forwarded.count(labels)
             durations = metrics.dns_durations.get(labels)
             if durations is None:
-                durations = metrics.dns_durations[labels] = DnsDurations()
+                durations = metrics.dns_durations[labels] = Durations(DNS_BUCKETS)
             durations.observe(report.duration_s)
         if report.failed:
             metrics.dns_failures[labels] = metrics.dns_failures.get(labels, 0) + 1

@@ -55,6 +55,7 @@ from ztunnel.proxy.istio.accounting.outcome import (
     of_relay,
     unreachable,
 )
+from ztunnel.proxy.istio.accounting.reasons import Stage, reason_of
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
@@ -111,6 +112,7 @@ class _EarlyDenials:
             Record(node, Direction.INBOUND, source, local).denied_early(reason)
         else:
             node.metrics.ledger.early.note(str(Direction.INBOUND), Use.REFUSED_EARLY, node.clock.wall())
+            node.metrics.failed(Direction.INBOUND.reporter, Stage.EARLY, reason_of(reason))
 
 
 def _rejected(denials: _EarlyDenials, pending: PendingHandshake, reason: str) -> None:

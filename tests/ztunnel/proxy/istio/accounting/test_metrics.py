@@ -11,9 +11,9 @@ from xds.model.service import Service
 from xds.model.workload import WorkloadUid
 from ztunnel.policy.ledger import TierPolicy, Use
 from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.durations import DNS_BUCKETS, Durations
 from ztunnel.proxy.istio.accounting.metrics import (
     EXPIRY_S,
-    DnsDurations,
     Gauge,
     Metrics,
     PeerLabels,
@@ -139,7 +139,7 @@ def test_the_page_is_openmetrics_that_parses() -> None:
     metrics = Metrics('we"ird\\\n', 100)
     opened(metrics)
     metrics.dns_requests[("a", "udp", "x", "y")] = 2
-    metrics.dns_durations[("a", "udp", "x", "y")] = DnsDurations()
+    metrics.dns_durations[("a", "udp", "x", "y")] = Durations(DNS_BUCKETS)
     metrics.dns_durations[("a", "udp", "x", "y")].observe(0.0005)
     metrics.xds_messages["url"] = 3
     metrics.xds_bytes["url"] = 4
@@ -174,7 +174,7 @@ def test_prometheus_checker_has_nothing_to_say() -> None:
     metrics = Metrics("1.30", 100)
     opened(metrics).finished("DENY", None)
     metrics.dns_requests[("a", "udp", "x", "y")] = 2
-    metrics.dns_durations[("a", "udp", "x", "y")] = DnsDurations()
+    metrics.dns_durations[("a", "udp", "x", "y")] = Durations(DNS_BUCKETS)
     metrics.xds_messages["url"] = 3
     metrics.xds_bytes["url"] = 4
     metrics.on_demand_dns[("w",) * 8 + ("h",)] = 6
@@ -215,7 +215,7 @@ def test_families_without_samples_are_left_out() -> None:
 
 
 def test_buckets_are_upstreams() -> None:
-    durations = DnsDurations()
+    durations = Durations(DNS_BUCKETS)
     for seconds in (0.0001, 0.0005, 0.002, 2.0, 7.0):
         durations.observe(seconds)
     assert list(durations.cumulative()) == [

@@ -46,7 +46,7 @@ NAME = ("10.0.0.1", 15008)
         ),
         (ConnectTimedOut(NAME, 10.0), False, "io error: deadline has elapsed", Flags.CONNECT),
         (ConnectFailed(NAME, REFUSED), True, "io error: Connection refused (os error 111)", Flags.CONNECT),
-        (TlsError(TlsReason.SAN, "wrong name"), True, "io error: wrong name", Flags.CONNECT),
+        (TlsError(TlsReason.SAN, "wrong name"), True, "io error: wrong name", Flags.TLS_FAILURE),
         (
             PeerSilent("quiet"),
             True,

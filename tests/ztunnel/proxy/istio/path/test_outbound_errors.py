@@ -316,7 +316,7 @@ def test_a_peer_with_a_wrong_certificate_gets_no_bytes(tmp_path: Path, shown: ob
         line = await cluster.line()
         assert line["error"].startswith("io error: ")
         assert text in line["error"]
-        assert cluster.closed() == {"CONNECT": 1}
+        assert cluster.closed() == {"TLS_FAILURE": 1}
 
     play(tmp_path, body)
 

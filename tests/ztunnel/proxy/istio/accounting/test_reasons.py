@@ -1,0 +1,97 @@
+"""Reasons of failures against the page about them, and the times and reasons that a connection leaves behind."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.proxy.istio.accounting.test_record import a_record, with_node
+from tests.ztunnel.proxy.istio.nodes import Lines, StoppedClock
+from tests.ztunnel.proxy.istio.pages import samples
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Failed, Flags, of_reason
+from ztunnel.proxy.istio.accounting.reasons import OTHER, REASONS, reason_of
+from ztunnel.proxy.istio.accounting.record import Direction
+from ztunnel.proxy.istio.path.node import Node
+
+PAGE = (Path(__file__).parents[5] / "docs" / "troubleshooting.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "reason"),
+    [
+        ("io error: wrong name", Flags.TLS_FAILURE, "tls"),
+        ("tls handshake error: no certificate", Flags.NONE, "tls"),
+        ("dns lookup: refused", Flags.NONE, "dns"),
+        ("no healthy upstream: s", Flags.NONE, "no_endpoint"),
+        ("connection closed due to policy rejection: explicitly denied by: a/b", Flags.DENY, "policy"),
+        (POLICY_CHANGE, Flags.DENY, "policy_change"),
+        ("http status: 401 Unauthorized", Flags.CONNECT, "peer_denied"),
+        ("http status: 503 Service Unavailable", Flags.CONNECT, "peer_status"),
+        ("http status: the peer did not answer in time", Flags.CONNECT, "timeout"),
+        ("connection failed: Connection refused (os error 111)", Flags.CONNECT, "refused"),
+        ("h2 failed: the client gave up", Flags.CONNECT, "client_gone"),
+        ("identity error: x", Flags.IDENTITY_ERROR, "certificate"),
+        ("something new", Flags.CONNECT, OTHER),
+    ],
+)
+def test_a_failure_has_one_reason(text: str, flags: Flags, reason: str) -> None:
+    assert reason_of(text, flags) == reason
+
+
+def test_the_page_lists_every_reason() -> None:
+    listed = PAGE.partition("## Reasons in metrics")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)`", listed, re.MULTILINE)) == REASONS
+
+
+def test_times_and_reasons_of_connections(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        good, refused, denied = (a_record(node) for _ in range(3))
+        application = a_record(node, direction=Direction.INBOUND)
+        reset, moved = a_record(node), a_record(node)
+        for record in (good, refused, reset):
+            record.opened(settled=False)
+        application.opened()
+        moved.came(100.0)
+        clock.passed_s = 0.002
+        good.settled()
+        reset.settled()
+        clock.passed_s = 3.0
+        good.complete(of_reason(POLICY_CHANGE))
+        refused.complete(Failed("io error: Connection refused (os error 111)"))
+        application.complete(Failed("connection failed: deadline has elapsed"))
+        denied.denied_early("dns lookup: x")
+        reset.complete()  # an ordinary end
+        moved.complete()
+        assert node.metrics.errors == {
+            ("source", "relay", "policy_change"): 1,
+            ("source", "connect", "refused"): 1,
+            ("destination", "connect", "timeout"): 1,
+            ("source", "early", "dns"): 1,
+        }
+        connects = node.metrics.connects
+        assert connects["hbone", "ok"].count == 2
+        assert connects["hbone", "ok"].total_s == pytest.approx(0.004)
+        assert connects["hbone", "failed"].total_s == pytest.approx(3.0)
+        assert dict(connects["hbone", "ok"].cumulative())["0.001"] == 0
+        assert dict(connects["hbone", "ok"].cumulative())["0.0025"] == 2
+        assert node.metrics.lengths["source", "hbone"].total_s == pytest.approx(3.0 * 3 + 103.0)
+        assert node.metrics.lengths["destination", "hbone"].count == 1
+        # Workers' counts add up on the page.
+        page = node.metrics.page_with()
+        for part in node.metrics.counts():
+            page.add(part, lost=True)
+        text = samples(page, "ztunnel_connection_errors_total")
+        assert sorted(text.values()) == [2, 2, 2, 2]
+        assert sum(samples(page, "ztunnel_connect_seconds_count").values()) == 6
+
+    with_node(tmp_path, check)
+
+
+def test_the_series_of_times_do_not_grow_with_the_mesh() -> None:
+    metrics = Metrics("v", 10)
+    for times in (*metrics.connects.values(), *metrics.lengths.values()):
+        times.observe(0.1)
+    names = ("ztunnel_connect_seconds", "ztunnel_connection_seconds")
+    found = [samples(metrics, name + end) for name in names for end in ("_bucket", "_sum", "_count")]
+    assert sum(len(each) for each in found) == 2 * 4 * (13 + 2)
