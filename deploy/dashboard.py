@@ -187,6 +187,34 @@ ROWS: Final = (
                 "`ztunnel limits` explains each.",
                 width=16,
             ),
+            Panel(
+                "Connect, p99",
+                (
+                    (
+                        "histogram_quantile(0.99, sum by (path, le)"
+                        ' (rate(ztunnel_connect_seconds_bucket{result="ok"}[5m])))',
+                        "{{path}}",
+                    ),
+                ),
+                "s",
+                "From accept to the far side's answer, by sources.",
+            ),
+            Panel(
+                "Failures by reason",
+                (
+                    (
+                        "sum by (stage, reason) (rate(ztunnel_connection_errors_total[5m]))",
+                        "{{stage}} {{reason}}",
+                    ),
+                ),
+                "cps",
+                "docs/troubleshooting.md explains each reason.",
+            ),
+            Panel(
+                "First certificate to end",
+                ((f"min by (instance) (istio_cert_expiry_seconds{_INSTANCE}) - time()", "{{instance}}"),),
+                "s",
+            ),
             Panel("Series", ((f"ztunnel_metric_series{_INSTANCE}", "{{instance}}"),), "none"),
         ),
     ),

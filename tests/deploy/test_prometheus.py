@@ -14,6 +14,7 @@ from deploy import dashboard
 from hbone.aio.relay import ByteCounts
 from tests.programs import needed
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from xds.model.identity import SpiffeId
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
 
@@ -37,6 +38,9 @@ def on_a_page() -> dict[str, set[str]]:
         labels = traffic_labels("source", PeerLabels(known=True), PeerLabels(), None, secured=True)
         metrics.opened(labels, (), counts, 0.0).finished("DENY", counts)
         metrics.ledger.own.note("shop/p", Use.DENIED, 0.0)
+        metrics.failed("source", "early", "dns")
+        metrics.connects["hbone", "ok"].observe(0.1)
+        await rig.proxy.certificates.fetch(SpiffeId("cluster.local", "shop", "a"))
         page = (await rig.ask("stats", "/stats/prometheus")).text
         for family in text_string_to_metric_families(page):
             for sample in family.samples:

@@ -292,6 +292,7 @@ class IstioProxy:
              "Seconds since the control plane was last connected; 0 while it is",
              lambda: round(control.staleness_s, 3)),
         ]  # fmt: skip
+        self.metrics.certificates = self.certificates.moments
         gauges = self.metrics.gauges
         if self.workers is not None:
             gauges |= self.workers.gauges()

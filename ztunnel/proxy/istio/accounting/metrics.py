@@ -27,6 +27,7 @@ from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations
 from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
+from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.watchdog import LoopDelays
 
@@ -260,6 +261,7 @@ _OF_MAIN = (
     "dns_durations",
     "dns_dropped",
     "gauges",
+    "certificates",
     "processes",
 )
 #: The label ``path`` of times.
@@ -342,6 +344,8 @@ class Metrics:
         self._addons_elsewhere = AddonReport()
         self.handovers = HandoverCounts()
         self.gauges: dict[str, Gauge] = {}
+        #: Returns when certificates end; called for each page.
+        self.certificates: Callable[[], Moments] = Moments
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
 

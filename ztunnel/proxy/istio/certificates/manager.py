@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final, Protocol
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion, Verify
@@ -256,6 +257,20 @@ def disagreement(
     )
 
 
+class Moments(NamedTuple):
+    """When certificates end, in Unix seconds, and how fetches went.
+
+    Attributes:
+        ends: of the certificate in use, by identity.
+        root_s: of the root that ends first; ``None``: there is none yet.
+        fetches: finished ones by result, ``ok`` or ``failed``.
+    """
+
+    ends: Mapping[str, float] = MappingProxyType({})
+    root_s: float | None = None
+    fetches: Mapping[str, int] = MappingProxyType({})
+
+
 class CertificateManager:
     """Fetches and renews the certificates of this node's workloads; see the module.
 
@@ -292,6 +307,8 @@ class CertificateManager:
         self._timer: asyncio.TimerHandle | None = None
         self._generation = 0
         self._closed = False
+        #: Finished fetches by result.
+        self.fetches = {"ok": 0, "failed": 0}
         if revocations is not None:
             revocations.watch(self._revocations_changed)
 
@@ -368,6 +385,14 @@ class CertificateManager:
             else:
                 states[identity] = "Initializing"
         return states
+
+    def moments(self) -> "Moments":
+        """Return when certificates and roots end, for metrics."""
+        held = self._certificates
+        ends = {str(identity): certificate.not_after.timestamp() for identity, certificate in held.items()}
+        roots = {root for certificate in held.values() for root in certificate.issued.roots}
+        root_s = min((root.not_valid_after_utc.timestamp() for root in roots), default=None)
+        return Moments(ends, root_s, dict(self.fetches))
 
     async def close(self) -> None:
         """Cancel every fetch and fail waiting callers; idempotent."""
@@ -446,6 +471,7 @@ class CertificateManager:
         if not self._schedule.succeeded(fetch, *span, now.timestamp(), self._jitter()):
             return
         self._fetching.pop(fetch.identity, None)
+        self.fetches["ok"] += 1
         log.debug("certificate fetched identity=%s expires=%s", fetch.identity, issued.not_after)
         self._put(fetch.identity, certificate)
         self._wake(fetch.identity)
@@ -454,6 +480,7 @@ class CertificateManager:
         if not self._schedule.failed(fetch, error, self._now_s(), self._jitter()):
             return
         self._fetching.pop(fetch.identity, None)
+        self.fetches["failed"] += 1
         certificate = self.current(fetch.identity)
         log.warning(
             "certificate fetch failed identity=%s valid_until=%s error=%s",

@@ -12,6 +12,7 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Failed, Flags, of_reason
 from ztunnel.proxy.istio.accounting.reasons import OTHER, REASONS, reason_of
 from ztunnel.proxy.istio.accounting.record import Direction
+from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.proxy.istio.path.node import Node
 
 PAGE = (Path(__file__).parents[5] / "docs" / "troubleshooting.md").read_text()
@@ -86,6 +87,16 @@ def test_times_and_reasons_of_connections(tmp_path: Path) -> None:
         assert sum(samples(page, "ztunnel_connect_seconds_count").values()) == 6
 
     with_node(tmp_path, check)
+
+
+def test_moments_are_on_the_page() -> None:
+    metrics = Metrics("v", 10)
+    assert samples(metrics, "ztunnel_root_expiry_seconds") == {}
+    metrics.certificates = lambda: Moments({"spiffe://t/ns/n/sa/a": 1e9}, 2e9, {"ok": 3, "failed": 4})
+    page = metrics.page_with()
+    assert list(samples(page, "istio_cert_expiry_seconds").values()) == [1e9]
+    assert list(samples(page, "ztunnel_root_expiry_seconds").values()) == [2e9]
+    assert sorted(samples(page, "ztunnel_certificate_fetches_total").values()) == [3, 4]
 
 
 def test_the_series_of_times_do_not_grow_with_the_mesh() -> None:

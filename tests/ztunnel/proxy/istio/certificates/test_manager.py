@@ -136,7 +136,15 @@ def test_a_failure_is_told_at_once_until_a_retry_heals_it(caplog: pytest.LogCapt
         (await f.desk.next())[1].set_result(certificate(ROOT))  # the first retry, a second later
         while f.manager.current(WEB) is None:
             await asyncio.sleep(0)
-        assert await _outcome(f.manager, WEB) is f.manager.at_once(WEB)
+        made = await _outcome(f.manager, WEB)
+        assert made is f.manager.at_once(WEB)
+        assert isinstance(made, WorkloadCertificate)
+        moments = f.manager.moments()
+        assert moments.fetches == {"ok": 1, "failed": 1}
+        assert moments.ends == {str(WEB): made.not_after.timestamp()}
+        assert moments.root_s == min(root.not_valid_after_utc.timestamp() for root in made.issued.roots)
+        f.manager.forget((WEB,))
+        assert (f.manager.moments().ends, f.manager.moments().root_s) == ({}, None)
 
     run(body)
     assert "certificate fetch failed" in caplog.text
