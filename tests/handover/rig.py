@@ -31,7 +31,7 @@ def missing_of_postgres() -> str:
     return ", ".join(wanted + users)
 
 
-async def _listening(place: Place, port: int) -> None:
+async def _listening(place: Place, port: int, process: subprocess.Popen[bytes]) -> None:
     async def reached() -> bool:
         try:
             (await connect(("127.0.0.1", port), netns=place.netns)).close()
@@ -39,8 +39,9 @@ async def _listening(place: Place, port: int) -> None:
             return False
         return True
 
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         while not await reached():
+            assert process.poll() is None, f"{process.args} ended with {process.returncode}"
             await asyncio.sleep(0.05)
 
 
@@ -61,7 +62,7 @@ def _database() -> Iterator[Path]:
 @contextlib.asynccontextmanager
 async def postgres(place: Place) -> AsyncIterator[None]:
     """A PostgreSQL server in a pod."""
-    with _database() as folder:
+    with _database() as folder, (folder / "log").open("wb") as log:
         user = pwd.getpwnam("postgres")
         options = ("-p", str(POSTGRES_PORT), "-c", "listen_addresses=*", "-c", "fsync=off", "-k", str(folder))
         process = place.popen(
@@ -71,10 +72,13 @@ async def postgres(place: Place) -> AsyncIterator[None]:
             extra_groups=[],
             cwd="/",
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=log,
         )
         try:
-            await _listening(place, POSTGRES_PORT)
+            try:
+                await _listening(place, POSTGRES_PORT, process)
+            except (AssertionError, TimeoutError) as error:
+                raise AssertionError(f"PostgreSQL: {(folder / 'log').read_text()}") from error
             yield
         finally:
             process.terminate()
@@ -83,9 +87,9 @@ async def postgres(place: Place) -> AsyncIterator[None]:
 
 async def serve(place: Place) -> None:
     """Answer gRPC and websockets in a pod, until the lab ends."""
-    place.popen([*_PROGRAM, "serve"], cwd=ROOT)
+    process = place.popen([*_PROGRAM, "serve"], cwd=ROOT)
     for port in (GRPC_PORT, WEBSOCKET_PORT):
-        await _listening(place, port)
+        await _listening(place, port, process)
 
 
 @contextlib.asynccontextmanager
