@@ -220,8 +220,18 @@ class PoolState:
             return connection, self._refuse_waiter(connection, member, now_s)
         return connection, [*self._assign_waiters(key, entry, now_s), *self._evict()]
 
-    def adopted(self, key: Hashable, peer_limit: int | None, streams: int, now_s: float) -> ConnectionId:
-        """Add a connection that another process has dialled, with open streams."""
+    def adopted(
+        self, key: Hashable, peer_limit: int | None, streams: int, now_s: float, *, idle_s: float = 0.0
+    ) -> ConnectionId:
+        """Add a connection that another process has dialled.
+
+        Args:
+            key: of the connection.
+            peer_limit: of streams (None: not known yet).
+            streams: how many are open.
+            now_s: the time.
+            idle_s: how long it has had none. Its timeouts do not begin anew.
+        """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
         settings = self._settings
@@ -232,8 +242,15 @@ class PoolState:
         member.streams = streams
         member.draining = self._closed
         if not streams:
-            self._became_idle(connection, member, now_s)
+            self._became_idle(connection, member, now_s - idle_s)
+            for waiting, _ in self._timeouts():
+                for each in sorted(waiting, key=lambda other: self._members[other].idle_since_s):
+                    waiting.move_to_end(each)
         return connection
+
+    def idle_s(self, connection: ConnectionId, now_s: float) -> float:
+        """Return how long a connection has had no streams; 0 if it has some."""
+        return now_s - self._members[connection].idle_since_s if connection in self._idle else 0.0
 
     def dial_failed(self, key: Hashable, error: Exception, now_s: float) -> list[Action]:
         """Fail the waiter that caused the dial of ``key``, and dial again for the next one."""

@@ -173,11 +173,20 @@ class Pool:
         tunnel.on_close = partial(self._released, connection_id)
         return tunnel
 
-    def adopt(self, key: Hashable, connection: Connection, tunnels: Iterable[Tunnel]) -> None:
-        """Share a connection that another process has dialled, whose ``tunnels`` are open."""
+    def adopt(
+        self, key: Hashable, connection: Connection, tunnels: Iterable[Tunnel], *, idle_s: float = 0.0
+    ) -> None:
+        """Share a connection that another process has dialled, whose ``tunnels`` are open.
+
+        Args:
+            key: of the connection.
+            connection: it continues here.
+            tunnels: the open ones.
+            idle_s: from :meth:`idle_s` of the other process's pool.
+        """
         opened = list(tunnels)
         limit = connection.engine.peer_max_streams
-        connection_id = self._state.adopted(key, limit, len(opened), self._loop.time())
+        connection_id = self._state.adopted(key, limit, len(opened), self._loop.time(), idle_s=idle_s)
         self._connections[connection_id] = connection
         self._limits[connection_id] = limit
         for tunnel in opened:
@@ -185,6 +194,13 @@ class Pool:
         connection.on_change(partial(self._changed, connection_id))
         self._changed(connection_id, connection)
         self._schedule()
+
+    def idle_s(self, connection: Connection) -> float:
+        """Return how many seconds a connection has had no tunnels; 0 if it has some or is not of this pool."""
+        for connection_id, each in self._connections.items():
+            if each is connection:
+                return self._state.idle_s(connection_id, self._loop.time())
+        return 0.0
 
     def drain(self) -> None:
         """No new tunnels; waiting ones fail; connections close with their last stream."""

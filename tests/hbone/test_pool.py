@@ -36,6 +36,20 @@ def test_one_dial_for_all_who_wait() -> None:
     assert actions == [Assign(first, connection), Assign(second, connection)]
 
 
+def test_an_adopted_connection_has_been_idle_for_as_long_as_elsewhere() -> None:
+    pool = PoolState(PoolSettings(idle_timeout_s=300.0, spare_timeout_s=20.0))
+    first = pool.adopted("k", None, 0, 1000, idle_s=290)
+    assert pool.idle_s(first, 1000) == 290
+    spare = pool.adopted("k", None, 0, 1000, idle_s=5)
+    older = pool.adopted("k", None, 0, 1000, idle_s=15)
+    busy = pool.adopted("other", None, 1, 1000, idle_s=0)
+    assert pool.idle_s(busy, 1000) == 0
+    assert pool.next_deadline_s() == 1005
+    assert pool.advance(1005) == [Close(older)]
+    assert pool.advance(1010) == [Close(first)]
+    assert pool.advance(1300) == [Close(spare)]
+
+
 def test_an_adopted_connection_takes_part_with_the_streams_that_it_has() -> None:
     pool = PoolState(PoolSettings(max_streams_per_connection=3, max_tunnels_per_connection=5))
     connection = pool.adopted("k", None, 2, 0)

@@ -119,11 +119,14 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
     Attributes:
         pod: whose.
         dialled: address and accepted identities of one that the pod has dialled. ``None``: it was accepted.
+        idle_s: for how many seconds a dialled one has had no tunnels. If that began anew, frequent replacements
+            would keep every connection that was ever dialled.
         source, local: of an accepted one, the peer's address and ours.
     """
 
     pod: PodKey
     dialled: tuple[SocketAddress, tuple[str, ...]] | None = None
+    idle_s: float = 0.0
     source: SocketAddress | None = None
     local: SocketAddress | None = None
 

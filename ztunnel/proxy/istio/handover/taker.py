@@ -110,7 +110,7 @@ class Pending:
             assert self._certificate is not None
             target, identities = carrier.dialled
             tunnels = [end for pair in self._unit.ends for end in pair if isinstance(end, Tunnel)]
-            pod.tunnels.adopt(connection, target, identities, self._certificate, tunnels)
+            pod.tunnels.adopt(connection, target, identities, self._certificate, tunnels, carrier.idle_s)
 
     def _serve_relay(
         self, halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, End], relay: Relay | None

@@ -60,7 +60,8 @@ class Unit:
             return None
         key: PodKey = pod_key(self.pod.name)
         if carrier.dialled is not None:
-            return CarrierValue(pod=key, dialled=carrier.dialled)
+            idle_s = self.pod.tunnels.pool.idle_s(carrier.connection)
+            return CarrierValue(pod=key, dialled=carrier.dialled, idle_s=idle_s)
         sock = carrier.connection.link.sock
         source, local = SocketAddress.of(sock.getpeername()[:2]), SocketAddress.of(sock.getsockname()[:2])
         return CarrierValue(pod=key, source=source, local=local)

@@ -82,12 +82,13 @@ class PodTunnels:
         identities: tuple[str, ...],
         certificate: WorkloadCertificate,
         tunnels: Iterable[Tunnel],
+        idle_s: float,
     ) -> None:
-        """Share a connection that another process has dialled, whose ``tunnels`` are open; see :meth:`open`."""
+        """Share a connection that another process has dialled: :meth:`hbone.aio.pool.Pool.adopt`, :meth:`open`."""
         life = _carrier(self._node, self._connections)
         life.dialled = target, identities
         key = PoolKey(target, certificate, certificate.generation, identities)
-        self.pool.adopt(key, connection, tunnels)
+        self.pool.adopt(key, connection, tunnels, idle_s=idle_s)
         _opened(life, connection, self._connections)
         self._connections.dialled.judge(life)
 
