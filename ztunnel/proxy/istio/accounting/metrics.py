@@ -62,6 +62,8 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
+_SECURITY: Final = TRAFFIC_LABELS.index("connection_security_policy")
+_MUTUAL_TLS: Final = "mutual_tls"
 #: Labels that operators may do without. Who reports stays, how a connection ended, and whether it was encrypted.
 REMOVABLE_LABELS = frozenset(TRAFFIC_LABELS) - {"reporter", "response_flags", "connection_security_policy"}
 
@@ -136,7 +138,7 @@ def _labels(
         *(value or UNKNOWN for value in destination[:8]),
         "tcp",
         "-",
-        "mutual_tls" if secured else UNKNOWN,
+        _MUTUAL_TLS if secured else UNKNOWN,
     )
     if not (source.known or destination.known):
         return labels
@@ -154,10 +156,25 @@ def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]
     )
 
 
+class PathTimes(NamedTuple):
+    """The histograms that a label set's connections count in.
+
+    Attributes:
+        length: from accept to end.
+        connected: from accept to the far side's answer; None for a destination, as for ``failed``.
+        failed: from accept to the failure.
+    """
+
+    length: Durations
+    connected: Durations | None
+    failed: Durations | None
+
+
 class TrafficSeries:
     """Counters of one label set.
 
     Attributes:
+        times: of its reporter and path.
         opened: number of opened connections.
         moved: open connections that came from another process, less those that went to one, which count there.
         closed: numbers of closed connections, by response flags.
@@ -167,10 +184,22 @@ class TrafficSeries:
         workloads: uids of workloads whose connections are counted here.
     """
 
-    __slots__ = ("closed", "labels", "moved", "opened", "received", "running", "sent", "used_s", "workloads")
+    __slots__ = (
+        "closed",
+        "labels",
+        "moved",
+        "opened",
+        "received",
+        "running",
+        "sent",
+        "times",
+        "used_s",
+        "workloads",
+    )
 
-    def __init__(self, labels: tuple[str, ...]) -> None:
+    def __init__(self, labels: tuple[str, ...], times: PathTimes) -> None:
         self.labels = labels
+        self.times = times
         self.opened = 0
         self.moved = 0
         self.closed: dict[str, int] = {}
@@ -392,6 +421,12 @@ class Metrics:
             self._gone.add(series)
         return series
 
+    def _times(self, labels: tuple[str, ...]) -> PathTimes:
+        path = PATHS[0] if labels[_SECURITY : _SECURITY + 1] == (_MUTUAL_TLS,) else PATHS[1]
+        if labels[:1] != ("source",):
+            return PathTimes(self.lengths["destination", path], None, None)
+        return PathTimes(self.lengths["source", path], self.connects[path, "ok"], self.connects[path, "failed"])
+
     def failed(self, reporter: str, stage: str, reason: str) -> None:
         """Count a failed connection; the labels are those of ``ztunnel_connection_errors_total``."""
         key = reporter, stage, reason
@@ -424,7 +459,7 @@ class Metrics:
             known = self._traffic.get(labels)
             if known is not None:
                 return known
-        series = self._traffic[labels] = TrafficSeries(labels)
+        series = self._traffic[labels] = TrafficSeries(labels, self._times(labels))
         return series
 
     def changed(self, changes: Changes, exists: Iterable[str]) -> None:
@@ -529,7 +564,7 @@ class Metrics:
         for labels, opened, closed, received, sent, workloads, moved in part.traffic:
             series = self._traffic.get(labels)
             if series is None:
-                series = self._traffic[labels] = TrafficSeries(labels)
+                series = self._traffic[labels] = TrafficSeries(labels, self._times(labels))
             series.opened += opened
             series.moved += moved
             opened += moved

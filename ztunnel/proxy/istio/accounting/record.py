@@ -301,7 +301,13 @@ class Record:
         assert series is not None
         node = self._node
         now_s = node.clock.monotonic()
-        self._measure(now_s, failure, connected=connected)
+        length, answered, unanswered = series.times
+        length.observe(now_s - self.started_s)
+        connect = answered if connected else unanswered
+        if connect is not None and self.opened_s:  # else another process has connected it
+            connect.observe(self.opened_s - self.started_s)
+        if failure is not None:
+            self._count_failure(failure, connected=connected)
         flags = failure.flags if failure is not None else Flags.NONE
         logged = node.logs.access_level <= (_INFO if failure is None else _ERROR)
         series.used_s = now_s
@@ -335,21 +341,12 @@ class Record:
         level = "info" if failure is None else "error"
         logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
-    def _measure(self, now_s: float, failure: Failed | None, *, connected: bool) -> None:
-        """Count the connection's times, and why it failed."""
-        metrics, path = self._node.metrics, "hbone" if self.secured else "plain"
-        outbound = self.direction is Direction.OUTBOUND
-        reporter = "source" if outbound else "destination"
-        metrics.lengths[reporter, path].observe(now_s - self.started_s)
-        if outbound and self.opened_s:  # else another process has connected it
-            result = "ok" if connected else "failed"
-            metrics.connects[path, result].observe(self.opened_s - self.started_s)
-        if failure is not None:
-            text = str(failure)
-            if not outbound and text.startswith(_BEFORE_ANSWER):
-                connected = False  # a destination counts it as opened before it dials the application
-            stage = Stage.RELAY if connected else Stage.CONNECT
-            metrics.failed(reporter, stage, reason_of(text, failure.flags))
+    def _count_failure(self, failure: Failed, *, connected: bool) -> None:
+        text, outbound = str(failure), self.direction is Direction.OUTBOUND
+        if not outbound and text.startswith(_BEFORE_ANSWER):
+            connected = False  # a destination counts it as opened before it dials the application
+        stage = Stage.RELAY if connected else Stage.CONNECT
+        self._node.metrics.failed(self.direction.reporter, stage, reason_of(text, failure.flags))
 
     @property
     def _has_more(self) -> bool:
