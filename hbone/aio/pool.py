@@ -193,6 +193,9 @@ class Pool:
             tunnel.on_close = partial(self._released, connection_id)
         connection.on_change(partial(self._changed, connection_id))
         self._changed(connection_id, connection)
+        if self._timer is not None:  # set for connections of this process, which are idle for less
+            self._timer.cancel()
+            self._timer = None
         self._schedule()
 
     def idle_s(self, connection: Connection) -> float:

@@ -211,6 +211,20 @@ def test_idle_connections_are_released() -> None:
     run(main)
 
 
+def test_an_adopted_connection_is_released_when_it_would_have_been_elsewhere() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            (await pool.open("k", CONNECT)).close()
+            other = await network.dial("k")
+            await until(lambda: len(network.servers) == 2)
+            pool.adopt("k", other, [], idle_s=pool.settings.spare_timeout_s - 0.05)
+            async with asyncio.timeout(3):
+                await network.servers[1].wait_closed()
+            assert pool.statistics.connections == 1
+
+    run(main)
+
+
 @pytest.mark.parametrize("heard", [True, False], ids=["before-the-request", "at-any-time"])
 def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*, heard: bool) -> None:
     # A client of TLS 1.3 is through before the server has looked at its certificate.
