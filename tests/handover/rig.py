@@ -45,15 +45,18 @@ async def _listening(place: Place, port: int, process: subprocess.Popen[bytes]) 
             await asyncio.sleep(0.05)
 
 
+#: By a program: Popen's ``user`` makes it fork, and grpcio's handlers of fork(2) can crash the child.
+_AS_POSTGRES = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups")
+
+
 @contextlib.contextmanager
 def _database() -> Iterator[Path]:
     """A new database's folder, which belongs to the user postgres."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         shutil.chown(folder, "postgres", "postgres")
-        as_postgres = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups")
         initdb = ("initdb", "--no-sync", "-A", "trust", "-D", f"{folder}/data")
-        subprocess.run([*as_postgres, *initdb], check=True, stdout=subprocess.DEVNULL, cwd="/")
+        subprocess.run([*_AS_POSTGRES, *initdb], check=True, stdout=subprocess.DEVNULL, cwd="/")
         with (folder / "data/pg_hba.conf").open("a") as file:
             file.write("host all all all trust\n")
         yield folder
@@ -63,13 +66,9 @@ def _database() -> Iterator[Path]:
 async def postgres(place: Place) -> AsyncIterator[None]:
     """A PostgreSQL server in a pod."""
     with _database() as folder, (folder / "log").open("wb") as log:
-        user = pwd.getpwnam("postgres")
         options = ("-p", str(POSTGRES_PORT), "-c", "listen_addresses=*", "-c", "fsync=off", "-k", str(folder))
         process = place.popen(
-            ["postgres", "-D", f"{folder}/data", *options],
-            user=user.pw_uid,
-            group=user.pw_gid,
-            extra_groups=[],
+            [*_AS_POSTGRES, "postgres", "-D", f"{folder}/data", *options],
             cwd="/",
             stdout=subprocess.DEVNULL,
             stderr=log,
