@@ -16,6 +16,7 @@ from deploy.lab import Lab, Place
 from deploy.processes import Proc
 from tests.netns.test_agent import Toys, has_rules
 from tests.netns.toys import WAIT_S, app, ask, serving
+from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen
 from tproxy.aio.table import BlockingTable
 from tproxy.errors import ConnectFailed
@@ -38,9 +39,9 @@ from ztunnel.node.agent.enrolment import (
     read_pod,
 )
 from ztunnel.node.agent.errors import CannotAdd
-from ztunnel.node.agent.namespaces import remove_probes, remove_rules
+from ztunnel.node.agent.namespaces import iptables_tables, remove_probes, remove_rules, try_rules
 from ztunnel.node.agent.phase import Phase
-from ztunnel.node.agent.status import audit
+from ztunnel.node.agent.status import audit, check
 from ztunnel.proxy.istio.zds.manager import PodManager
 from ztunnel.proxy.istio.zds.pods import PodUid
 from ztunnel.runtime.http.page import PageRequest
@@ -612,5 +613,15 @@ def test_an_audit_changes_nothing_and_a_repair_what_is_the_agents_own(lab: Lab, 
             assert (await audit(auditor, asked)).status == 403
             answer = await audit(auditor, replace(asked, local=True))
             assert json.loads("".join(map(str, answer.body)))["repaired"][0]["reason"] == "MeshRulesChanged"
+            facts = await check(PageRequest(method="GET", path="/check", local=True), enroller, auditor, None)
+            found = json.loads("".join(map(str, facts.body)))
+            assert (found["rulesRefused"], found["probes"], found["cni"]) == ("", {"fault": "", "ebpf": ""}, None)
+            assert (await check(replace(asked, path="/check"), enroller, auditor, None)).status == 403
 
     on_stage(lab, tmp_path, body)
+
+
+def test_the_trial_of_rules_passes_here_and_both_kinds_of_iptables_are_seen() -> None:
+    try_rules()
+    with Netns.create() as netns, netns.entered():
+        assert iptables_tables() == {"legacy": [], "nft": []}

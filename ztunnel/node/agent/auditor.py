@@ -84,6 +84,8 @@ class Auditor:
         self._said: dict[PodUid, frozenset[Finding]] = {}
         self._turn = asyncio.Lock()
         self._asked = 0
+        #: Known obstacles to kubelet's probes; empty without any.
+        self.hint = ""
         self.audited: dict[PodUid, Audited] = {}
         self.findings: dict[PodUid, frozenset[Finding]] = {}
 
@@ -97,7 +99,7 @@ class Auditor:
 
     async def _run(self) -> None:
         try:
-            hint = ebpf_hint(await self._in_thread(device_names))
+            self.hint = hint = ebpf_hint(await self._in_thread(device_names))
         except (TproxyError, OSError) as error:
             log.warning("the node's devices are not known error=%s", plain_reason(error))
         else:

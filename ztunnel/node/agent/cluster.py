@@ -79,7 +79,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
             stack.push_async_callback(tasks.close)
             tasks.keep(Installer(installation).run, "installer", first_s=5.0)
         if address is not None:
-            await stack.enter_async_context(status_server(address, enroller, informer, auditor, cni))
+            await stack.enter_async_context(status_server(address, enroller, informer, auditor, cni, installation))
         log.info("agent started node=%s socket=%s", args.node, args.socket)
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tproxy.aio import istio_cni, rtnetlink
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
+from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.diff import diff
 from tproxy.errors import TproxyError
+from tproxy.expressions import Family
 from tproxy.inpod import (
     HOST,
     INBOUND_PLAINTEXT_PORT,
@@ -27,10 +28,16 @@ from tproxy.inpod import (
     pod,
     probes,
 )
+from tproxy.render import nftables
+from tproxy.render.nf_tables import NFTA_TABLE_NAME
+from tproxy.render.nftables_dump import nft_parts
 from tproxy.resources import IpAddress, Namespace, State, Version
+from tproxy.wire import read_text
 from ztunnel.node.agent.description import PodDescription
 
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
+#: Tables of nftables with these names are those of ``iptables-nft``.
+_IPTABLES = {"raw", "mangle", "nat", "filter", "security"}
 # States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
 
@@ -113,6 +120,35 @@ def remove_rules(netns: Netns) -> int:
 def _apply(netns: Netns, wanted: State) -> int:
     with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
         return len(kernel.apply(wanted))
+
+
+def try_rules() -> None:
+    """Apply the rules of a pod in a network namespace that exists only for this trial.
+
+    Raises:
+        TproxyError: what the kernel refused.
+    """
+    with Netns.create() as trial:
+        with NetlinkSocket(NETLINK_ROUTE, trial) as route:
+            route.request(rtnetlink.set_up(1))  # lo, the first device of every namespace
+        _apply(trial, pod(Capture(versions=versions(trial))))
+
+
+def iptables_tables() -> dict[str, list[str]]:
+    """Return the tables of iptables in this network namespace: ``legacy``, and ``nft`` for those in nftables.
+
+    Raises:
+        TproxyError: the kernel refused to list them.
+    """
+    legacy: set[str] = set()
+    for name in ("ip_tables_names", "ip6_tables_names"):
+        with contextlib.suppress(OSError):  # iptables-legacy was never used here
+            legacy.update(Path("/proc/thread-self/net", name).read_text().split())
+    with NetlinkSocket(NETLINK_NETFILTER) as link:
+        bodies = link.dump(nftables.nft_message(nftables.NFT_GETTABLE, 0, nftables.DUMP, about="list tables"))
+    found = ((family, read_text(parts.get(NFTA_TABLE_NAME, b""))) for family, parts in map(nft_parts, bodies))
+    nft = {name for family, name in found if family in (Family.IPV4, Family.IPV6) and name in _IPTABLES}
+    return {"legacy": sorted(legacy), "nft": sorted(nft)}
 
 
 def apply_probes(pods: Iterable[Probed], user: int) -> None:

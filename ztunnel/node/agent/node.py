@@ -134,6 +134,8 @@ class NodeAgent:
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
         self._probes_wanted = self._probes_applied = 0
+        #: Why kubelet's probes are captured. Empty if the node's table for them is in place, or not wanted.
+        self.probes_fault = ""
         self._on_change = on_change
         self._is_still = is_still or _is_still
         #: Pods whose rules others had changed, and that were repaired.
@@ -446,7 +448,10 @@ class NodeAgent:
             try:
                 await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
             except (TproxyError, OSError) as error:
+                self.probes_fault = plain_reason(error)
                 log.error("kubelet's probes will be captured error=%s", plain_reason(error))
+            else:
+                self.probes_fault = ""
 
     async def _ended(self, pod: _Pod) -> None:
         """Wait until the pod has no connection through the proxy, its deadline is over, or it is wanted again."""

@@ -1,16 +1,20 @@
 """Pages of ``ztunnel agent --kube``: health, readiness, metrics, and why each pod is or is not in the mesh."""
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
+from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.kube.informer import Informer
 from ztunnel.node.agent.audit import counted
 from ztunnel.node.agent.auditor import Auditor
+from ztunnel.node.agent.cni.installer import Installation, facts
 from ztunnel.node.agent.cni_server import CniServer
 from ztunnel.node.agent.enroller import Enroller
+from ztunnel.node.agent.namespaces import iptables_tables, try_rules
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.http.exposition import (
     Family,
@@ -27,6 +31,7 @@ from ztunnel.runtime.http.page import (
 )
 from ztunnel.runtime.http.server import PageServer
 from ztunnel.runtime.kernel_facts import kernel_facts
+from ztunnel.runtime.settings import plain_reason
 
 _PATHS = ("/healthz", "/readyz", "/metrics", "/pods", "/audit", "/check")
 
@@ -37,6 +42,7 @@ def status_server(
     informer: Informer,
     auditor: Auditor,
     cni: CniServer | None = None,
+    installation: Installation | None = None,
 ) -> PageServer:
     """Return a server of the agent's pages. It serves while entered."""
 
@@ -50,7 +56,7 @@ def status_server(
                 missing = unready(enroller, informer)
                 return text(f"{missing}\n", 503) if missing else text("ready\n")
             case "/check":
-                return check(request)
+                return check(request, enroller, auditor, installation)
             case "/metrics":
                 return page(families(enroller, informer, auditor, cni), request)
             case "/pods":
@@ -72,11 +78,29 @@ async def audit(auditor: Auditor, request: PageRequest) -> Page:
     return text(json.dumps(report, indent=1) + "\n", content_type=JSON)
 
 
-def check(request: PageRequest) -> Page:
-    """Return facts of the node's kernel, from the agent's network namespace: the host's."""
+async def check(
+    request: PageRequest, enroller: Enroller, auditor: Auditor, installation: Installation | None
+) -> Page:
+    """Return facts of the node for ``ztunnel check``; those of the kernel are the host's.
+
+    ``rulesRefused`` is what the kernel refused of a pod's rules, empty if it takes all.
+    """
     if not request.local:
         return text("only from this node, by a loopback address\n", 403)
-    return text(json.dumps({"kernel": kernel_facts()}, indent=1) + "\n", content_type=JSON)
+    refused, tables = "", {}
+    try:
+        tables = await asyncio.to_thread(iptables_tables)
+        await asyncio.to_thread(try_rules)
+    except (TproxyError, OSError) as error:
+        refused = plain_reason(error)
+    found = {
+        "kernel": kernel_facts(),
+        "rulesRefused": refused,
+        "iptables": tables,
+        "probes": {"fault": enroller.agent.probes_fault, "ebpf": auditor.hint},
+        "cni": None if installation is None else facts(installation),
+    }
+    return text(json.dumps(found, indent=1) + "\n", content_type=JSON)
 
 
 def unready(enroller: Enroller, informer: Informer) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import ssl
 from pathlib import Path
@@ -22,6 +23,7 @@ from xds.model.policy import Never
 from ztunnel.ask.check.gather import Shared, clock, targets
 from ztunnel.ask.check.rules.model import NodeFacts
 from ztunnel.cli import main
+from ztunnel.proxy.istio.admin import check_page
 from ztunnel.proxy.istio.admin.check_page import fingerprint, reach, token_facts
 
 Said = pytest.CaptureFixture[str]
@@ -135,10 +137,52 @@ def test_a_handshake_is_timed_and_a_closed_port_is_named(tmp_path: Path) -> None
         port = server.sockets[0].getsockname()[1]
         async with server:
             found = await reach("127.0.0.1", port)
-        assert found["error"] == ""
+        assert (found["error"], found["largeArrives"]) == ("", True)
         assert found["seconds"] > 0
         closed = await reach("127.0.0.1", free_port())
         assert closed["error"]
+
+    asyncio.run(run())
+
+
+def test_a_path_that_drops_large_packets_is_told_from_a_closed_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued = Authority().issue("spiffe://td/ns/a/sa/b")
+    (tmp_path / "chain").write_bytes(issued.chain_pem)
+    (tmp_path / "key").write_bytes(issued.key_pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "chain", tmp_path / "key")
+    monkeypatch.setattr(check_page, "_REACH_S", 0.3)
+
+    async def run() -> None:
+        behind = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        port = behind.sockets[0].getsockname()[1]
+
+        done = asyncio.Semaphore(0)
+
+        async def drop_large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            first = await reader.read(65536)
+            if len(first) > 4096:
+                await reader.read()  # until the client gives up
+            else:
+                answers, onward = await asyncio.open_connection("127.0.0.1", port)
+                onward.write(first)
+                writer.write(await answers.read(65536))
+                await reader.read()
+                onward.close()
+                await onward.wait_closed()
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            done.release()
+
+        path = await asyncio.start_server(drop_large, "127.0.0.1", 0)
+        async with behind, path:
+            found = await reach("127.0.0.1", path.sockets[0].getsockname()[1])
+            await done.acquire()
+            await done.acquire()
+        assert (found["error"], found["largeArrives"]) == ("", False)
 
     asyncio.run(run())
 

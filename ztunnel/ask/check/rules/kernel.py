@@ -18,6 +18,13 @@ PORTS: Final = range(15000, 15091)
 _STRICT: Final = 1
 
 
+def pod_rules(facts: Facts) -> Iterator[Finding]:
+    """Judge the trial of a pod's rules in a network namespace of its own."""
+    for node, agent in facts.agents():
+        if agent.get("rulesRefused"):
+            yield error(f"the kernel refuses the rules of a pod: {agent['rulesRefused']}", node=node)
+
+
 def capabilities(facts: Facts) -> Iterator[Finding]:
     """Judge the effective capabilities of proxies and agents."""
     for node, who, kernel in facts.kernels():
@@ -132,6 +139,10 @@ def _share(used: object, limit: object) -> float:
 
 
 CHECKS: Final = (
+    Check(
+        id="KRN1", asks="the rules of a pod", judge=pod_rules,
+        remedy="Load the kernel's module for what is named (nf_tables, nft_redir), or take another kernel.",
+    ),
     Check(
         id="KRN2", before=True, asks="capabilities of proxy and agent", judge=capabilities,
         remedy="Add the capability to the container; set seLinuxOptions or the profile.",

@@ -135,6 +135,14 @@ class Facts:
         """
         yield from self._of_nodes(lambda node: node.check, "no proxy of this project has answered")
 
+    def agents(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield ``/check`` of each node's agent.
+
+        Raises:
+            NotGathered: there is none at all.
+        """
+        yield from self._of_nodes(lambda node: node.agent, "no node agent of this project has answered")
+
     def kernels(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Yield node, ``proxy`` or ``agent``, and the facts of the kernel as that process sees them.
 

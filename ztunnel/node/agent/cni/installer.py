@@ -41,6 +41,7 @@ OWNED: Final = f"02-{TYPE}.conflist"
 _OWN_ENDING: Final = f"-{TYPE}.conflist"
 _SUFFIXES: Final = (".conf", ".conflist", ".json")
 _LIST: Final = ".conflist"
+_SET_ASIDE: Final = ".cilium_bak"
 #: The first line of the program: isolated, without site packages, so that packages of the host cannot disturb it.
 _FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
 #: This many rewrites in a row mean that another installer conflicts with ours.
@@ -125,6 +126,34 @@ def taken_by_runtime(folder: Path) -> Path | None:
             continue
         return path
     return None
+
+
+def facts(wanted: Installation) -> dict[str, Any]:
+    """Return what is installed, as values of JSON.
+
+    ``taken`` is the file that container runtimes use, ``plugins`` the types in it in their order, ``program``
+    whether ours is there, ``setAside`` the files that Cilium has renamed (``cni.exclusive``).
+    """
+    try:
+        taken = taken_by_runtime(wanted.configurations)
+        plugins = [] if taken is None else _plugins(taken)
+        names = sorted(path.name for path in wanted.configurations.iterdir())
+    except (BadConfiguration, OSError) as error:
+        return {"error": plain_reason(error)}
+    return {
+        "taken": None if taken is None else taken.name,
+        "plugins": plugins,
+        "program": (wanted.binaries / TYPE).exists(),
+        "setAside": [name for name in names if name.endswith(_SET_ASIDE)],
+    }
+
+
+def _plugins(path: Path) -> list[str]:
+    try:
+        found = read(read_text(path), listed=path.name.endswith(_LIST))
+    except OnlyOurs:
+        return [TYPE]
+    return [str(each.get("type")) for each in found["plugins"]]
 
 
 def uninstall(wanted: Installation) -> list[str]:

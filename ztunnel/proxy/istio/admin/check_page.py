@@ -11,7 +11,7 @@ import base64
 import ipaddress
 import json
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -28,6 +28,10 @@ from ztunnel.runtime.kernel_facts import kernel_facts
 HBONE_PORT: Final = 15008
 #: Longer than a SYN and two of its repetitions take.
 _REACH_S: Final = 8.0
+_NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
+#: Names of protocols that fill a ClientHello of 12 KiB, which servers accept (16 KiB), and which takes packets of
+#: full size also where these have 9,000 bytes.
+_FILLERS: Final = [f"{number:0255}" for number in range(48)]
 #: Entries of the mesh between two turns of the loop.
 _SLICE: Final = 64
 #: Refused resources that are listed.
@@ -124,11 +128,23 @@ async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
     """Shake hands with an address as TLS 1.3 with ALPN h2, without a certificate of ours, and return how it went.
 
     The server refuses us only after its own part, so that a finished handshake shows an open port and whose it is.
+    If the handshake succeeds, a second one with a ClientHello of 12 KiB shows whether packets of full size arrive:
+    any answer to it proves that.
     """
+    seconds, error = await _handshake(address, port, [])
+    found = {"address": address, "port": port, "seconds": seconds, "error": error}
+    if not error:
+        _, failed = await _handshake(address, port, _FILLERS)
+        found["largeArrives"] = failed != _NO_ANSWER
+    return found
+
+
+async def _handshake(address: str, port: int, more_protocols: Sequence[str]) -> tuple[float, str]:
+    """Return the seconds of a handshake, and why it failed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols(["h2", *more_protocols])
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     error = ""
@@ -137,9 +153,9 @@ async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
             _, writer = await asyncio.open_connection(address, port, ssl=context)
             writer.transport.abort()
     except TimeoutError:
-        error = f"no answer in {_REACH_S:g} s"
+        error = _NO_ANSWER
     except ssl.SSLError as failed:
         error = f"TLS: {failed.reason or failed}"
     except OSError as failed:
         error = failed.strerror or str(failed)
-    return {"address": address, "port": port, "seconds": round(loop.time() - began_s, 4), "error": error}
+    return round(loop.time() - began_s, 4), error

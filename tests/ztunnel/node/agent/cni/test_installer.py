@@ -22,6 +22,7 @@ from ztunnel.node.agent.cni.installer import (
     Installation,
     Installer,
     NoNetwork,
+    facts,
     install,
     taken_by_runtime,
     uninstall,
@@ -232,3 +233,17 @@ def test_it_is_put_back_whoever_takes_it_out(wanted: Installation, caplog: pytes
 
     caplog.set_level("INFO")
     asyncio.run(main())
+
+
+def test_facts_say_what_the_runtime_takes_and_what_cilium_set_aside(wanted: Installation) -> None:
+    assert facts(wanted) == {"taken": None, "plugins": [], "program": False, "setAside": []}
+    put(wanted, "10-net.conflist", LIST)
+    put(wanted, "20-other.conflist.cilium_bak", LIST)
+    install(wanted)
+    found = facts(wanted)
+    assert found["plugins"] == ["bridge", "portmap", TYPE]
+    assert (found["taken"], found["program"]) == ("10-net.conflist", True)
+    assert found["setAside"] == ["20-other.conflist.cilium_bak"]
+    put(wanted, "10-net.conflist", {"name": "n", "plugins": [{"type": TYPE}]})
+    assert facts(wanted)["plugins"] == [TYPE]
+    assert "error" in facts(replace(wanted, configurations=wanted.binaries / "none"))
