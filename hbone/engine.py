@@ -499,7 +499,8 @@ class Engine:
     def share(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
         """Pay from ``share`` as well, and grow in it, as the other connections of the same peer do.
 
-        Windows grow in ``pod``, too, if there is one. Called before the first stream; :meth:`leave_share` ends it.
+        Windows grow in ``pod``, too, if there is one. Called before the first stream, or after the move from
+        another process; :meth:`leave_share` ends it.
         """
         self._costs.shared = share.work
         self._window.join(share, pod)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from hbone.engine import Engine, new_stream
-from hbone.flow import Budget, PeerQuota, WindowPool
+from hbone.flow import Budget
 from hbone.hpack_cache import BlockDecoder
 from hbone.output import Buffers
 from hbone.reader import FrameReader
@@ -257,18 +257,6 @@ def engine_of(state: EngineState, buffers: Buffers | None, now_s: float) -> Engi
         engine.output.append(state.output[start : start + _PIECE_BYTES])
     engine.output.frames = state.output_frames
     return engine
-
-
-def share_moved(engine: Engine, share: PeerQuota, pod: WindowPool | None) -> None:
-    """Like :meth:`hbone.engine.Engine.share`, for an engine whose windows have grown in another process.
-
-    They are counted even above the limits: granted credit cannot be withdrawn. No window grows then.
-    """
-    window = engine._window
-    engine.share(share, pod)
-    share.add_moved(window.size - window.first)
-    if pod is not None:
-        pod.used += window.size - window.first
 
 
 def _stream_value(stream_id: int, stream: Any, now_s: float) -> StreamValue:

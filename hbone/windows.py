@@ -100,9 +100,18 @@ class ConnectionWindow:
         """Bytes delivered whose credit the peer has not got back; negative: the window has become smaller."""
 
     def join(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
-        """Take what goes beyond the first window from ``share`` and ``pod``; called before any stream is open."""
+        """Take what goes beyond the first window from ``share`` and ``pod``.
+
+        Called before any stream is open, or after the connection has moved here. Windows that have grown in the
+        other process are counted even above the limits: granted credit cannot be withdrawn. No window grows then.
+        """
         self._share = share
         self._pod = pod
+        grown = self.size - self.first
+        if grown:
+            share.add_moved(grown)
+            if pod is not None:
+                pod.used += grown
 
     def leave(self) -> None:
         """Return all windows to the share, because the connection is closed. Idempotent."""

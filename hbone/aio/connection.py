@@ -25,7 +25,6 @@ from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
 from hbone.engine import Engine
-from hbone.engine_state import share_moved
 from hbone.errors import (
     ConnectionBroken,
     ErrorCode,
@@ -817,7 +816,7 @@ class Connection(TunnelCarrier):
             self.poller.watch_writable(self.link.sock.fileno())
         if self.facts is not None and self.facts.uri_sans:
             self._share = self.poller.peers.join(self.facts.uri_sans[0], self.engine.settings.limits)
-            share_moved(self.engine, self._share, self.settings.windows)
+            self.engine.share(self._share, self.settings.windows)
         self._keep_alive()
         pause_s = self.engine.overdrawn_s(time.monotonic())
         if pause_s:

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from hbone import engine_state as states
 from hbone.engine import Engine
-from hbone.engine_state import EngineState, Unfrozen, engine_of, engine_state, share_moved
+from hbone.engine_state import EngineState, Unfrozen, engine_of, engine_state
 from hbone.events import DataReceived, Event, RequestReceived, StreamEnded
 from hbone.flow import PeerQuota, WindowPool
 from hbone.frames import CONTINUATION, DATA, HEADERS, PREFACE, WINDOW_UPDATE, frame, settings_frame
@@ -209,7 +209,7 @@ def test_windows_that_have_grown_are_counted_where_they_come_to() -> None:
     engine._window.size += 3_000_000
     again = moved(engine)
     share, pod = PeerQuota(Limits(), WindowPool(1000)), WindowPool(1000)
-    share_moved(again, share, pod)
+    again.share(share, pod)
     assert share.window_bytes == pod.used == 3_000_000
     again.leave_share()
     assert share.window_bytes == pod.used == 0

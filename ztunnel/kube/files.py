@@ -9,6 +9,7 @@ from typing import Final
 
 from xds.errors import ConfigError
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
 from ztunnel.runtime.formats.go_yaml import load_each
 from ztunnel.runtime.formats.object_lists import items_of
 from ztunnel.runtime.text_file import read_text
@@ -210,7 +211,8 @@ class FileObjects:
     def _read(self, path: Path) -> tuple[Mapping[ObjectKey, Object], Mapping[ObjectKey, str], list[_Fault]]:
         """Return the objects of a file, where in it they are, and the faults of its other parts."""
         try:
-            parts = load_each(read_text(path))
+            text = read_text(path)
+            parts = load_each(text)
         except (OSError, ConfigError) as error:
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             return {}, {}, [_Fault("", "", reason)]
@@ -236,6 +238,8 @@ class FileObjects:
                     unclear.add(key)
                     faults.append(_Fault(place, _named(item), "is there twice"))
                 found[key], places[key] = body, place
+        if faults and (elsewhere := belongs_elsewhere(text, FileKind.OBJECTS)):
+            return {}, {}, [_Fault("", "", elsewhere)]
         # Which of two forms is meant is not known, and one may allow more than the other.
         return {key: value for key, value in found.items() if key not in unclear}, places, faults
 

@@ -210,6 +210,8 @@ def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
         yield control_plane(
             cell(plane, "address"), plane.get("awaySeconds"), connected=bool(plane.get("connected"))
         )
+    if dump.get("pending"):
+        yield fact("not ready", f"waits for {', '.join(dump['pending'])}", "error")
     version = dump.get("version") or {}
     yield fact("version", cell(version, "version"))
     pods = [
@@ -227,12 +229,34 @@ def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
     yield fact("certificates", counted(cell(each, "state").partition(":")[0] for each in held))
     sizes = (_number(len(dump.get(name) or []), *words) for name, words in _COUNTED.items())
     yield fact("the mesh", ", ".join(sizes))
+    yield from _node(dump, captures=bool(pods))
     yield from _wrong(held, pods, dump.get("policies") or [])
     found = list(denials(dump.get("denials"), namespace))
     for each in found[:_MOST_DENIALS]:
         yield fact("denied", shown_denial(each), "warning")
     if len(found) > _MOST_DENIALS:
         yield fact("denied", f"and {len(found) - _MOST_DENIALS} pairs more: see /denials", "warning")
+
+
+def _node(dump: Dump, *, captures: bool) -> Iterator[kinds.Fact]:
+    """Yield what is wrong with the proxy's node name, by which it tells its own workloads from others.
+
+    Args:
+        dump: of a proxy in an Istio mesh.
+        captures: it has pods, which the mesh must place on this node.
+    """
+    config = dump.get("config") or {}
+    if config.get("proxyMode") != "Shared":
+        return
+    node, found = config.get("localNode"), dump.get("workloads") or []
+    if not node:
+        yield fact(
+            "node", "NODE_NAME is not set: the control plane cannot know which node this proxy serves", "warning"
+        )
+    elif captures and found and not any(each.get("node") == node for each in found):
+        yield fact(
+            "node", f"the mesh has no workload on node {node}: is NODE_NAME the name that it knows?", "error"
+        )
 
 
 def _wrong(held: Sequence[Dump], pods: Sequence[tuple[str, Dump]], found: Sequence[Dump]) -> Iterator[kinds.Fact]:

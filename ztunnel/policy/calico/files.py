@@ -17,6 +17,7 @@ from ztunnel.policy.calico.resources import Resources
 from ztunnel.policy.calico.store import Store
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.formats.config_reader import Faults
+from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
 from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 
@@ -55,7 +56,10 @@ def read_files(paths: Sequence[Path]) -> Resources:
     try:
         found = read_resources(texts)
     except Faults as error:
-        faults += error.faults
+        elsewhere = {file: belongs_elsewhere(text, FileKind.OBJECTS) for file, text in texts.items()}
+        elsewhere = {file: sentence for file, sentence in elsewhere.items() if sentence}
+        faults += [f"{file}: {sentence}" for file, sentence in elsewhere.items()]
+        faults += [fault for fault in error.faults if fault.partition(": ")[0] not in elsewhere]
     if found is None or faults:
         raise Faults(faults)
     return found

@@ -293,6 +293,8 @@ def _modes(seen: _Environment, values: dict[str, Any]) -> None:
 def _names(seen: _Environment, values: dict[str, Any]) -> None:
     values["network"] = seen.text("NETWORK")
     values["node"] = seen.text("NODE_NAME")
+    if not values["node"] and values["proxy_mode"] is ProxyMode.SHARED:
+        seen.warnings.append("NODE_NAME is not set: the control plane cannot know which node this proxy serves")
     cluster = seen.text("CLUSTER_ID", "Kubernetes")
     values["cluster_id"] = seen.text("ISTIO_META_CLUSTER_ID", cluster)
     values["cluster_domain"] = seen.text("CLUSTER_DOMAIN", "cluster.local")
@@ -589,10 +591,14 @@ def _validate(seen: _Environment, values: dict[str, Any]) -> None:
         seen.faults.append("only one of LOCAL_XDS_PATH and LOCAL_XDS may be set")
 
 
+def _nearest(name: str, names: list[str]) -> list[str]:
+    import difflib  # imported here: most environments need it never
+
+    return difflib.get_close_matches(name, names, n=1, cutoff=0.88)
+
+
 def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
     """Return warnings about variables probably meant for us: unknown ``ZTUNNEL_*``, and near misses of others."""
-    import difflib  # imported here: workers receive the configuration and never read the environment
-
     known = names | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):
@@ -604,7 +610,7 @@ def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
             for each in known
             if abs(len(each) - len(name)) < 4 and (each[:1] == name[:1] or each[-1:] == name[-1:])
         ]
-        near = difflib.get_close_matches(name, like, n=1, cutoff=0.88)
+        near = _nearest(name, like) if like else []
         if name.startswith("ZTUNNEL_") or near:
             hint = f"; did you mean {near[0]}?" if near else ""
             warnings.append(f"environment variable {name} is not known{hint}")

@@ -6,10 +6,10 @@ JSON stays JSON.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from xds.errors import ConfigError
+from ztunnel.runtime.formats.file_kinds import FileKind, explained
 from ztunnel.runtime.formats.go_yaml import (
     Document,
     Span,
@@ -68,8 +68,9 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
             if document.value is not None:
                 made.yaml(document, f"document {number}")
         return made.text()
-    except (ConfigError, RecursionError) as error:
-        raise BadDocument(" ".join(str(error).split())) from error
+    except (ConfigError, RecursionError, BadDocument) as error:
+        (fault,) = explained([" ".join(str(error).split())], text, FileKind.OBJECTS)
+        raise BadDocument(fault) from error
 
 
 class _Rewrite:
@@ -154,25 +155,6 @@ def _changed_items(value: object, made: object) -> list[tuple[int, object]] | No
     return [(number, item) for number, (old, item) in enumerate(pairs) if not same(old, item)]
 
 
-def inject_documents(
-    documents: Iterable[Any], namespace: str, config: InjectConfig, notes: list[str]
-) -> Iterator[Any]:
-    """Yield the documents with their pods injected.
-
-    Args:
-        documents: JSON values. None for an empty document.
-        namespace: of objects that name none.
-        config: the injector's.
-        notes: receives a line for each pod: the action, or the reason for none.
-
-    Raises:
-        BadDocument: names the object and its fault.
-    """
-    for number, document in enumerate(documents):
-        if document is not None:
-            yield _injected(document, namespace, config, notes, f"document {number}")
-
-
 def _injected(
     document: Any, namespace: str, config: InjectConfig, notes: list[str], place: str, of_list: str | None = None
 ) -> Any:
@@ -184,12 +166,14 @@ def _injected(
         if not isinstance(items, list):
             raise BadDocument(f"{place}.items: must be a list")
         # An item without a kind has that of its list, as in answers of the API server.
-        each_kind = kind.removesuffix("List") or None
+        each_kind = kind.removesuffix("List")
         made = [
             _injected(item, namespace, config, notes, f"{place}.items[{at}]", each_kind)
             for at, item in enumerate(items)
         ]
         return {**document, "items": made}
+    if kind is None:
+        raise BadDocument(f"{place}: is no object of Kubernetes: it has no kind")
     path = _TEMPLATES.get(kind) if isinstance(kind, str) else None
     name = f"{kind} {pod_name(document)}"
     if path is None:

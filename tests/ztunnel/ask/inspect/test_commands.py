@@ -185,6 +185,7 @@ TRANSCRIPTS = {
         "connections            1 inbound, 1 outbound",
         "certificates           1 Available, 1 Unavailable",
         "the mesh               2 workloads, 1 service, 2 policies",
+        "node                   NODE_NAME is not set: the control plane cannot know which node this proxy serves",
         "no certificate         spiffe://cluster.local/ns/other/sa/b: no way",
         "not up                 b.other: Pending",
         "policy without effect  default/no: it has no rules",
@@ -809,6 +810,30 @@ def test_a_lost_control_plane_is_the_first_line_of_the_status_and_its_exit_statu
     assert ("NOT CONNECTED for 3m11s: istiod:15012" in said) is not connected
     if not as_json:
         assert said.startswith("control plane")
+
+
+@pytest.mark.parametrize(
+    ("config", "pods", "more", "said"),
+    [
+        ({"localNode": None}, [], {}, "node NODE_NAME is not set"),
+        ({"localNode": "n1"}, ["a"], {}, ""),
+        ({"localNode": "typo"}, [], {}, ""),
+        ({"localNode": "typo"}, ["a"], {}, "the mesh has no workload on node typo"),
+        ({"localNode": "n1"}, [], {"pending": ["workload proxy manager"]}, "waits for workload proxy manager"),
+    ],
+)
+def test_the_status_says_what_the_proxy_lacks_to_serve_its_node(
+    tmp_path: Path, capsys: Said, config: dict[str, str], pods: list[str], more: dict[str, object], said: str
+) -> None:
+    state = {name: {"state": "Up", "info": {"name": name, "namespace": "shop"}} for name in pods}
+    dump = {"workloads": [{"node": "n1"}], "certificates": [], "config": {"proxyMode": "Shared", **config}}
+    file = tmp_path / "dump.json"
+    file.write_text(json.dumps(dump | more | {"workloadState": state}))
+    is_error = bool(said) and "NODE_NAME is not" not in said
+    assert main(["status", "-f", str(file)]) == int(is_error)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert " ".join(said.split()) in shown
+    assert ("node " in shown) is ("node" in said)
 
 
 def test_policies_has_a_row_for_what_no_policy_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ DEDICATED = {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "ns/name/sa"}
 
 
 def config(env: Mapping[str, str] = NOTHING, *, cpus: int = 8, mesh_file: str | None = None) -> IstioConfig:
+    env = {"NODE_NAME": "w1", **env}
     return config_from(env, cpus=cpus, read_file=lambda path: mesh_file if path == MESH_CONFIG else None)
 
 
@@ -35,8 +36,14 @@ def faults(env: Mapping[str, str], mesh_file: str | None = None) -> list[str]:
 
 def test_what_an_empty_environment_means() -> None:
     assert config() == IstioConfig(
-        xds_address="https://localhost:15012", ca_address="https://localhost:15012", worker_threads=2
+        node="w1", xds_address="https://localhost:15012", ca_address="https://localhost:15012", worker_threads=2
     )
+
+
+def test_a_missing_node_name_is_a_warning_for_the_proxy_of_a_node() -> None:
+    said = "NODE_NAME is not set: the control plane cannot know which node this proxy serves"
+    assert config({"NODE_NAME": ""}).warnings == (said,)
+    assert config({"NODE_NAME": "", **DEDICATED}).warnings == ()
 
 
 @pytest.mark.parametrize(

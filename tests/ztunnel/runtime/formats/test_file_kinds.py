@@ -9,13 +9,16 @@ import yaml
 
 from xds.errors import ConfigError
 from ztunnel.control_plane.mesh import parse_mesh
+from ztunnel.kube.files import FileObjects
 from ztunnel.node.agent.description import parse_pods
 from ztunnel.node.intercept.description import Flags, parse
+from ztunnel.policy.calico.files import read_files
 from ztunnel.proxy.envoy.config.bootstrap import parse_bootstrap
 from ztunnel.proxy.istio.xds.mesh_feed import read_local_file
 from ztunnel.runtime.formats.config_reader import Faults
 from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere, looks_like
-from ztunnel.sidecar.inject.config import parse_config
+from ztunnel.sidecar.inject.config import InjectConfig, parse_config
+from ztunnel.sidecar.inject.manual import BadDocument, inject_text
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 FILES = {
@@ -59,6 +62,21 @@ def test_a_reader_of_another_kind_names_the_kind_and_who_reads_it(given: FileKin
         READERS[wanted](path)
     text = str(refused.value).removeprefix("file: ")
     assert text == f"looks like {given.value.name}, for {given.value.read_by}; {wanted.value.name} is wanted here"
+
+
+@pytest.mark.parametrize("given", [kind for kind in FILES if kind is not FileKind.OBJECTS])
+def test_so_do_readers_of_objects(given: FileKind) -> None:
+    path = EXAMPLES / FILES[given]
+    said = f"looks like {given.value.name}, for {given.value.read_by}; a file of Kubernetes objects is wanted here"
+    with pytest.raises(Faults) as refused:
+        read_files([path])
+    assert refused.value.faults == [f"{path}: {said}"]
+    with pytest.raises(BadDocument) as bad:
+        inject_text(path.read_text(), "shop", InjectConfig(), [])
+    assert str(bad.value).removeprefix("file: ") == said
+    objects = FileObjects(path)
+    objects.everything()
+    assert objects.faults == {str(path): said}
 
 
 @pytest.mark.parametrize(

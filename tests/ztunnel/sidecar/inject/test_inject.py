@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ztunnel.runtime.formats.go_yaml import load_json
 from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config
 from ztunnel.sidecar.inject.decision import INJECT, Reason
 from ztunnel.sidecar.inject.inject import (
@@ -19,7 +20,7 @@ from ztunnel.sidecar.inject.inject import (
     Denied,
     inject,
 )
-from ztunnel.sidecar.inject.manual import BadDocument, inject_documents
+from ztunnel.sidecar.inject.manual import BadDocument, inject_text
 from ztunnel.sidecar.inject.review import MAX_BODY, answer
 
 CONFIG = InjectConfig(image="example/ztunnel:1")
@@ -219,12 +220,12 @@ def test_every_workload_kind_and_lists_in_files() -> None:
     meta = {"name": "a"}
     documents: list[Any] = [{"kind": kind, "metadata": meta, "spec": {"template": template}} for kind in kinds]
     cron = {"jobTemplate": {"spec": {"template": template}}}
-    documents += [{"kind": "CronJob", "metadata": meta, "spec": cron}, pod(), None, {"kind": "Service"}]
+    documents += [{"kind": "CronJob", "metadata": meta, "spec": cron}, pod(), {"kind": "Service"}]
     documents.append({"kind": "List", "items": [pod(), {"kind": "ConfigMap"}]})
-    before = copy.deepcopy(documents)
     notes: list[str] = []
-    made = list(inject_documents(documents, "shop", CONFIG, notes))
-    assert documents == before
+    made = load_json(inject_text("\n".join(map(json.dumps, documents)), "shop", CONFIG, notes))
+    assert made is not None
+    made = [value for value, _, _ in made]
     for document in made[:6]:
         assert document["spec"]["template"]["spec"]["initContainers"][0]["name"] == GATE
     assert made[6]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["initContainers"][0]["name"] == GATE
@@ -240,6 +241,7 @@ def test_every_workload_kind_and_lists_in_files() -> None:
     ("document", "said"),
     [
         (3, "document 0: is no object"),
+        ({"metadata": {"name": "x"}}, "document 0: is no object of Kubernetes: it has no kind"),
         ({"kind": "Deployment", "metadata": {"name": "x"}}, "document 0, Deployment x: has no spec.template"),
         ({"kind": "List", "items": 3}, "document 0.items: must be a list"),
         ({"kind": "List", "items": [{"kind": "Pod", "spec": 3}]}, r"document 0.items\[0\], Pod .*: spec: "),
@@ -248,7 +250,7 @@ def test_every_workload_kind_and_lists_in_files() -> None:
 )
 def test_a_bad_document_is_named(document: Any, said: str) -> None:
     with pytest.raises(BadDocument, match=said):
-        list(inject_documents([document], "shop", CONFIG, []))
+        inject_text(json.dumps(document), "shop", CONFIG, [])
 
 
 def test_a_configuration_is_read() -> None:

@@ -23,7 +23,7 @@ from ztunnel.sidecar.inject.inject import (
     Outcome,
     inject,
 )
-from ztunnel.sidecar.inject.manual import inject_documents
+from ztunnel.sidecar.inject.manual import inject_text
 from ztunnel.sidecar.inject.patch import diff
 from ztunnel.sidecar.inject.review import answer, url_parts
 from ztunnel.sidecar.inject.sidecar import (
@@ -420,7 +420,7 @@ def test_metrics_know_the_workload_and_not_the_pod(metadata: dict[str, Any], nam
 def test_a_template_of_pods_has_its_workloads_name() -> None:
     template = {"spec": {"containers": [{"name": "app"}]}}
     document = {"kind": "Deployment", "metadata": {"name": "web"}, "spec": {"template": template}}
-    [found] = inject_documents([document], "shop", CONFIG, [])
+    found = json.loads(inject_text(json.dumps(document), "shop", CONFIG, []))
     assert found["spec"]["template"]["metadata"]["labels"]["service.istio.io/canonical-name"] == "web"
 
 

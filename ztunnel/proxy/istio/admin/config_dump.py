@@ -58,6 +58,7 @@ def pieces(
     yield from _list("denials", denials(counted))
     decisions = _decisions(counted)
     yield from _value("noPolicyMatched", decisions.get(NONE_MATCHED))
+    yield from _value("pending", sorted(proxy.readiness.pending))
     yield from _list("policies", mesh_dump.policies(mesh, decisions))
     yield from _list("services", mesh_dump.services(mesh))
     yield from _value("stagedServices", mesh_dump.staged_services(mesh))

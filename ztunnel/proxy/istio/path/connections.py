@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hbone.aio.connection import Connection
 from hbone.aio.relay import Relay
 from hbone.aio.tunnel import TunnelCarrier
-from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
@@ -30,6 +29,9 @@ from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import REVOKED
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
+
+if TYPE_CHECKING:
+    from xds.model import calico as c  # only where Calico's policies are obeyed
 
 #: The time for which idle tunnel connections are kept after GOAWAY: some round trips, and the second for which a
 #: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
