@@ -2,8 +2,9 @@
 
 Figures are of this machine and this minute, so that only columns of one run compare. Verdicts: the bystander's
 p99 is below three times its p99 alone (in this row or the median of the rows until then, at least a millisecond),
-nothing of it failed, memory grew by less than the row allows, and who floods was told ENHANCE_YOUR_CALM. Status 1
-when a row of ours has another.
+nothing of it failed, memory grew by less than the row allows, and who floods was told ENHANCE_YOUR_CALM or was
+held to the share of a core that one connection may cost (``Limits.work_rate``). A slow build holds a flood to that
+share before it has caused enough pauses to be told. Status 1 when a row of ours has another.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from tests.hostile.target import Target, envoy, ours
 
 _TARGETS: dict[str, Callable[..., AbstractContextManager[Target]]] = {"ours": ours, "envoy": envoy}
 _LEAST_S = 0.001
+#: A quarter of a core, and what the records of TLS and system calls add.
+_HELD = 0.3
 
 
 def _alone(target: Target, seconds: float) -> Latencies:
@@ -41,7 +44,9 @@ def _row(
 ) -> list[str]:
     """Run one attack; ``alone_p99`` has those of the rows before, and gets that of this one."""
     with open_target(files=attack.files) as target:
+        cpu_s = target.cpu_s()
         alone = _alone(target, seconds)
+        alone_s = target.cpu_s() - cpu_s
         alone_p99.append(alone.p(0.99))
         before, cpu_s, growth = target.rss_bytes(), target.cpu_s(), 0
         with Bystander(target) as bystander:
@@ -62,7 +67,7 @@ def _row(
         wrong.append("grows")
     if seen.answers[FAILED_PROBE]:
         wrong.append(f"{seen.answers[FAILED_PROBE]} probes failed")
-    if attack.calm and not seen.ends["ENHANCE_YOUR_CALM"]:
+    if attack.calm and not seen.ends["ENHANCE_YOUR_CALM"] and (used_s - alone_s) / seconds > _HELD:
         wrong.append("not told")
     return [
         attack.row,

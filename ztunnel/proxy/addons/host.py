@@ -34,8 +34,6 @@ _MESH_EVERY_S: Final = 1.0
 
 #: Addons with their hook of one name.
 Hooks = tuple[tuple[RunningAddon, Hook], ...]
-#: The place of the addon that is next, and its verdict if it is known. ``None``: there is none left.
-Rest = tuple[int, Verdict | None] | None
 
 
 class Asked:
@@ -46,15 +44,17 @@ class Asked:
         outcome: the verdicts so far.
         is_open: whether ``opened`` was called.
         waited: whether an addon has let the connection wait, so that facts can be outdated.
+        undecided: what :meth:`AddonHost.ask_now` has left to :meth:`AddonHost.decide_rest`.
     """
 
-    __slots__ = ("_cut", "_host", "facts", "is_open", "outcome", "waited")
+    __slots__ = ("_cut", "_host", "facts", "is_open", "outcome", "undecided", "waited")
 
     def __init__(self, host: AddonHost, facts: Facts) -> None:
         self._host = host
         self.facts = facts
         self.outcome = NOTHING
         self.is_open = self.waited = False
+        self.undecided: tuple[Hooks, int, Verdict | None] | None = None
         self._cut: _Cutting | None = None
 
     @property
@@ -161,7 +161,7 @@ class AddonHost:
 
     # Decisions
 
-    def ask(self, hooks: Hooks, asked: Asked) -> Rest:
+    def ask_now(self, hooks: Hooks, asked: Asked) -> bool:
         """Ask addons with a hook that decides, up to the first that says something or waits.
 
         Args:
@@ -169,29 +169,37 @@ class AddonHost:
             asked: the connection.
 
         Returns:
-            What :meth:`decide` needs to go on. ``None``: all have been asked, and none has said anything.
+            True: all have been asked, and none has said anything. False: :meth:`decide_rest` must follow.
         """
         facts = asked.facts
         for place, (addon, hook) in enumerate(hooks):
-            if hook.waits:
-                return place, None
-            verdict = addon.decide(hook, facts)
-            if verdict is not None:
-                return place, verdict
-        return None
+            verdict = None if hook.waits else addon.decide(hook, facts)
+            if verdict is not None or hook.waits:
+                asked.undecided = hooks, place, verdict
+                return False
+        return True
 
-    async def decide(self, hooks: Hooks, life: Life, asked: Asked, rest: Rest = (0, None)) -> None:
+    async def decide(self, hooks: Hooks, life: Life, asked: Asked) -> None:
         """Ask all addons with a hook that decides, and wait as long as they say.
 
         Args:
-            hooks: see :meth:`ask`.
+            hooks: see :meth:`ask_now`.
             life: of the connection. It is in :attr:`State.HELD` while this waits, and in its own state after.
             asked: gets the outcome.
-            rest: from where on, and the verdict there if it is known.
         """
-        if rest is None:
+        if not self.ask_now(hooks, asked):
+            await self.decide_rest(life, asked)
+
+    async def decide_rest(self, life: Life, asked: Asked) -> None:
+        """Ask the addons that :meth:`ask_now` has not asked, and wait as long as all say.
+
+        Args:
+            life: see :meth:`decide`.
+            asked: the connection; gets the outcome.
+        """
+        if asked.undecided is None:
             return
-        place, verdict = rest
+        (hooks, place, verdict), asked.undecided = asked.undecided, None
         for addon, hook in hooks[place:]:
             if verdict is not None:
                 pass  # of the first one, which has been asked

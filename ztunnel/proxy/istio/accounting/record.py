@@ -351,7 +351,7 @@ class Record:
     @property
     def _has_more(self) -> bool:
         """Whether the last line has fields that few have."""
-        return bool(self.dry_run or self.http_left or self.asked is not None)
+        return bool(self.dry_run or self.http_left or (self.asked is not None and self.asked.addon))
 
     # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
 

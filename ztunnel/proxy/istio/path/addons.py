@@ -62,10 +62,28 @@ class PodAddons:
         self.names = NamesAnswered()
         self._sides: dict[WorkloadUid, tuple[Workload, Side, str]] = {}
 
+    def connecting_now(self, entry: PodConnection, dialled: SocketAddress, server_name: str = "") -> bool:
+        """Ask about an outbound connection whose record has its route, without waiting.
+
+        Args:
+            entry: of the connection.
+            dialled: the address that the application dialled.
+            server_name: in its ClientHello, if an addon needs it.
+
+        Returns:
+            True: no addon says anything. False: :meth:`connecting` must follow.
+        """
+        record = entry.record
+        facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled, server_name)
+        asked = record.asked = Asked(self.host, facts)
+        return self.host.ask_now(self.host.connecting, asked)
+
     async def connecting(
         self, entry: PodConnection, client: PlainSocket, dialled: SocketAddress
     ) -> tuple[Labels, ...] | None:
-        """Ask about an outbound connection whose record has its route.
+        """Ask about an outbound connection whose record has its route, or go on after :meth:`connecting_now`.
+
+        Later calls for the same connection, before further attempts, only take note of the new route.
 
         Args:
             entry: of the connection.
@@ -80,36 +98,50 @@ class PodAddons:
             Failed: an addon denies it.
         """
         record = entry.record
-        name = ""
-        if "server_name" in self.host.needs and record.destination_workload is None:
-            with held(entry):
-                name = await _server_name(client)
-        facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled, name)
-        asked = record.asked = Asked(self.host, facts)
-        hooks = self.host.connecting
-        if hooks and (rest := self.host.ask(hooks, asked)) is not None:
-            await self.host.decide(hooks, entry, asked, rest)
-            _raise_denial(asked)
+        if record.asked is None:
+            name = ""
+            if "server_name" in self.host.needs and record.destination_workload is None:
+                with held(entry):
+                    name = await _server_name(client)
+            self.connecting_now(entry, dialled, name)
+        elif not _is_undecided(record):
+            self._rerouted(record, entry.protocol)
+            return None
+        asked = record.asked
+        assert isinstance(asked, Asked)
+        await self.host.decide_rest(entry, asked)
+        _raise_denial(asked)
         return asked.outcome.prefer if asked.waited or asked.outcome.prefer else None
 
+    def accepting_now(self, entry: PodConnection) -> bool:
+        """Ask about an inbound connection that policy allows, without waiting.
+
+        Returns:
+            True: no addon says anything. False: :meth:`accepting` must follow.
+        """
+        record = entry.record
+        asked = record.asked = Asked(self.host, self._inbound(record))
+        return self.host.ask_now(self.host.accepting, asked)
+
     async def accepting(self, entry: PodConnection) -> None:
-        """Ask about an inbound connection that policy allows.
+        """Ask about an inbound connection that policy allows, or go on after :meth:`accepting_now`.
 
         Raises:
             Failed: an addon denies it.
         """
         record = entry.record
-        asked = record.asked = Asked(self.host, self._inbound(record))
-        hooks = self.host.accepting
-        if hooks and (rest := self.host.ask(hooks, asked)) is not None:
-            await self.host.decide(hooks, entry, asked, rest)
-            _raise_denial(asked)
+        if not _is_undecided(record) and self.accepting_now(entry):
+            return
+        asked = record.asked
+        assert isinstance(asked, Asked)
+        await self.host.decide_rest(entry, asked)
+        _raise_denial(asked)
 
     def mesh_changed(self, mesh: Mesh) -> None:
         """Inform the addons of a change of the mesh, soon."""
         self.host.mesh_changed(lambda: _summary(mesh))
 
-    def rerouted(self, record: Record, protocol: str) -> None:
+    def _rerouted(self, record: Record, protocol: str) -> None:
         """Give later hooks the facts of the endpoint of another attempt."""
         asked = record.asked
         if isinstance(asked, Asked):
@@ -230,6 +262,11 @@ def _summary(mesh: Mesh) -> MeshSummary:
     """Return the size of a mesh."""
     counts = mesh.counts()
     return MeshSummary(counts["workloads"], counts["services"], counts["policies"])
+
+
+def _is_undecided(record: Record) -> bool:
+    """Return whether an addon that was asked without waiting has something to say, or to wait for."""
+    return isinstance(record.asked, Asked) and record.asked.undecided is not None
 
 
 def _raise_denial(asked: Asked) -> None:

@@ -298,7 +298,7 @@ class Inbound:
     def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
         """Carry a request by steps; ``None``: it takes a coroutine that does more, or says more."""
         node, pod = self._node, self._pod
-        if node.logs.access_level <= logging.DEBUG or node.addons is not None or pod.is_tapped:
+        if node.logs.access_level <= logging.DEBUG or pod.is_tapped:
             return None
         plan = self._plans.plan(peer, request.head)
         if plan is None or request.gone:

@@ -178,7 +178,7 @@ class Outbound:
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
         """Return a connection's plan; ``None``: it takes a coroutine that does more, or says more."""
         node = self._node
-        if node.logs.access_level <= logging.DEBUG or node.addons is not None or self._pod.is_tapped:
+        if node.logs.access_level <= logging.DEBUG or self._pod.is_tapped:
             return None
         plan = self._plans.plan(source.host, destination)
         if plan is None or (plan.here is not None and plan.here in node.pods):
@@ -241,7 +241,12 @@ class Outbound:
         await self._serve(entry, client, destination, begun)
 
     def go_on(
-        self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, plan: Plan, error: Exception
+        self,
+        entry: PodConnection,
+        client: PlainSocket,
+        destination: SocketAddress,
+        plan: Plan,
+        error: Exception | None,
     ) -> None:
         """See :class:`~ztunnel.proxy.istio.path.planned.Owner`."""
         # A request that the peer did not process is repeated, perhaps on another connection, as the pool does it.
@@ -386,13 +391,10 @@ class Outbound:
                 opened = True
                 record.opened(settled=False)
             if node.addons is not None:
-                if record.asked is not None:
-                    node.addons.rerouted(record, call.entry.protocol)
-                else:
-                    wanted = await node.addons.connecting(call.entry, call.application, destination)
-                    if wanted is not None:
-                        prefer = wanted
-                        continue
+                wanted = await node.addons.connecting(call.entry, call.application, destination)
+                if wanted is not None:
+                    prefer = wanted
+                    continue
             try:
                 return await self._dial(call, route, target)
             except _DIAL_ERRORS as error:

@@ -3,8 +3,8 @@
 ===========  =======================================  ==================================================
 step         called when                              what it does
 ===========  =======================================  ==================================================
-begin        it was accepted, a tunnel connection     record, entry, CONNECT
-             of its plan has room
+begin        it was accepted, a tunnel connection     record, entry, addons, CONNECT. If an addon says
+             of its plan has room                     something or waits, a coroutine goes on
 answer       the 200 came                             counts it, starts the relay
 refusal      another answer came, or none in time,    a coroutine goes on with what is left of its
              or the tunnel broke                      attempts (:class:`Owner`)
@@ -51,9 +51,12 @@ class Owner(Protocol):
         client: PlainSocket,
         destination: SocketAddress,
         plan: Plan,
-        error: Exception,
+        error: Exception | None,
     ) -> None:
-        """Continue with further attempts, in a coroutine that owns ``entry`` and ``client`` from now on."""
+        """Continue with further attempts, in a coroutine that owns ``entry`` and ``client`` from now on.
+
+        Without an error the first attempt has not been made, because addons have something to say before it.
+        """
 
 
 class PlannedConnection(PodConnection):
@@ -100,6 +103,10 @@ class PlannedConnection(PodConnection):
         node, record = self._pod.node, self.record
         self.state = State.DIALING
         record.opened(settled=False)
+        if node.addons is not None and not node.addons.connecting_now(self, self._destination):
+            self._owner.tunnels.pool.release(place)
+            self._give_to_coroutine(None)
+            return
         block, record.trace = self._plan.request(record.source, node.rng.getrandbits(192))
         tunnel = self._owner.tunnels.pool.open_on(place, block, self._client, self._answered)
         self._tunnel, self.connection = tunnel, tunnel.connection
@@ -160,6 +167,9 @@ class PlannedConnection(PodConnection):
         tunnel, self._tunnel = self._tunnel, None
         assert tunnel is not None
         tunnel.close()
+        self._give_to_coroutine(error)
+
+    def _give_to_coroutine(self, error: Exception | None) -> None:
         self._pod.node.count_sockets("source", -1)
         self._owner.go_on(self, self._client, self._destination, self._plan, error)
 

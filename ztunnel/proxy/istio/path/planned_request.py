@@ -3,21 +3,22 @@
 ======  =================================================  ================================================
 step    called when                                        what it does
 ======  =================================================  ================================================
-begin   the request came, and has a plan                   record, entry, dials the application
+begin   the request came, and has a plan                   record, entry, addons, dials the application
 dialled the application has accepted, possibly at once     200, relay
-failed  it has not                                         503, line
+failed  it has not, or an addon denies the request         503 or 403, line
 end     the relay is over                                  closes, writes the line
 abort   a policy, a list, a drain or a stop has ended it   the same, with the reason; 401 for a policy
         before its answer, or its client has
 ======  =================================================  ================================================
 
-A coroutine waits for an application that does not accept at once, and reports as an event.
+A coroutine waits for an application that does not accept at once, and for addons that have something to say. It
+reports as an event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hbone.aio.fiber import Fiber
 from hbone.aio.relay import RelayEnd, relay
@@ -39,6 +40,9 @@ from ztunnel.proxy.istio.path.authorizer import Authorizer
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have none, and save the memory
 
 
 class Owner(Protocol):
@@ -98,9 +102,12 @@ class PlannedRequest(PodConnection):
             record.trace = dict(self._request.head.headers).get(b"traceparent", b"")
         record.opened()
         self._owner.authorizer.note_allowed(plan.decision.policy)
-        self.state = State.DIALING
+        self.state = State.IDENTIFIED
+        if node.addons is not None and not node.addons.accepting_now(self):
+            self._wait_for(self._asked_addons(node.addons))
+            return
         try:
-            dialled = self._pod.sockets.dial_now(plan.decision.address, source=plan.source)
+            dialled = self._dialled()
         except (TproxyError, OSError) as error:
             self._error = error
             self.step()
@@ -109,12 +116,35 @@ class PlannedRequest(PodConnection):
             self._application = dialled
             self.step()
         else:
-            self._dialling = self._pod.tasks.run(node.poller, self._dial(dialled), "inbound dial")
+            self._wait_for(dialled)
 
-    async def _dial(self, dialling: Coroutine[Any, Any, PlainSocket]) -> None:
+    def _dialled(self) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
+        """Dial the application; return its connection, or what waits for it.
+
+        Raises:
+            TproxyError, OSError: it cannot be reached.
+        """
+        self.state = State.DIALING
+        return self._pod.sockets.dial_now(self._plan.decision.address, source=self._plan.source)
+
+    async def _asked_addons(self, addons: PodAddons) -> PlainSocket:
+        """Go on with the addons, then dial.
+
+        Raises:
+            Failed: an addon denies the request.
+            TproxyError, OSError: see :meth:`_dialled`.
+        """
+        await addons.accepting(self)
+        dialled = self._dialled()
+        return dialled if isinstance(dialled, PlainSocket) else await dialled
+
+    def _wait_for(self, opening: Coroutine[Any, Any, PlainSocket]) -> None:
+        self._dialling = self._pod.tasks.run(self._pod.node.poller, self._report(opening), "inbound dial")
+
+    async def _report(self, opening: Coroutine[Any, Any, PlainSocket]) -> None:
         try:
-            self._application = await dialling
-        except (TproxyError, OSError) as error:
+            self._application = await opening
+        except (Failed, TproxyError, OSError) as error:
             self._error = error
         except BaseException:
             self._aborted = True
@@ -156,6 +186,9 @@ class PlannedRequest(PodConnection):
             self._end(failure)
         elif self._aborted:
             self._give_up()
+        elif isinstance(self._error, Failed):
+            self._request.refuse(403)
+            self._end(self._error)
         elif self._error is not None:
             self._request.refuse(503)
             self._end(unreachable(self._error))

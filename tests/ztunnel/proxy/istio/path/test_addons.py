@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from hbone.errors import ConnectRefused, HboneError
 from tests.ztunnel.proxy.dataplane.test_server_name import hello
 from tests.ztunnel.proxy.istio.inbound_case import DENY, GATED, closing, fields, refused
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE
+from tests.ztunnel.proxy.istio.path.test_planned import remote, steps_taken
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -20,6 +23,7 @@ from tests.ztunnel.proxy.istio.pods import (
     SERVER,
     VIP,
     Cluster,
+    certificate,
     endpoint,
     identity,
     play,
@@ -43,6 +47,8 @@ from ztunnel.proxy.istio.accounting.record import Record as Record_
 from ztunnel.proxy.istio.handover.units import survey
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.planned import PlannedConnection
+from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.workers.messages import CountsPart, FrameDecoder, Response, encode
 
 NEAR = workload("client", CLIENT, canonical_name="client", canonical_revision="v1")
@@ -80,9 +86,25 @@ class Scripted(Addon):
         return [name for name, _ in self.said]
 
 
-def scripted(cluster: Cluster) -> Scripted:
+class Waiting(Scripted):
+    """The same with ``async def`` hooks. They wait for :attr:`gate` while it is set."""
+
+    gate: asyncio.Event | None = None
+
+    async def connecting(self, facts: Facts) -> Verdict | None:  # type: ignore[override]
+        if self.gate is not None:
+            await self.gate.wait()
+        return Scripted.connecting(self, facts)
+
+    async def accepting(self, facts: Facts) -> Deny | None:  # type: ignore[override]
+        if self.gate is not None:
+            await self.gate.wait()
+        return Scripted.accepting(self, facts)
+
+
+def scripted(cluster: Cluster, kind: type[Scripted] = Scripted) -> Scripted:
     """Have an addon in the node."""
-    host = AddonHost([load_class(Scripted, {})])
+    host = AddonHost([load_class(kind, {})])
     cluster.node.addons = PodAddons(host)
     cluster.node.metrics.addons_here = host.report
     instance = host.addons[0].loaded.instance
@@ -431,3 +453,105 @@ def test_a_hand_over_leaves_a_connection_that_addons_were_asked_about(tmp_path: 
         await client.read_all()
 
     play(tmp_path, body)
+
+
+# With an open tunnel connection, where steps carry a connection and ask the addons
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
+    return steps_taken(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [Scripted, Waiting])
+@pytest.mark.parametrize(
+    "verdict", [None, Deny("no"), Delay(3), Prefer({"version": "v9"}), Cut("chaos", after_s=60)], ids=str
+)
+def test_a_connection_to_a_warm_peer_has_the_verdict_of_its_addons(
+    tmp_path: Path, taken: dict[type, int], verdict: Verdict | None, kind: type[Scripted]
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        peer = await remote(cluster)
+        addon = scripted(cluster, kind)
+        addon.connect = lambda facts: verdict
+        began_s, denied = cluster.node.clock.monotonic(), isinstance(verdict, Deny)
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == (b"" if denied else b"ping")
+        assert taken[PlannedConnection] == 1
+        await cluster.until(lambda: len(cluster.lines()) == 2)
+        assert cluster.lines()[1].get("addon") == (None if verdict is None else kind.__name__.lower())
+        assert ("error" in cluster.lines()[1]) is denied
+        assert addon.names() == (["connecting", "refused"] if denied else ["connecting", "opened", "closed"])
+        assert addon.said[0][1].path is Way.TUNNEL
+        assert (cluster.node.clock.monotonic() - began_s >= 3) is isinstance(verdict, Delay)
+        assert cluster.closed() == ({"-": 1, "DENY": 1} if denied else {"-": 2})
+        addon.connect = lambda facts: None
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
+        assert (len(peer.connections), len(peer.requests)) == (1, 2 if denied else 3)
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("kind", [Scripted, Waiting])
+@pytest.mark.parametrize("verdict", [None, Deny("not you")], ids=str)
+def test_a_request_with_a_plan_has_the_verdict_of_its_addons(
+    tmp_path: Path, taken: dict[type, int], verdict: Deny | None, kind: type[Scripted]
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(workload("server", SERVER))
+        cluster.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])
+        cluster.application(SERVER)
+        addon = scripted(cluster, kind)
+        addon.accept = lambda facts: verdict
+        connection = await cluster.tunnels_to("server", shown=certificate(identity("client")))
+        if verdict is not None:
+            assert await refused(connection, *fields()) == 403
+        else:
+            (await connection.open(fields())).close()
+        assert taken[PlannedRequest] == 1
+        await cluster.until(lambda: len(cluster.lines()) == 1)
+        assert addon.names() == (["accepting", "refused"] if verdict else ["accepting", "opened", "closed"])
+        assert ("not you" in cluster.lines()[0].get("error", "")) is (verdict is not None)
+        connection.close()
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("what", ["policy", "stop", "gone"])
+def test_a_request_with_a_plan_that_waits_for_an_addon_meets_every_change(
+    tmp_path: Path, taken: dict[type, int], what: str
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(workload("server", SERVER))
+        cluster.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])
+        cluster.application(SERVER)
+        addon = scripted(cluster, Waiting)
+        addon.gate = asyncio.Event()  # type: ignore[attr-defined]
+        connection = await cluster.tunnels_to("server", shown=certificate(identity("client")))
+        opening = cluster.tasks.create_task(refused_or_broken(connection))
+        await cluster.until(lambda: any(life.state is State.HELD for life in cluster.node.live))
+        if what == "policy":
+            cluster.mesh.apply([GATED, DENY])
+            assert await opening == "401"
+        elif what == "stop":
+            await cluster.pods["server"].stop()
+            assert await opening == "broken"
+        else:
+            opening.cancel()
+            await asyncio.wait([opening])
+        await cluster.until(lambda: len(cluster.lines()) == 1)
+        assert taken[PlannedRequest] == 1
+        assert addon.names() == ["refused"]
+        assert not cluster.wire.dialled
+        connection.close()
+
+    play(tmp_path, body)
+
+
+async def refused_or_broken(connection: Any) -> str:
+    try:
+        (await connection.open(fields())).close()
+    except ConnectRefused as error:
+        return str(error.status)
+    except HboneError:
+        return "broken"
+    return "open"

@@ -10,8 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hbone.errors import HboneError
 from tests.generated import examples
-from tests.ztunnel.proxy.istio.inbound_case import policy
+from tests.ztunnel.proxy.istio.inbound_case import fields, policy
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -19,7 +20,9 @@ from tests.ztunnel.proxy.istio.pods import (
     SERVER,
     VIP,
     Cluster,
+    certificate,
     endpoint,
+    identity,
     play,
     shop,
     workload,
@@ -114,10 +117,10 @@ def policies(draw: st.DrawFn) -> list[AuthorizationPolicy]:
     behaviours=st.lists(BEHAVIOURS, max_size=3),
     policies=policies(),
     named=st.lists(st.sets(st.sampled_from(NAMES)), min_size=2, max_size=2),
-    by_service=st.booleans(),
+    way=st.sampled_from(["service", "pod", "wire"]),
 )
 def test_open_implies_allowed_by_policy(
-    behaviours: list[Behaviour], policies: list[AuthorizationPolicy], named: list[set[str]], by_service: bool
+    behaviours: list[Behaviour], policies: list[AuthorizationPolicy], named: list[set[str]], way: str
 ) -> None:
     opened: list[str] = []
 
@@ -139,11 +142,14 @@ def test_open_implies_allowed_by_policy(
             for number, each in enumerate(behaviours)
         ]
         cluster.node.addons = PodAddons(AddonHost(loaded))
-        answered = await cluster.dial(f"{VIP}:80" if by_service else f"{SERVER}:{APP_PORT}").ask()
-        await cluster.until(lambda: cluster.lines())
-        arrived = (line for line in cluster.lines() if line["direction"] == "inbound")
-        opened.extend(line["dst.workload"] for line in arrived if int(line["bytes_recv"]))
-        assert bool(answered) <= bool(opened)
+        if way == "wire":
+            opened.extend(["server"] * await over_the_wire(cluster))
+        else:
+            answered = await cluster.dial(f"{VIP}:80" if way == "service" else f"{SERVER}:{APP_PORT}").ask()
+            await cluster.until(lambda: cluster.lines())
+            arrived = (line for line in cluster.lines() if line["direction"] == "inbound")
+            opened.extend(line["dst.workload"] for line in arrived if int(line["bytes_recv"]))
+            assert bool(answered) <= bool(opened)
         for name in opened:
             server = next(each for each in servers if each.name == name)
             facts = inbound_facts(
@@ -155,3 +161,18 @@ def test_open_implies_allowed_by_policy(
 
     with tempfile.TemporaryDirectory() as folder:
         play(Path(folder), body)
+
+
+async def over_the_wire(cluster: Cluster) -> int:
+    """Request the server twice over one tunnel connection, the second time with a plan; return how many opened."""
+    connection = await cluster.tunnels_to("server", shown=certificate(identity("client")))
+    opened = 0
+    for number in (1, 2):
+        try:
+            (await connection.open(fields())).close()
+            opened += 1
+        except HboneError:
+            pass
+        await cluster.until(lambda number=number: len(cluster.lines()) == number)
+    connection.close()
+    return opened

@@ -54,6 +54,10 @@ DESTINATION = f"{SERVER}:{APP_PORT}"
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
+    return steps_taken(monkeypatch)
+
+
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
     """How many connections each kind of steps has begun."""
     counts: dict[type, int] = {PlannedConnection: 0, PlannedRequest: 0}
     for kind in (PlannedConnection, PlannedRequest):
