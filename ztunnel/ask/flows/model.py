@@ -20,7 +20,8 @@ VERDICTS: Final = ("FORWARDED", "DROPPED", "ERROR", "AUDIT")
 class Flow(Item, frozen=True, kw_only=True):
     """A connection that ended. ``source_identity`` of a flow that is not ``encrypted`` is not proven.
 
-    ``clause`` is what the present policies say of a refused one, with ``--why``.
+    ``failure`` is the reason by the list of ``ztunnel_connection_errors_total``. ``clause`` is what the present
+    policies say of a refused one, with ``--why``.
     """
 
     time: str
@@ -43,6 +44,7 @@ class Flow(Item, frozen=True, kw_only=True):
     bytes_sent: int | None = None
     bytes_received: int | None = None
     reason: str | None = None
+    failure: str | None = None
     policy: str | None = None
     clause: str | None = None
     addon: str | None = None
@@ -122,6 +124,7 @@ def read(line: Mapping[str, Any]) -> Flow | None:
         bytes_sent=more.get("bytes_sent"),
         bytes_received=more.get("bytes_received"),
         reason=more.get("reason"),
+        failure=more.get("failure"),
         policy=policy,
         addon=more.get("addon"),
         response_flags=more.get("response_flags"),

@@ -78,7 +78,7 @@ class Judge:
         source = SocketAddress(seen.source, 0)
         peer = PeerCertificate(uri_sans=(seen.identity,)) if seen.identity else None
         facts = inbound_facts(source, seen.destination, peer)
-        policy, refusal = judgement(self.mesh.policies_for(workload), facts)
+        policy, refusal, _ = judgement(self.mesh.policies_for(workload), facts)
         return refusal, "" if refusal else policy
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
+from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON
 
 #: The longest delay; a longer one is taken for a mistake of unit.
 LONGEST_DELAY_S: Final = 300.0
@@ -186,4 +187,4 @@ def refusal(addon: str, reason: str) -> str:
 def cut_reason(addons: Sequence[str], cut: Cut) -> str:
     """Return the text of the access line of a connection that was cut."""
     line = " ".join(cut.reason.split())
-    return f"connection cut by addon {','.join(addons)}: {line[:_LONGEST_REASON]}"
+    return f"{CUT_BY_ADDON} {','.join(addons)}: {line[:_LONGEST_REASON]}"

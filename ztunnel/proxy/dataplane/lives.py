@@ -41,7 +41,7 @@ LifeT = TypeVar("LifeT", bound="Life")
 #: (``bench/review.py``).
 SLICE: Final = 128
 #: The reason of a life whose verdict could not be found because of a bug: fail closed.
-_UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
+UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
 
 
 class Life:
@@ -245,7 +245,7 @@ class Lives(Generic[LifeT]):
             verdict = life.judge()
         except Exception:
             log.exception("a connection cannot be judged, and is closed")
-            verdict = Verdict(_UNJUDGED)
+            verdict = Verdict(UNJUDGED)
         if verdict.reason:
             life.end(verdict.reason)
         elif verdict.until_s < self._until_s:

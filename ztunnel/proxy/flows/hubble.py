@@ -11,10 +11,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.ring import Entry
 
 #: Identities of Cilium: of everything outside, and the first one of pods.
@@ -56,29 +57,40 @@ class Side:
         return bool(self.pod or self.workload)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Ended(NamedTuple):
     """How a connection ended.
 
     Attributes:
-        verdict: FORWARDED, DROPPED, ERROR or AUDIT.
-        event: type and sub-type of Cilium's event.
-        drop: Cilium's reason of a drop; 0 without one.
-        reason: in the words of the access line.
+        reason: of a failure; None: it ended by itself.
+        text: the failure in the words of the access line.
         policy: ``NAMESPACE/NAME`` of the policy that decided. Empty if none did.
         flags: the response flags.
-        addon: the addons that denied, delayed, directed or cut it, joined by commas. Empty if none did.
-        reset: it did not end by itself.
     """
 
-    verdict: str
-    event: tuple[int, int]
-    drop: int = 0
-    reason: str = ""
+    reason: Reason | None = None
+    text: str = ""
     policy: str = ""
     flags: str = "-"
-    addon: str = ""
-    reset: bool = False
+
+
+BY_ITSELF: Final = Ended()
+#: Event and drop reason of what was refused or ended on purpose.
+_DROPPED: Final = {
+    Reason.POLICY: ((POLICY, 0), 133),
+    Reason.POLICY_MISSING: ((POLICY, 0), 133),
+    Reason.POLICY_CHANGE: ((DROP, 133), 133),
+    Reason.ADDON: ((DROP, 133), 133),
+    Reason.REVOKED: ((DROP, 189), 189),
+}
+
+
+def verdict_of(ended: Ended, *, outbound: bool, tunnelled: bool) -> tuple[str, tuple[int, int], int]:
+    """Return Hubble's verdict, type and sub-type of the event, and drop reason (0 without one)."""
+    if ended.reason in _DROPPED:
+        event, drop = _DROPPED[ended.reason]
+        return "DROPPED", event, 181 if ended.reason is Reason.POLICY and ended.policy else drop
+    trace = (TRACE, (TO_NETWORK if tunnelled else TO_STACK) if outbound else TO_ENDPOINT)
+    return "FORWARDED" if ended.reason in (None, Reason.DRAIN) else "ERROR", trace, 0
 
 
 def identity_of(side: Side) -> int:
@@ -94,8 +106,10 @@ def response(
     node: str,
     source: Side,
     destination: Side,
-    outcome: Outcome,
+    ended: Ended,
     *,
+    addon: str,
+    tunnelled: bool,
     service: tuple[str, str] | None,
     tunnel: str,
     emitter: str,
@@ -106,18 +120,21 @@ def response(
         entry: of the ring.
         node: ``CLUSTER/NODE``.
         source, destination: the sides.
-        outcome: how it ended.
+        ended: how it ended.
+        addon: the addons that denied, delayed, directed or cut it, joined by commas. Empty if none did.
+        tunnelled: it went, or was to go, through a tunnel.
         service: name and namespace of the service that was called; None without one.
         tunnel: the address of the tunnel's other end, or empty.
         emitter: the version of this program.
     """
     time = rfc3339(entry.ended_ns)
+    verdict, event, drop = verdict_of(ended, outbound=entry.outbound, tunnelled=tunnelled)
     v6 = ":" in (entry.source[0] or entry.destination[0])
     flow: dict[str, Any] = {
         "time": time,
         "uuid": str(uuid.UUID(int=(entry.ended_ns << 64) | xxhash.xxh64_intdigest(node.encode()))),
-        "verdict": outcome.verdict,
-        **({"drop_reason": outcome.drop} if outcome.drop else {}),
+        "verdict": verdict,
+        **({"drop_reason": drop} if drop else {}),
         "IP": {
             "source": entry.source[0],
             "destination": entry.destination[0],
@@ -128,32 +145,34 @@ def response(
             "TCP": {
                 "source_port": entry.source[1],
                 "destination_port": entry.destination[1],
-                "flags": {"RST": True} if outcome.reset else {"FIN": True},
+                "flags": {"RST": True} if ended.reason is not None else {"FIN": True},
             }
         },
         "source": _endpoint(source),
         "destination": _endpoint(destination),
         "Type": "L3_L4",
         "node_name": node,
-        "event_type": {"type": outcome.event[0], **({"sub_type": outcome.event[1]} if outcome.event[1] else {})},
+        "event_type": {"type": event[0], **({"sub_type": event[1]} if event[1] else {})},
         **({"destination_service": {"name": service[0], "namespace": service[1]}} if service is not None else {}),
         "traffic_direction": "EGRESS" if entry.outbound else "INGRESS",
-        **({"policy_match_type": 2} if outcome.policy else {}),
-        **({"drop_reason_desc": _DROP_REASONS[outcome.drop]} if outcome.drop else {}),
+        **({"policy_match_type": 2} if ended.policy else {}),
+        **({"drop_reason_desc": _DROP_REASONS[drop]} if drop else {}),
         "is_reply": False,
         **({"auth_type": "SPIRE"} if entry.secured else {}),
         **({"trace_context": {"parent": {"trace_id": entry.trace.hex()}}} if any(entry.trace) else {}),
         "emitter": {"name": "ztunnel", "version": emitter},
-        "Summary": summary(entry, outcome, tunnel),
-        "extensions": {"@type": _STRUCT, "value": _extension(entry, source, destination, outcome, tunnel)},
+        "Summary": summary(entry, ended.text, tunnel),
+        "extensions": {"@type": _STRUCT, "value": _extension(entry, source, destination, ended, addon, tunnel)},
     }
-    if outcome.policy and outcome.verdict == "DROPPED" and not entry.outbound:
-        namespace, _, name = outcome.policy.rpartition("/")
+    if ended.policy and verdict == "DROPPED" and not entry.outbound:
+        namespace, _, name = ended.policy.rpartition("/")
         flow["ingress_denied_by"] = [{"name": name, "namespace": namespace, "kind": "AuthorizationPolicy"}]
     return {"flow": flow, "node_name": node, "time": time}
 
 
-def _extension(entry: Entry, source: Side, destination: Side, outcome: Outcome, tunnel: str) -> dict[str, Any]:
+def _extension(
+    entry: Entry, source: Side, destination: Side, ended: Ended, addon: str, tunnel: str
+) -> dict[str, Any]:
     found: Mapping[str, Any] = {
         "bytes_sent": entry.sent,
         "bytes_received": entry.received,
@@ -162,10 +181,11 @@ def _extension(entry: Entry, source: Side, destination: Side, outcome: Outcome, 
         "source_identity": source.spiffe or None,
         "destination_identity": destination.spiffe or None,
         "hbone_address": tunnel or None,
-        "reason": outcome.reason or None,
-        "policy": outcome.policy or None,
-        "addon": outcome.addon or None,
-        "response_flags": outcome.flags,
+        "reason": ended.text or None,
+        "failure": ended.reason,
+        "policy": ended.policy or None,
+        "addon": addon or None,
+        "response_flags": ended.flags,
     }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -192,16 +212,12 @@ def _endpoint(side: Side) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def summary(entry: Entry, outcome: Outcome, tunnel: str) -> str:
+def summary(entry: Entry, reason: str, tunnel: str) -> str:
     """Return the line for people: bytes, duration, tunnel and reason, without control characters."""
     way = f"HBONE {tunnel}" if tunnel else "TCP"
     moved = f"{entry.sent} bytes sent, {entry.received} received"
-    text = f"{way}: {_how(outcome)} after {shown_duration(entry.duration_s)}, {moved}"
+    text = f"{way}: {reason or 'closed'} after {shown_duration(entry.duration_s)}, {moved}"
     return "".join(each if each.isprintable() else "?" for each in text)[:_MOST_SUMMARY]
-
-
-def _how(outcome: Outcome) -> str:
-    return outcome.reason or "closed"
 
 
 def shown_duration(seconds: float) -> str:

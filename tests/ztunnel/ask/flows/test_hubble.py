@@ -13,7 +13,8 @@ from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from xds.model.address import SocketAddress
 from ztunnel.cli import main
-from ztunnel.proxy.istio.accounting.outcome import Failed, Flags
+from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.outcome import Failed
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 
 
@@ -27,11 +28,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         closed.trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         closed.opened()
         closed.complete()
-        record(rig, Direction.INBOUND).denied_early(DENIED)
+        denied = record(rig, Direction.INBOUND)
+        denied.opened()
+        denied.complete(DENIED)
         ends = SocketAddress("10.0.0.7", 4001), SocketAddress("192.0.2.1", 443)
         failed = Record(rig.proxy.node, Direction.OUTBOUND, *ends)
         failed.opened()
-        failed.complete(Failed("io error: Connection refused", Flags.CONNECT))
+        failed.complete(Failed("io error: Connection refused", Reason.REFUSED))
         path.write_text((await rig.ask("admin", "/flows")).text)
 
     served(check)
@@ -52,7 +55,8 @@ def test_its_lines_name_both_sides_the_verdict_the_policy_and_the_reason(page: P
     assert "-> shop/back:8080 (ID:" in closed
     assert "to-network FORWARDED (HBONE 10.0.0.2:15008: closed after" in closed
     assert "Auth: SPIRE" in closed
-    assert "INGRESS DENIED BY no-web (AuthorizationPolicy) (TCP: explicitly denied by: shop/no-web" in refused
+    assert "INGRESS DENIED BY no-web (AuthorizationPolicy) (TCP: connection closed due to policy rejec" in refused
+    assert "explicitly denied by: shop/no-web" in refused
     assert "10.0.0.7:4001 (world) -> 192.0.2.1:443 (world) to-stack ERROR" in failed
 
 

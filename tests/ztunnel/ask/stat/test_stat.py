@@ -141,7 +141,9 @@ def test_a_real_proxy_is_measured(capsys: Said) -> None:
                 closed = named(record(rig, Direction.OUTBOUND))
                 closed.opened()
                 closed.complete()
-            named(record(rig, Direction.INBOUND)).denied_early(DENIED)
+            denied = named(record(rig, Direction.INBOUND))
+            denied.opened()
+            denied.complete(DENIED)
             plain = Record(
                 rig.proxy.node, Direction.OUTBOUND, SocketAddress("10.0.0.1", 1), SocketAddress("192.0.2.1", 80)
             )

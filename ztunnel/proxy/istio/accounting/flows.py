@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from hbone.aio.relay import ByteCounts
@@ -14,26 +12,13 @@ from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel import __version__
-from ztunnel.proxy.flows.hubble import (
-    DROP,
-    POLICY,
-    TO_ENDPOINT,
-    TO_NETWORK,
-    TO_STACK,
-    TRACE,
-    Outcome,
-    Side,
-    response,
-)
+from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended, Side, response
 from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
-from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REJECTED, REVOKED, Flags
+from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed
 
 #: References of an entry, in the order of :func:`note`.
-WIDTH: Final = 11
-_DENIED_BY: Final = re.compile(r"explicitly denied by: (\S+)")
-_NONE_ALLOWED: Final = "allow policies exist, but none allowed"
-_NOT_ARRIVED: Final = re.compile(r"policy (\S+) has not arrived")
+WIDTH: Final = 10
 
 
 class NamedNode(Protocol):
@@ -85,7 +70,9 @@ class Recorded(Protocol):
         """What many connections have in common, or None."""
 
 
-def note(ring: FlowRing, record: Recorded, ended_s: float, now_s: float, reason: str, flags: Flags) -> None:
+def note(
+    ring: FlowRing, record: Recorded, ended_s: float, now_s: float, failure: Failed | EarlyDeny | None
+) -> None:
     """Write a connection that has ended.
 
     Args:
@@ -93,8 +80,7 @@ def note(ring: FlowRing, record: Recorded, ended_s: float, now_s: float, reason:
         record: the connection.
         ended_s: wall time.
         now_s: monotonic seconds.
-        reason: the error in the words of the access line. Empty without one.
-        flags: the response flags.
+        failure: why; None: by itself.
     """
     if not ring.capacity:
         return
@@ -121,42 +107,20 @@ def note(ring: FlowRing, record: Recorded, ended_s: float, now_s: float, reason:
             text(record.destination_identity) if record.destination_identity is not None else None,
             record.service,
             text(record.hbone_authority) if record.hbone_authority else "",
-            ring.text(reason) if reason else "",
-            flags,
+            ring.text(Ended(failure.reason, str(failure), failure.policy, failure.flags))
+            if failure
+            else BY_ITSELF,
             ring.text(record.asked.addon) if record.asked is not None and record.asked.addon else "",
         ),
     )
 
 
+def _ended(failure: Failed | EarlyDeny) -> Ended:
+    return Ended(failure.reason, str(failure), failure.policy, failure.flags)
+
+
 def _same(value: Any) -> Any:
     return value
-
-
-def outcome_of(reason: str, flags: Flags, *, outbound: bool, tunnel: bool) -> Outcome:
-    """Return how a connection ended, from the words and flags of its access line."""
-    trace = (TRACE, (TO_NETWORK if tunnel else TO_STACK) if outbound else TO_ENDPOINT)
-    shown = str(flags)
-    if not reason:
-        return Outcome(verdict="FORWARDED", event=trace, flags=shown)
-
-    def dropped(event: tuple[int, int], drop: int, policy: str = "") -> Outcome:
-        return Outcome(
-            verdict="DROPPED", event=event, drop=drop, reason=reason, policy=policy, flags=shown, reset=True
-        )
-
-    if found := _DENIED_BY.search(reason):
-        return dropped((POLICY, 0), 181, found[1])
-    if found := _NOT_ARRIVED.search(reason):
-        return dropped((POLICY, 0), 133, found[1])
-    if reason in (_NONE_ALLOWED, REJECTED):
-        return dropped((POLICY, 0), 133)
-    if reason == REVOKED:
-        return dropped((DROP, 189), 189)
-    if reason == POLICY_CHANGE or flags is Flags.DENY:
-        return dropped((DROP, 133), 133)
-    if reason == DRAINED:
-        return Outcome(verdict="FORWARDED", event=trace, reason=reason, flags=shown, reset=True)
-    return Outcome(verdict="ERROR", event=trace, reason=reason, flags=shown, reset=True)
 
 
 def lines(ring: FlowRing, node: str, after_ns: int = 0, last: int | None = None) -> Iterator[tuple[int, str]]:
@@ -167,19 +131,20 @@ def lines(ring: FlowRing, node: str, after_ns: int = 0, last: int | None = None)
 
 def _response(entry: Entry, node: str) -> dict[str, Any]:
     source, destination, source_labels, destination_labels, source_id, destination_id = entry.refs[:6]
-    service, authority, reason, flags, addon = entry.refs[6:]
+    service, authority, ended, addon = entry.refs[6:]
     tunnel = ""
     if authority:
         # The application's address on both sides, never the port of the tunnel.
         tunnel = f"{entry.destination[0]}:{entry.destination[1]}" if entry.outbound else ""
         entry = entry._replace(destination=_address(authority) or entry.destination)
-    outcome = replace(outcome_of(reason, flags, outbound=entry.outbound, tunnel=bool(authority)), addon=addon)
     return response(
         entry,
         node,
         side(source, source_labels, source_id),
         side(destination, destination_labels, destination_id),
-        outcome,
+        ended,
+        addon=addon,
+        tunnelled=bool(authority),
         service=(service.name, service.namespace) if isinstance(service, Service) else None,
         tunnel=tunnel,
         emitter=__version__,

@@ -16,7 +16,6 @@ from ztunnel import __version__
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.addons.families import addon_families
-from ztunnel.proxy.istio.accounting.durations import Durations
 from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
@@ -25,6 +24,7 @@ from ztunnel.proxy.istio.accounting.metrics import (
     Metrics,
     TrafficSeries,
 )
+from ztunnel.runtime.durations import Durations
 from ztunnel.runtime.http.exposition import Family, LabelledValue, family, process_families
 
 #: The labels ``action`` and ``result`` of dry runs, by use.

@@ -21,6 +21,8 @@ from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import WorkloadPolicies
 from ztunnel.policy.engine import judge
+from ztunnel.proxy.dataplane.lives import UNJUDGED
+from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason, reason_of
 from ztunnel.proxy.istio.certificates.manager import IdentityError
 
 POLICY_CHANGE = "connection closed due to policy change"
@@ -56,21 +58,57 @@ class Flags(StrEnum):
     CERT_REVOKED = "CERT_REVOKED"
 
 
-class EarlyDeny(Exception):
+#: The flags of failures by reason; of others :attr:`Flags.CONNECT`.
+_FLAGS = {
+    Reason.POLICY: Flags.DENY,
+    Reason.POLICY_MISSING: Flags.DENY,
+    Reason.POLICY_CHANGE: Flags.DENY,
+    Reason.ADDON: Flags.DENY,
+    Reason.REVOKED: Flags.CERT_REVOKED,
+    Reason.CERTIFICATE: Flags.IDENTITY_ERROR,
+    Reason.TLS: Flags.TLS_FAILURE,
+    Reason.HTTP2: Flags.H2_HANDSHAKE_FAILURE,
+}
+
+
+class Failure(Exception):
+    """A connection ends otherwise than by itself; the text goes to its access line.
+
+    Attributes:
+        reason: why.
+        policy: ``NAMESPACE/NAME`` of the policy that denies it. Empty if none does.
+    """
+
+    def __init__(self, text: str, reason: Reason, policy: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.policy = policy
+
+
+class EarlyDeny(Failure):
     """The connection ends before it counts as opened. It gets one warning, and counts as an error only."""
 
+    flags = Flags.NONE
 
-class Failed(Exception):
-    """An opened connection ends with an error; the text goes to the access log.
+
+class Failed(Failure):
+    """An opened connection ends with an error.
 
     Attributes:
         flags: the response flags for metrics.
         fields: further fields of the access line, before the error.
     """
 
-    def __init__(self, text: str, flags: Flags = Flags.CONNECT, fields: tuple[tuple[str, str], ...] = ()) -> None:
-        super().__init__(text)
-        self.flags = flags
+    def __init__(
+        self,
+        text: str,
+        reason: Reason = Reason.OTHER,
+        flags: Flags | None = None,
+        fields: tuple[tuple[str, str], ...] = (),
+        policy: str = "",
+    ) -> None:
+        super().__init__(text, reason, policy)
+        self.flags = _FLAGS.get(reason, Flags.CONNECT) if flags is None else flags
         self.fields = fields
 
 
@@ -91,38 +129,40 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
     Raises:
         BaseException: ``error`` itself, if dialling does not document it: a bug of ours.
     """
+    reason = reason_of(error)
     match error:
         case Failed():
             return error
         case IdentityError():
-            return Failed(f"identity error: {error}", Flags.IDENTITY_ERROR)
+            return Failed(f"identity error: {error}", Reason.CERTIFICATE)
         case ConnectTimedOut() if tunnel:
             return Failed(
                 "connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: deadline has elapsed",
+                reason,
                 Flags.NETWORK_POLICY,
             )
         case ConnectTimedOut():
-            return Failed("io error: deadline has elapsed")
+            return Failed("io error: deadline has elapsed", reason)
         case ConnectFailed():
-            return Failed(f"io error: {io_text(error.error)}")
+            return Failed(f"io error: {io_text(error.error)}", reason)
         case TlsError():
-            return Failed(f"io error: {error.detail or error}", Flags.TLS_FAILURE)
+            return Failed(f"io error: {error.detail or error}", reason)
         case PeerSilent():
-            return Failed("io error: the peer did not finish the handshake in time")
+            return Failed("io error: the peer did not finish the handshake in time", reason)
         case ConnectRefused():
-            return Failed(answered(error.status))
+            return Failed(answered(error.status), reason)
         case PoolClosed():
-            return Failed("pool draining")
+            return Failed("pool draining", reason)
         case ConnectionBroken() | TunnelBroken():
-            return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+            return Failed(f"h2 failed: {error}", reason)
         case HboneError():
-            return Failed(f"http2 handshake failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+            return Failed(f"http2 handshake failed: {error}", reason, Flags.H2_HANDSHAKE_FAILURE)
         case TproxyError():
-            return Failed(f"io error: {error}")
+            return Failed(f"io error: {error}", reason)
         case TimeoutError() if error.errno is None:
-            return Failed("http status: the peer did not answer in time")
+            return Failed("http status: the peer did not answer in time", reason)
         case OSError():
-            return Failed(f"io error: {io_text(error)}")
+            return Failed(f"io error: {io_text(error)}", reason)
         case _:
             raise error
 
@@ -171,13 +211,23 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
         return None  # the same, at the other end of the tunnel
     else:
         text = str(error)
-    return Failed(f"{'send' if from_client else 'receive'}: {text}")
+    return Failed(f"{'send' if from_client else 'receive'}: {text}", Reason.BROKEN)
 
 
-def of_reason(reason: str) -> Failed:
+_ENDED = {
+    "": Reason.DRAIN,
+    DRAINED: Reason.DRAIN,
+    POLICY_CHANGE: Reason.POLICY_CHANGE,
+    REVOKED: Reason.REVOKED,
+    UNJUDGED: Reason.INTERNAL,
+}
+
+
+def of_reason(text: str) -> Failed:
     """Return the failure for a connection that this side ended for a reason. Empty means the drain."""
-    flags = {POLICY_CHANGE: Flags.DENY, REVOKED: Flags.CERT_REVOKED}
-    return Failed(reason or DRAINED, flags.get(reason, Flags.NONE))
+    reason = _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)
+    denied = reason in (Reason.POLICY_CHANGE, Reason.REVOKED)
+    return Failed(text or DRAINED, reason, None if denied else Flags.NONE)
 
 
 def answered(status: int) -> str:
@@ -187,16 +237,28 @@ def answered(status: int) -> str:
 
 def broken(error: HboneError) -> Failed:
     """Return the failure for a request whose stream was gone before its answer."""
-    return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+    return Failed(f"h2 failed: {error}", Reason.HTTP2)
+
+
+def gave_up() -> Failed:
+    """Return the failure for a request whose client went away before the application had accepted."""
+    return Failed("h2 failed: the client gave up", Reason.CLIENT_GONE)
+
+
+def internal(error: Exception) -> Failed:
+    """Return the failure for a connection that ends by a bug of ours."""
+    return Failed(f"internal error: {error!r}", Reason.INTERNAL)
 
 
 def unreachable(error: Exception) -> Failed:
     """Return the failure for an application that could not be dialled."""
     if isinstance(error, ConnectTimedOut):
-        return Failed("connection failed: deadline has elapsed")
-    if isinstance(error, ConnectFailed):
-        return Failed(f"connection failed: {io_text(error.error)}")
-    return Failed(f"connection failed: {io_text(error) if isinstance(error, OSError) else error}")
+        text = "deadline has elapsed"
+    elif isinstance(error, ConnectFailed):
+        text = io_text(error.error)
+    else:
+        text = io_text(error) if isinstance(error, OSError) else str(error)
+    return Failed(f"connection failed: {text}", reason_of(error))
 
 
 class Judgement(NamedTuple):
@@ -205,16 +267,20 @@ class Judgement(NamedTuple):
     Attributes:
         policy: the deciding or missing policy. Empty if none decided.
         refusal: the reason for a refusal in the access line, in the Rust ztunnel's words. Empty if it is allowed.
+        reason: of a refusal.
     """
 
     policy: str
     refusal: str
+    reason: Reason = Reason.POLICY
 
 
 def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
     """Judge a connection. A policy named by a workload but not yet received refuses every connection."""
     if policies.missing:
-        return Judgement(policies.missing[0], f"policy {policies.missing[0]} has not arrived")
+        return Judgement(
+            policies.missing[0], f"policy {policies.missing[0]} has not arrived", Reason.POLICY_MISSING
+        )
     decision = judge(policies.enforced, facts)
     if decision.allowed:
         return Judgement(decision.policy, "")

@@ -15,6 +15,7 @@ from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.logs import (
@@ -29,13 +30,17 @@ from ztunnel.proxy.istio.accounting.metrics import (
     TrafficSeries,
     traffic_labels,
 )
-from ztunnel.proxy.istio.accounting.outcome import REJECTED, Failed, Flags
-from ztunnel.proxy.istio.accounting.reasons import Stage, reason_of
+from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
 from ztunnel.runtime.clock import Clock
 
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
-#: How failures begin that end a request before its answer.
-_BEFORE_ANSWER = ("connection failed: ", "h2 failed: ", REJECTED)
+#: Failures that end a request before its answer. Those of an open connection have other reasons.
+_BEFORE_ANSWER = frozenset(
+    {
+        *(Reason.POLICY, Reason.POLICY_MISSING, Reason.HTTP2, Reason.CLIENT_GONE),
+        *(Reason.REFUSED, Reason.UNREACHABLE, Reason.TIMEOUT, Reason.OTHER),
+    }
+)
 
 
 class Direction(StrEnum):
@@ -314,7 +319,7 @@ class Record:
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
-        flows.note(node.metrics.flows, self, node.clock.wall(), now_s, str(failure or ""), flags)
+        flows.note(node.metrics.flows, self, node.clock.wall(), now_s, failure)
         if self.addons is not None:
             self.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
         if not logged:
@@ -342,11 +347,10 @@ class Record:
         logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
     def _count_failure(self, failure: Failed, *, connected: bool) -> None:
-        text, outbound = str(failure), self.direction is Direction.OUTBOUND
-        if not outbound and text.startswith(_BEFORE_ANSWER):
+        if self.direction is Direction.INBOUND and failure.reason in _BEFORE_ANSWER:
             connected = False  # a destination counts it as opened before it dials the application
         stage = Stage.RELAY if connected else Stage.CONNECT
-        self._node.metrics.failed(self.direction.reporter, stage, reason_of(text, failure.flags))
+        self._node.metrics.failed(self.direction.reporter, stage, failure.reason)
 
     @property
     def _has_more(self) -> bool:
@@ -374,13 +378,13 @@ class Record:
             self._labels(), self._workloads(), self.counts, now_s, foreign=self._has_foreign_labels(), moved=True
         )
 
-    def denied_early(self, reason: str) -> None:
+    def denied_early(self, denial: EarlyDeny) -> None:
         """Count a connection that ends before it opened, and write its line."""
-        node = self._node
+        node, reason = self._node, str(denial)
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
-        node.metrics.failed(self.direction.reporter, Stage.EARLY, reason_of(reason))
+        node.metrics.failed(self.direction.reporter, Stage.EARLY, denial.reason)
         clock = node.clock
-        flows.note(node.metrics.flows, self, clock.wall(), clock.monotonic(), reason, Flags.NONE)
+        flows.note(node.metrics.flows, self, clock.wall(), clock.monotonic(), denial)
         if self.addons is not None:
             self.addons.ended(self, reason, node.clock.monotonic() - self.started_s)
         if node.logs.access_level <= _WARN:

@@ -16,7 +16,6 @@ from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
 from tproxy.errors import KernelRefused
 from xds.model.workload import Workload
-from ztunnel.proxy.istio.accounting.durations import DNS_BUCKETS, Durations
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
 from ztunnel.proxy.istio.dns.answer import DnsSettings
 from ztunnel.proxy.istio.dns.forwarder import Forwarder, search_domains
@@ -25,6 +24,7 @@ from ztunnel.proxy.istio.dns.server import DnsServer, QueryReport
 from ztunnel.proxy.istio.path.local_workload import LocalWorkload
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.settings.config import PodName, ProxyMode
+from ztunnel.runtime.durations import DNS_BUCKETS, Durations
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from hbone.aio.server import Requests
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectionBroken
 from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.rendezvous import Parcel
 from ztunnel.proxy.identity.csr import IdentityError
 from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
@@ -143,7 +144,7 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
     failure: Failed | None = None
     try:
         if relay is None:
-            failure = Failed("connection lost on its way from another process")
+            failure = Failed("connection lost on its way from another process", Reason.BROKEN)
             return
         ended = await relay
         if entry.reason:

@@ -32,9 +32,10 @@ from ztunnel.addons import Workload as Side
 from ztunnel.proxy.addons.decide import Labels
 from ztunnel.proxy.addons.host import AddonHost, Asked, held
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.server_name import MAX_BYTES, NeedMore, NotTls, parse_client_hello
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
-from ztunnel.proxy.istio.accounting.outcome import Failed, Flags
+from ztunnel.proxy.istio.accounting.outcome import Failed
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path.addon_labels import addon_labels
 from ztunnel.proxy.istio.path.connections import PodConnection
@@ -271,7 +272,7 @@ def _is_undecided(record: Record) -> bool:
 
 def _raise_denial(asked: Asked) -> None:
     if asked.outcome.denied:
-        raise Failed(asked.outcome.denied, Flags.DENY)
+        raise Failed(asked.outcome.denied, Reason.ADDON)
 
 
 def would_connect(

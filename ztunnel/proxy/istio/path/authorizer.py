@@ -10,8 +10,9 @@ from xds.model.workload import PolicyKey, Workload
 from ztunnel.policy.engine import holds, judge
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.life import Verdict
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED
-from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, judgement
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Judgement, judgement
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path.denial_lines import DenialLines
 from ztunnel.proxy.istio.path.node import Node
@@ -23,16 +24,29 @@ log = logging.getLogger(__name__)
 POLICY_GRACE_S: Final = 5.0
 
 
+_ALLOWED = Judgement("", "")
+
+
 class Denied(Exception):
     """The connection is not allowed; the text names the policy, or says that none allows it.
 
     Attributes:
         fields: of the access line.
+        policy: the denying or missing one. Empty if no policy allows it.
+        reason: why.
     """
 
-    def __init__(self, text: str, fields: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        text: str,
+        fields: tuple[tuple[str, str], ...] = (),
+        policy: str = "",
+        reason: Reason = Reason.POLICY,
+    ) -> None:
         super().__init__(text)
         self.fields = fields
+        self.policy = policy
+        self.reason = reason
 
 
 class Authorizer:
@@ -66,9 +80,9 @@ class Authorizer:
         if policies.missing:
             policies = await self._complete(workload, policies, grace_s)
         self._report_dry_run(policies, facts, record)
-        refusal = self._refusal(workload, policies, facts, Use.DENIED)
-        if refusal:
-            raise Denied(refusal)
+        found = self._refusal(workload, policies, facts, Use.DENIED)
+        if found.refusal:
+            raise Denied(found.refusal, policy=found.policy, reason=found.reason)
 
     def plan(self, workload: Workload, facts: ConnectionFacts) -> str | None:
         """Decide about every connection with these facts, until the mesh changes.
@@ -83,8 +97,8 @@ class Authorizer:
             return None
         if not policies.enforced.tiers:
             return ""
-        policy, refusal = judgement(policies, facts)
-        return None if refusal else policy
+        found = judgement(policies, facts)
+        return None if found.refusal else found.policy
 
     def note_allowed(self, policy: str) -> None:
         """Count a connection that :meth:`plan` has allowed."""
@@ -116,17 +130,18 @@ class Authorizer:
                 return Verdict(until_s=until_s)
             self._count(workload, facts, Use.ENDED, decision.policy)
             return Verdict(POLICY_CHANGE)
-        return Verdict(POLICY_CHANGE if self._refusal(workload, policies, facts, Use.ENDED) else "")
+        return Verdict(POLICY_CHANGE if self._refusal(workload, policies, facts, Use.ENDED).refusal else "")
 
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
-    ) -> str:
-        """Return the reason for a refusal, or the empty string. A refusal is counted as ``refused``; for a new
-        connection an allowance is counted, too.
+    ) -> Judgement:
+        """Judge a connection. A refusal is counted as ``refused``; for a new connection an allowance is counted,
+        too.
         """
         if not policies.missing and not policies.enforced.tiers:
-            return ""  # most connections; nothing is noted of them
-        policy, refusal = judgement(policies, facts)
+            return _ALLOWED  # most connections; nothing is noted of them
+        found = judgement(policies, facts)
+        policy, refusal = found.policy, found.refusal
         if refusal:
             self._count(workload, facts, refused, policy)
         elif policy and refused is Use.DENIED:
@@ -137,7 +152,7 @@ class Authorizer:
             else:
                 text = "allow policy match" if policy else "no allow policies, allow"
             log.log(self._level, "%s policy=%s", text, policy)
-        return refusal
+        return found
 
     def _count(self, workload: Workload, facts: ConnectionFacts, refused: Use, policy: str) -> None:
         self._note(policy or NONE_MATCHED, refused)

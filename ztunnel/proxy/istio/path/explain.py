@@ -579,7 +579,7 @@ def _tunnel_inbound(
             illegal_ports=around.illegal_ports,
         )
     except RequestRefused as error:
-        return False, {"refused": f"{error.status}: {error.reason}"}
+        return False, {"refused": f"{error.status}: {error}"}
     peer = PeerCertificate(uri_sans=(asked.identity,))
     return _judged(workload, inbound_facts(_source_towards(asked, host), target.address, peer), around)
 
@@ -591,7 +591,7 @@ def _plain_inbound(
     try:
         target = plain_target(destination, around.illegal_ports)
     except RequestRefused as error:
-        return False, {"workload": workload.uid, "application": str(destination), "refused": error.reason}
+        return False, {"workload": workload.uid, "application": str(destination), "refused": str(error)}
     source = _source_towards(asked, destination.host)
     return _judged(workload, inbound_facts(source, target.address, None), around)
 
@@ -606,7 +606,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
     """Return whether the policies of a workload let a connection in, and why."""
     policies = around.mesh.policies_for(workload)
     answer: Answer = {"workload": workload.uid, "application": str(facts.destination)}
-    decided_by, refused = judgement(policies, facts)
+    decided_by, refused, _ = judgement(policies, facts)
     if policies.missing:
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]

@@ -26,11 +26,11 @@ from xds.model.workload import Workload
 from ztunnel.policy.calico.guard import Decision, connection
 from ztunnel.policy.calico.live import LivePolicies
 from ztunnel.proxy.dataplane.life import Event, Verdict
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.outcome import (
     POLICY_CHANGE,
     REJECTED,
     Failed,
-    Flags,
 )
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path import socks5
@@ -135,7 +135,7 @@ class GuardedOutbound(Outbound):
             source = call.entry.record.source
             facts = ConnectionFacts(source=source, direct_source=source, destination=target)
             self._lines.write("denied", route.workload, facts, *_policy_and_rule(decision))
-            raise Failed(f"{REJECTED}: {decision.verdict.message}", Flags.DENY, decision.fields)
+            raise Failed(f"{REJECTED}: {decision.verdict.message}", Reason.POLICY, fields=decision.fields)
         call.entry.flow = flow
         return await super()._dial(call, route, target)
 

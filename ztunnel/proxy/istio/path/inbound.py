@@ -41,6 +41,7 @@ from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.life import Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import Life
 from ztunnel.proxy.dataplane.proxy_protocol import encode_header
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
@@ -49,13 +50,12 @@ from ztunnel.proxy.istio.accounting.outcome import (
     REVOKED,
     EarlyDeny,
     Failed,
-    Flags,
     broken,
+    gave_up,
     of_reason,
     of_relay,
     unreachable,
 )
-from ztunnel.proxy.istio.accounting.reasons import Stage, reason_of
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
@@ -105,14 +105,14 @@ class _EarlyDenials:
         self._node = node
         self.limit = LineLimit(node.clock, _denials_left_out)
 
-    def write(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
+    def write(self, source: SocketAddress, local: SocketAddress, denial: EarlyDeny) -> None:
         """Count the connection, and write a line if the rate admits one."""
         node = self._node
         if self.limit.admits():
-            Record(node, Direction.INBOUND, source, local).denied_early(reason)
+            Record(node, Direction.INBOUND, source, local).denied_early(denial)
         else:
             node.metrics.ledger.early.note(str(Direction.INBOUND), Use.REFUSED_EARLY, node.clock.wall())
-            node.metrics.failed(Direction.INBOUND.reporter, Stage.EARLY, reason_of(reason))
+            node.metrics.failed(Direction.INBOUND.reporter, Stage.EARLY, denial.reason)
 
 
 def _rejected(denials: _EarlyDenials, pending: PendingHandshake, reason: str) -> None:
@@ -124,7 +124,11 @@ def _rejected(denials: _EarlyDenials, pending: PendingHandshake, reason: str) ->
             source, local = _address(pending.peer), _address(pending.sock.getsockname())
         except OSError:
             return
-        denials.write(source, local, f"tls handshake error: {reason}")
+        denials.write(source, local, _handshake_error(reason))
+
+
+def _handshake_error(reason: object) -> EarlyDeny:
+    return EarlyDeny(f"tls handshake error: {reason}", Reason.TLS)
 
 
 class _Refusal(Exception):
@@ -132,14 +136,20 @@ class _Refusal(Exception):
 
     Attributes:
         status: of the answer.
-        early: the text of an early denial. Empty if ``failure`` completes an opened record.
+        failure: why.
     """
 
-    def __init__(self, status: int, *, early: str = "", failure: Failed | None = None) -> None:
-        super().__init__(status, early or str(failure))
+    def __init__(self, status: int, failure: Failed | EarlyDeny) -> None:
+        super().__init__(status, str(failure))
         self.status = status
-        self.early = early
         self.failure = failure
+
+    def entered(self, record: Record) -> Failed | None:
+        """Account for an early denial; else return the failure that completes an opened record."""
+        if isinstance(self.failure, Failed):
+            return self.failure
+        record.denied_early(self.failure)
+        return None
 
 
 def _seen(
@@ -234,18 +244,18 @@ class Inbound:
                 if here.connection is not None:
                     self._ended(here, pending)
         except EarlyDeny as denial:
-            self._denials.write(source, local, str(denial))
+            self._denials.write(source, local, denial)
         except IdentityError as error:
-            self._denials.write(source, local, f"signing error: {error}")
+            self._denials.write(source, local, EarlyDeny(f"signing error: {error}", Reason.CERTIFICATE))
         except TlsError as error:
             if error.reason is TlsReason.REVOKED and not error.by_peer:
                 self._rejected()
-            self._denials.write(source, local, f"tls handshake error: {error}")
+            self._denials.write(source, local, _handshake_error(error))
         except PeerSilent as error:
-            self._denials.write(source, local, f"tls handshake error: {error}")
+            self._denials.write(source, local, _handshake_error(error))
         except HboneError as error:
             if here.connection is None:
-                self._denials.write(source, local, f"tls handshake error: {error}")
+                self._denials.write(source, local, _handshake_error(error))
             else:
                 log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
@@ -275,7 +285,7 @@ class Inbound:
         def aborted(reason: str) -> None:
             if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
                 # No tunnel's line reports it, and its peer's operator will ask why it was refused.
-                self._denials.write(peer.source, peer.local, reason)
+                self._denials.write(peer.source, peer.local, EarlyDeny(reason, Reason.REVOKED))
             connection.abort(reason)
 
         carrier.opened(aborted, leave=connection.drain, finish=ended)
@@ -357,7 +367,8 @@ class Inbound:
             record.trace = dict(head.headers).get(b"traceparent", b"")
         try:
             if head.method != b"CONNECT" or head.protocol is not None:
-                raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")
+                method = head.method.decode("latin-1")
+                raise _Refusal(400, EarlyDeny(f"expected method CONNECT, got {method}", Reason.BAD_REQUEST))
             tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
             # The current state, because the request's connection can be older than the pod's policies.
             labels = await self._pod.local.get()
@@ -383,18 +394,16 @@ class Inbound:
             finally:
                 application.close()
         except EarlyDeny as denial:  # the control plane does not know this pod
-            record.denied_early(str(denial))
+            record.denied_early(denial)
             request.refuse(503)
         except _Refusal as refusal:
-            failure = refusal.failure
-            if refusal.early:
-                record.denied_early(refusal.early)
+            failure = refusal.entered(record)
             request.refuse(refusal.status)
         except HboneError as error:
             # The stream was gone by the time it was accepted; on purpose, if there is a reason.
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
-            failure = of_reason(entry.reason) if entry.reason else Failed("h2 failed: the client gave up")
+            failure = of_reason(entry.reason) if entry.reason else gave_up()
             # A policy that came while the application was dialled: 401, a verdict, which the client must not try
             # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
             if entry.reason == POLICY_CHANGE and not request.answered:
@@ -455,7 +464,7 @@ class Inbound:
                 illegal_ports=self._illegal_ports,
             )
         except RequestRefused as refused:
-            raise _Refusal(refused.status, early=refused.reason) from refused
+            raise _Refusal(refused.status, refused) from refused
         record.hbone_authority = tunnel.authority
         record.service = inbound_service(target, labels.workload, node.mesh, tunnel.service)
         entry.original, entry.actual, entry.protocol = tunnel.service, target.address, "HBONE"
@@ -465,7 +474,7 @@ class Inbound:
         try:
             application = await self._dial(target, labels.workload, peer.source)
         except (TproxyError, OSError) as error:
-            raise _Refusal(503, failure=unreachable(error)) from error
+            raise _Refusal(503, unreachable(error)) from error
         if target.proxy_destination is not None:
             identity = str(peer.identity) if peer.identity is not None else None
             source = _of_one_family(peer, record.source_workload, target.proxy_destination)
@@ -477,18 +486,18 @@ class Inbound:
         try:
             await self.authorizer.authorize(workload, facts, entry.record)
         except Denied as denied:
-            failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
-            raise _Refusal(401, failure=failure) from denied
+            failure = Failed(f"{REJECTED}: {denied}", denied.reason, fields=denied.fields, policy=denied.policy)
+            raise _Refusal(401, failure) from denied
         # While it waited for a policy, the lists can have changed. (On the wire the connection has ended then.)
         revocations = self._node.revocations
         if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._rejected()
-            raise _Refusal(401, failure=of_reason(REVOKED))
+            raise _Refusal(401, of_reason(REVOKED))
         if self._node.addons is not None:
             try:
                 await self._node.addons.accepting(entry)
             except Failed as failure:
-                raise _Refusal(403, failure=failure) from failure
+                raise _Refusal(403, failure) from failure
         entry.state = State.DIALING
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
@@ -564,9 +573,7 @@ class Inbound:
         try:
             application = await self._admit(entry, labels, tunnel, peer)
         except _Refusal as refusal:
-            failure = refusal.failure
-            if refusal.early:
-                record.denied_early(refusal.early)
+            failure = refusal.entered(record)
             raise ConnectRefused(refusal.status) from refusal
         except asyncio.CancelledError as error:
             failure = of_reason(entry.reason)
@@ -607,9 +614,10 @@ class Inbound:
             failure = await self._carry_plain(entry, client, source, destination)
         except EarlyDeny as denial:
             assert entry is not None
-            entry.record.denied_early(str(denial))
+            entry.record.denied_early(denial)
         except _Refusal as refusal:
-            failure = refusal.failure
+            assert entry is not None
+            failure = refusal.entered(entry.record)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason if entry is not None else "")
             raise
@@ -625,10 +633,7 @@ class Inbound:
         self, entry: PodConnection, client: PlainSocket, source: SocketAddress, destination: SocketAddress
     ) -> Failed | None:
         node, sockets, record = self._node, self._pod.sockets, entry.record
-        try:
-            target = plain_target(destination, self._illegal_ports)
-        except RequestRefused as refused:
-            raise EarlyDeny(refused.reason) from refused
+        target = plain_target(destination, self._illegal_ports)
         labels = await self._pod.local.get()
         workload = node.mesh.workload_at(node.config.network, source.host)
         if workload is not None:

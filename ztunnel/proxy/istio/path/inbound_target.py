@@ -14,19 +14,16 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import AppProtocol, GatewayAddress, NamespacedHostname, ServiceKey, Workload
-from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL
+from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL, EarlyDeny
 
 
-class RequestRefused(Exception):
-    """A request that is answered with ``status`` instead of being carried; the text is what the log prints."""
+class RequestRefused(EarlyDeny):
+    """A request that is answered with ``status`` instead of being carried."""
 
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(status, reason)
+    def __init__(self, status: int, text: str, reason: Reason = Reason.BAD_REQUEST) -> None:
+        super().__init__(text, reason)
         self.status = status
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 @dataclass(slots=True)
@@ -81,7 +78,7 @@ def inbound_target(
         target = InboundTarget(SocketAddress(host, wanted.port), address)
     # The port of an application tunnel is not checked: it is configuration, not something a request chose.
     if target.address.port in illegal_ports:
-        raise RequestRefused(503, RECURSIVE_CALL)
+        raise RequestRefused(503, RECURSIVE_CALL, Reason.RECURSIVE_CALL)
     tunnel = workload.application_tunnel
     port = tunnel.port if tunnel is not None and tunnel.port else target.address.port
     has_header = tunnel is not None and tunnel.protocol is AppProtocol.PROXY
@@ -97,7 +94,7 @@ def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> 
         RequestRefused: to the proxy's own port in the pod. Nothing is answered, so the status is not used.
     """
     if destination.port in illegal_ports:
-        raise RequestRefused(503, RECURSIVE_CALL)
+        raise RequestRefused(503, RECURSIVE_CALL, Reason.RECURSIVE_CALL)
     return InboundTarget(destination)
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from xds.model.mesh import Changes
 from xds.model.workload import Workload
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.node import Node
@@ -94,7 +95,8 @@ class LocalWorkload:
             name = self.name
             raise EarlyDeny(
                 "failed to fetch information about local workload: "
-                f"{name.service_account}.{name.namespace} ({name.name})"
+                f"{name.service_account}.{name.namespace} ({name.name})",
+                Reason.UNKNOWN_WORKLOAD,
             )
         labels = self.known()
         assert labels is not None

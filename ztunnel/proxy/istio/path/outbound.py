@@ -38,6 +38,7 @@ from ztunnel.proxy.dataplane.attempts import (
 )
 from ztunnel.proxy.dataplane.life import ALLOWED, State, Verdict
 from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.resolver import ResolveFailed
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.istio.accounting.outcome import (
@@ -69,7 +70,6 @@ from ztunnel.proxy.istio.path.route import (
     Missing,
     Named,
     Route,
-    RouteRefused,
     Tunnel,
     route_for,
 )
@@ -275,7 +275,7 @@ class Outbound:
         try:
             failure = await self._carry(entry, client, destination, begun)
         except EarlyDeny as denial:
-            record.denied_early(str(denial))
+            record.denied_early(denial)
         except Failed as error:
             failure = error
         except asyncio.CancelledError:
@@ -297,7 +297,7 @@ class Outbound:
         self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, begun: Beginning | None
     ) -> Failed | None:
         if destination.port in self._illegal_ports and is_loopback(destination.host):
-            raise EarlyDeny(RECURSIVE_CALL)
+            raise EarlyDeny(RECURSIVE_CALL, Reason.RECURSIVE_CALL)
         record = entry.record
         labels = await self._pod.local.get()
         entry.state = State.DIALING
@@ -378,7 +378,7 @@ class Outbound:
                 if failure is not None:  # the last endpoint is gone: what it failed with says more
                     raise failure from denial
                 if record.asked is not None:  # it counts as opened
-                    raise Failed(str(denial)) from denial
+                    raise Failed(str(denial), denial.reason) from denial
                 raise
             if failure is not None:
                 # Endpoints to avoid are used if there is no other. The draw then returns one that has already
@@ -443,14 +443,14 @@ class Outbound:
                 return route_for(
                     client, destination, node.mesh, node.rng.randrange, avoid=avoid, known=known, prefer=prefer
                 )
-            except RouteRefused as refused:
-                raise EarlyDeny(str(refused)) from refused
             except Missing as missing:
                 try:
                     await node.ask_about(missing.key)
                 except TimeoutError as error:
-                    raise EarlyDeny(f"the control plane did not answer about {missing.key} in time") from error
-        raise EarlyDeny(f"no valid routing destination for workload: {destination}")
+                    raise EarlyDeny(
+                        f"the control plane did not answer about {missing.key} in time", Reason.CONTROL_PLANE
+                    ) from error
+        raise EarlyDeny(f"no valid routing destination for workload: {destination}", Reason.NO_ROUTE)
 
     async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
         node = self._node
@@ -459,10 +459,10 @@ class Outbound:
         try:
             addresses = await node.names.resolve(target.hostname, target.families)
         except ResolveFailed as error:
-            raise EarlyDeny(f"dns lookup: {error}") from error
+            raise EarlyDeny(f"dns lookup: {error}", Reason.DNS) from error
         same = [address for address in addresses if (":" in address) == (":" in dialled.host)]
         if not addresses:
-            raise EarlyDeny(f"no ip addresses were resolved for workload: {target.workload.uid}")
+            raise EarlyDeny(f"no ip addresses were resolved for workload: {target.workload.uid}", Reason.DNS)
         return SocketAddress(node.rng.choice(same or list(addresses)), target.port)
 
     # Dialling

@@ -27,7 +27,7 @@ from hbone.pool import ConnectionId
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
 from ztunnel.proxy.dataplane.life import State, Verdict
-from ztunnel.proxy.istio.accounting.outcome import Failed, of_reason, of_relay
+from ztunnel.proxy.istio.accounting.outcome import Failed, internal, of_reason, of_relay
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.plans import Plan
@@ -96,7 +96,7 @@ class PlannedConnection(PodConnection):
         except Exception as error:
             if self._tunnel is None:
                 self._owner.tunnels.pool.release(place)
-            self._end(Failed(f"internal error: {error!r}"))
+            self._end(internal(error))
             raise
 
     def _request(self, place: ConnectionId) -> None:
@@ -188,4 +188,4 @@ class PlannedConnection(PodConnection):
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is not State.CLOSED and self._tunnel is not None:
             self._stop_waiting()
-            self._end(Failed(f"internal error: {error!r}"))
+            self._end(internal(error))

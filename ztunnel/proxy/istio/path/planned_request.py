@@ -31,6 +31,8 @@ from ztunnel.proxy.istio.accounting.outcome import (
     POLICY_CHANGE,
     Failed,
     broken,
+    gave_up,
+    internal,
     of_reason,
     of_relay,
     unreachable,
@@ -211,7 +213,7 @@ class PlannedRequest(PodConnection):
         # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
         if self.reason == POLICY_CHANGE and not self._request.answered:
             self._request.refuse(401)
-        self._end(of_reason(self.reason) if self.reason else Failed("h2 failed: the client gave up"))
+        self._end(of_reason(self.reason) if self.reason else gave_up())
 
     def _end(self, failure: Failed | None) -> None:
         dialling, self._dialling = self._dialling, None
@@ -226,4 +228,4 @@ class PlannedRequest(PodConnection):
     def on_bug(self, error: Exception) -> None:
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is not State.CLOSED:
-            self._end(Failed(f"internal error: {error!r}"))
+            self._end(internal(error))

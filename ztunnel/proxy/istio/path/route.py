@@ -17,6 +17,8 @@ from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import BalancerMode, IpFamilies, Service
 from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol, Workload, WorkloadUid
+from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
 from ztunnel.proxy.istio.path.balance import Choose, Labels, Question, pick, question_of
 
 #: Where tunnels end.
@@ -112,21 +114,18 @@ Route = Direct | Tunnel | DoubleTunnel
 Draw = Callable[[Question], WorkloadUid | None]
 
 
-class RouteRefused(Exception):
-    """No route exists; the text is what the access log prints.
+class RouteRefused(EarlyDeny):
+    """No route exists.
 
     Attributes:
         workload: the unreachable one, if one was found or drawn. Other endpoints of a service can be reachable.
         because: a further reason, for an explanation only.
     """
 
-    def __init__(self, text: str, workload: Workload | None = None, because: str = "") -> None:
-        super().__init__(text, workload)
+    def __init__(self, text: str, reason: Reason, workload: Workload | None = None, because: str = "") -> None:
+        super().__init__(text, reason)
         self.workload = workload
         self.because = because
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class Missing(Exception):
@@ -206,13 +205,13 @@ def route_for(
         service = service or (dialled if isinstance(dialled, Service) else None)
         if service is not None and service.mode is not BalancerMode.PASSTHROUGH:
             because = "" if destination.port in service.ports else f"the service has no port {destination.port}"
-            raise RouteRefused(f"no healthy upstream: {destination}", because=because)
+            raise RouteRefused(f"no healthy upstream: {destination}", Reason.NO_ENDPOINT, because=because)
         return Direct(target=destination)
 
     # Another network is reached through its gateway, and a gateway knows services only. Row 6.
     if found.workload.network != source.network:
         if found.service is None:
-            raise RouteRefused(f"no service for target address: {destination}", found.workload)
+            raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, found.workload)
         return search.through_gateway(found, found.service)
 
     # Services use their own waypoints only, so a workload's waypoint is for clients that dial the workload. Row 7.
@@ -220,7 +219,7 @@ def route_for(
     if found.service is None and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
         if waypoint.workload.network != source.network:
-            raise RouteRefused(f"no service for target address: {destination}", waypoint.workload)
+            raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, waypoint.workload)
         return _to_waypoint(waypoint, destination, None)
 
     # The workload itself. Rows 8 and 9.
@@ -297,7 +296,7 @@ class _Upstream:
 def _no_way(workload: Workload) -> RouteRefused:
     """Return the refusal of a connection to an unreachable workload."""
     shown = workload.name or workload.uid
-    return RouteRefused(f"no valid routing destination for workload: {shown}", workload)
+    return RouteRefused(f"no valid routing destination for workload: {shown}", Reason.NO_ROUTE, workload)
 
 
 def _identities(names: Collection[str]) -> list[str]:
@@ -408,7 +407,7 @@ class _Search:
         if found is None:
             name = gateway.destination
             shown = name.hostname if isinstance(name, NamespacedHostname) else name
-            raise RouteRefused(f"unknown waypoint: waypoint {shown} not found")
+            raise RouteRefused(f"unknown waypoint: waypoint {shown} not found", Reason.NO_WAYPOINT)
         return found
 
     def through_gateway(self, remote: _Upstream, service: Service) -> DoubleTunnel:
@@ -427,11 +426,11 @@ class _Search:
         gateway = self._resolved(workload.network_gateway, waypoint=False)
         if gateway is None:
             shown = workload.network_gateway.destination
-            raise RouteRefused(f"unknown network gateway: {shown} not found", workload)
+            raise RouteRefused(f"unknown network gateway: {shown} not found", Reason.NO_GATEWAY, workload)
         try:
             target = gateway.target()
         except RouteRefused as refused:
-            raise RouteRefused(str(refused), workload) from refused
+            raise RouteRefused(str(refused), refused.reason, workload) from refused
         return DoubleTunnel(
             target=target,
             authority=f"{service.hostname}:{self.destination.port}",

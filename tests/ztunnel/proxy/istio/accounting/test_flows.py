@@ -9,36 +9,36 @@ from hbone.aio.relay import ByteCounts
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.model.address import SocketAddress
+from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.flows.hubble import Ended, verdict_of
 from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
-from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOKED, Failed, Flags
+from ztunnel.proxy.istio.accounting.outcome import REJECTED, Failed
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 
-DENIED = "explicitly denied by: shop/no-web"
+DENIED = Failed(f"{REJECTED}: explicitly denied by: shop/no-web", Reason.POLICY, policy="shop/no-web")
 
 
 @pytest.mark.parametrize(
-    ("reason", "flags", "verdict", "event", "drop", "policy"),
+    ("reason", "policy", "verdict", "event", "drop"),
     [
-        ("", Flags.NONE, "FORWARDED", (4, 11), 0, ""),
-        (DENIED, Flags.NONE, "DROPPED", (5, 0), 181, "shop/no-web"),
-        ("allow policies exist, but none allowed", Flags.NONE, "DROPPED", (5, 0), 133, ""),
-        ("policy a/b has not arrived", Flags.NONE, "DROPPED", (5, 0), 133, "a/b"),
-        (POLICY_CHANGE, Flags.DENY, "DROPPED", (1, 133), 133, ""),
-        (REVOKED, Flags.CERT_REVOKED, "DROPPED", (1, 189), 189, ""),
-        (DRAINED, Flags.NONE, "FORWARDED", (4, 11), 0, ""),
-        ("io error: Connection refused (os error 111)", Flags.CONNECT, "ERROR", (4, 11), 0, ""),
+        (None, "", "FORWARDED", (4, 11), 0),
+        (Reason.POLICY, "shop/no-web", "DROPPED", (5, 0), 181),
+        (Reason.POLICY, "", "DROPPED", (5, 0), 133),
+        (Reason.POLICY_MISSING, "a/b", "DROPPED", (5, 0), 133),
+        (Reason.POLICY_CHANGE, "", "DROPPED", (1, 133), 133),
+        (Reason.REVOKED, "", "DROPPED", (1, 189), 189),
+        (Reason.DRAIN, "", "FORWARDED", (4, 11), 0),
+        (Reason.REFUSED, "", "ERROR", (4, 11), 0),
     ],
 )
-def test_outcomes(reason: str, flags: Flags, verdict: str, event: Any, drop: int, policy: str) -> None:
-    found = flows.outcome_of(reason, flags, outbound=True, tunnel=True)
-    assert (found.verdict, found.event, found.drop, found.policy) == (verdict, event, drop, policy)
-    assert found.reset is bool(reason)
+def test_verdicts(reason: Reason | None, policy: str, verdict: str, event: Any, drop: int) -> None:
+    assert verdict_of(Ended(reason, policy=policy), outbound=True, tunnelled=True) == (verdict, event, drop)
 
 
 def test_a_passthrough_goes_to_the_stack_and_inbound_to_the_endpoint() -> None:
-    assert flows.outcome_of("", Flags.NONE, outbound=True, tunnel=False).event == (4, 3)
-    assert flows.outcome_of("", Flags.NONE, outbound=False, tunnel=True).event == (4, 0)
+    assert verdict_of(Ended(), outbound=True, tunnelled=False)[1] == (4, 3)
+    assert verdict_of(Ended(), outbound=False, tunnelled=True)[1] == (4, 0)
 
 
 def record(rig: Rig, direction: Direction) -> Record:
@@ -56,12 +56,13 @@ def test_the_page_has_the_shape_of_hubble_and_what_its_readers_need() -> None:
         ended.opened()
         ended.complete()
         refused = record(rig, Direction.INBOUND)
-        refused.denied_early(DENIED)
+        refused.opened()
+        refused.complete(DENIED)
         failed = Record(
             rig.proxy.node, Direction.OUTBOUND, SocketAddress("10.0.0.1", 4001), SocketAddress("192.0.2.1", 443)
         )
         failed.opened()
-        failed.complete(Failed("io error: Connection refused\x1b[2J", Flags.CONNECT))
+        failed.complete(Failed("io error: Connection refused\x1b[2J", Reason.REFUSED))
         lines = [json.loads(line) for line in (await rig.ask("admin", "/flows")).text.splitlines()]
         first, second, third = (line["flow"] for line in lines)
         assert [each["verdict"] for each in (first, second, third)] == ["FORWARDED", "DROPPED", "ERROR"]

@@ -11,7 +11,6 @@ from xds.model.service import Service
 from xds.model.workload import WorkloadUid
 from ztunnel.policy.ledger import TierPolicy, Use
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.durations import DNS_BUCKETS, Durations
 from ztunnel.proxy.istio.accounting.metrics import (
     EXPIRY_S,
     Gauge,
@@ -21,6 +20,7 @@ from ztunnel.proxy.istio.accounting.metrics import (
     traffic_labels,
 )
 from ztunnel.proxy.istio.accounting.metrics_page import families
+from ztunnel.runtime.durations import DNS_BUCKETS, Durations
 from ztunnel.runtime.http.exposition import page
 from ztunnel.runtime.http.page import Page, PageRequest
 

@@ -15,6 +15,9 @@ from hbone.errors import (
     TunnelClosed,
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut
+from ztunnel.addons import Cut
+from ztunnel.proxy.addons.decide import cut_reason
+from ztunnel.proxy.dataplane.lives import UNJUDGED
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
     POLICY_CHANGE,
@@ -35,43 +38,69 @@ NAME = ("10.0.0.1", 15008)
 
 
 @pytest.mark.parametrize(
-    ("error", "tunnel", "text", "flags"),
+    ("error", "tunnel", "text", "flags", "reason"),
     [
-        (IdentityError("no"), True, "identity error: no", Flags.IDENTITY_ERROR),
+        (IdentityError("no"), True, "identity error: no", Flags.IDENTITY_ERROR, "certificate"),
         (
             ConnectTimedOut(NAME, 10.0),
             True,
             "connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: deadline has elapsed",
             Flags.NETWORK_POLICY,
+            "timeout",
         ),
-        (ConnectTimedOut(NAME, 10.0), False, "io error: deadline has elapsed", Flags.CONNECT),
-        (ConnectFailed(NAME, REFUSED), True, "io error: Connection refused (os error 111)", Flags.CONNECT),
-        (TlsError(TlsReason.SAN, "wrong name"), True, "io error: wrong name", Flags.TLS_FAILURE),
+        (ConnectTimedOut(NAME, 10.0), False, "io error: deadline has elapsed", Flags.CONNECT, "timeout"),
+        (
+            ConnectFailed(NAME, REFUSED),
+            True,
+            "io error: Connection refused (os error 111)",
+            Flags.CONNECT,
+            "refused",
+        ),
+        (TlsError(TlsReason.SAN, "wrong name"), True, "io error: wrong name", Flags.TLS_FAILURE, "tls"),
         (
             PeerSilent("quiet"),
             True,
             "io error: the peer did not finish the handshake in time",
             Flags.CONNECT,
+            "timeout",
         ),
-        (ConnectRefused(401), True, "http status: 401 Unauthorized", Flags.CONNECT),
-        (PoolClosed("x"), True, "pool draining", Flags.CONNECT),
-        (ConnectionBroken("gone"), True, "h2 failed: gone", Flags.H2_HANDSHAKE_FAILURE),
-        (TunnelBroken("gone", code=8), True, "h2 failed: gone (CANCEL)", Flags.H2_HANDSHAKE_FAILURE),
-        (TunnelClosed("x"), True, "http2 handshake failed: x", Flags.H2_HANDSHAKE_FAILURE),
-        (TimeoutError(), True, "http status: the peer did not answer in time", Flags.CONNECT),
+        (ConnectRefused(401), True, "http status: 401 Unauthorized", Flags.CONNECT, "peer_denied"),
+        (ConnectRefused(503), True, "http status: 503 Service Unavailable", Flags.CONNECT, "peer_status"),
+        (PoolClosed("x"), True, "pool draining", Flags.CONNECT, "drain"),
+        (ConnectionBroken("gone"), True, "h2 failed: gone", Flags.H2_HANDSHAKE_FAILURE, "http2"),
+        (TunnelBroken("gone", code=8), True, "h2 failed: gone (CANCEL)", Flags.H2_HANDSHAKE_FAILURE, "http2"),
+        (TunnelClosed("x"), True, "http2 handshake failed: x", Flags.H2_HANDSHAKE_FAILURE, "http2"),
+        (TimeoutError(), True, "http status: the peer did not answer in time", Flags.CONNECT, "timeout"),
         (
             OSError(errno.ETIMEDOUT, "x"),
             False,
             "io error: Connection timed out (os error 110)",
             Flags.CONNECT,
+            "timeout",
         ),
-        (REFUSED, False, "io error: Connection refused (os error 111)", Flags.CONNECT),
-        (OSError("odd"), False, "io error: odd", Flags.CONNECT),
+        (REFUSED, False, "io error: Connection refused (os error 111)", Flags.CONNECT, "refused"),
+        (OSError("odd"), False, "io error: odd", Flags.CONNECT, "other"),
     ],
 )
-def test_errors_of_dialling(error: BaseException, tunnel: bool, text: str, flags: Flags) -> None:
+def test_errors_of_dialling(error: BaseException, tunnel: bool, text: str, flags: Flags, reason: str) -> None:
     failure = dial_failure(error, tunnel=tunnel)
-    assert (str(failure), failure.flags) == (text, flags)
+    assert (str(failure), failure.flags, failure.reason) == (text, flags, reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "reason"),
+    [
+        ("", Flags.NONE, "drain"),
+        (POLICY_CHANGE, Flags.DENY, "policy_change"),
+        (REVOKED, Flags.CERT_REVOKED, "revoked"),
+        (UNJUDGED, Flags.NONE, "internal"),
+        (cut_reason(["limit"], Cut("too long")), Flags.NONE, "addon"),
+        ("something new", Flags.NONE, "other"),
+    ],
+)
+def test_ends_on_purpose(text: str, flags: Flags, reason: str) -> None:
+    failure = of_reason(text)
+    assert (str(failure), failure.flags, failure.reason) == (text or DRAINED, flags, reason)
 
 
 def test_bugs_are_not_described() -> None:

@@ -8,9 +8,9 @@ import pytest
 from tests.ztunnel.proxy.istio.accounting.test_record import a_record, with_node
 from tests.ztunnel.proxy.istio.nodes import Lines, StoppedClock
 from tests.ztunnel.proxy.istio.pages import samples
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Failed, Flags, of_reason
-from ztunnel.proxy.istio.accounting.reasons import OTHER, REASONS, reason_of
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, EarlyDeny, Failed, of_reason
 from ztunnel.proxy.istio.accounting.record import Direction
 from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.proxy.istio.path.node import Node
@@ -18,31 +18,9 @@ from ztunnel.proxy.istio.path.node import Node
 PAGE = (Path(__file__).parents[5] / "docs" / "troubleshooting.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "reason"),
-    [
-        ("io error: wrong name", Flags.TLS_FAILURE, "tls"),
-        ("tls handshake error: no certificate", Flags.NONE, "tls"),
-        ("dns lookup: refused", Flags.NONE, "dns"),
-        ("no healthy upstream: s", Flags.NONE, "no_endpoint"),
-        ("connection closed due to policy rejection: explicitly denied by: a/b", Flags.DENY, "policy"),
-        (POLICY_CHANGE, Flags.DENY, "policy_change"),
-        ("http status: 401 Unauthorized", Flags.CONNECT, "peer_denied"),
-        ("http status: 503 Service Unavailable", Flags.CONNECT, "peer_status"),
-        ("http status: the peer did not answer in time", Flags.CONNECT, "timeout"),
-        ("connection failed: Connection refused (os error 111)", Flags.CONNECT, "refused"),
-        ("h2 failed: the client gave up", Flags.CONNECT, "client_gone"),
-        ("identity error: x", Flags.IDENTITY_ERROR, "certificate"),
-        ("something new", Flags.CONNECT, OTHER),
-    ],
-)
-def test_a_failure_has_one_reason(text: str, flags: Flags, reason: str) -> None:
-    assert reason_of(text, flags) == reason
-
-
 def test_the_page_lists_every_reason() -> None:
     listed = PAGE.partition("## Reasons in metrics")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)`", listed, re.MULTILINE)) == REASONS
+    assert set(re.findall(r"^\| `(\w+)`", listed, re.MULTILINE)) == set(Reason)
 
 
 def test_times_and_reasons_of_connections(tmp_path: Path) -> None:
@@ -59,9 +37,9 @@ def test_times_and_reasons_of_connections(tmp_path: Path) -> None:
         reset.settled()
         clock.passed_s = 3.0
         good.complete(of_reason(POLICY_CHANGE))
-        refused.complete(Failed("io error: Connection refused (os error 111)"))
-        application.complete(Failed("connection failed: deadline has elapsed"))
-        denied.denied_early("dns lookup: x")
+        refused.complete(Failed("io error: Connection refused (os error 111)", Reason.REFUSED))
+        application.complete(Failed("connection failed: deadline has elapsed", Reason.TIMEOUT))
+        denied.denied_early(EarlyDeny("dns lookup: x", Reason.DNS))
         reset.complete()  # an ordinary end
         moved.complete()
         assert node.metrics.errors == {

@@ -14,12 +14,13 @@ from tests.ztunnel.proxy.istio.nodes import (
 from tests.ztunnel.proxy.istio.pages import samples
 from xds.model.address import SocketAddress
 from xds.model.service import Service
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
     RECURSIVE_CALL,
+    EarlyDeny,
     Failed,
-    Flags,
     of_reason,
 )
 from ztunnel.proxy.istio.accounting.record import Direction, Record
@@ -98,7 +99,7 @@ def test_the_same_as_json(tmp_path: Path) -> None:
 def test_an_early_denial(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node, port=39232)
-        record.denied_early(RECURSIVE_CALL)
+        record.denied_early(EarlyDeny(RECURSIVE_CALL, Reason.RECURSIVE_CALL))
         record.complete()
         (line,) = lines
         assert line == (
@@ -181,7 +182,7 @@ def test_a_filter_silences_what_it_names(tmp_path: Path) -> None:
             record = a_record(node)
             record.opened()
             record.complete(failure)
-        a_record(node).denied_early("y")
+        a_record(node).denied_early(EarlyDeny("y", Reason.DNS))
         assert [line.split("\t")[1] for line in lines] == ["error"]
 
     with_node(tmp_path, check, {"RUST_LOG": "error"})
@@ -191,7 +192,7 @@ def test_completion_happens_once(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)
         record.opened()
-        record.complete(Failed("x", Flags.DENY))
+        record.complete(Failed("x", Reason.POLICY))
         record.complete()
         assert len(list(lines)) == 1
         (labels,) = samples(node.metrics, "istio_tcp_connections_closed_total")

@@ -1,0 +1,90 @@
+"""Names why connections fail and how far they came: the labels of ``ztunnel_connection_errors_total``.
+
+Each error of the front ends carries its reason; :func:`reason_of` has those of the libraries' errors.
+docs/troubleshooting.md explains each value.
+"""
+
+import errno
+from enum import StrEnum
+from typing import Final
+
+from hbone.errors import ConnectRefused, HboneError, PeerSilent, PoolClosed, TlsError
+from hbone.pool import PoolFull
+from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused
+
+
+class Stage(StrEnum):
+    """How far a connection came."""
+
+    EARLY = "early"  # before it counted as opened
+    CONNECT = "connect"
+    RELAY = "relay"
+
+
+class Reason(StrEnum):
+    """Why a connection failed."""
+
+    POLICY = "policy"
+    POLICY_MISSING = "policy_missing"
+    POLICY_CHANGE = "policy_change"
+    ADDON = "addon"
+    REVOKED = "revoked"
+    CERTIFICATE = "certificate"
+    TLS = "tls"
+    TIMEOUT = "timeout"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    PEER_DENIED = "peer_denied"
+    PEER_STATUS = "peer_status"
+    HTTP2 = "http2"
+    CLIENT_GONE = "client_gone"
+    BAD_REQUEST = "bad_request"
+    NO_ROUTE = "no_route"
+    NO_ENDPOINT = "no_endpoint"
+    NO_WAYPOINT = "no_waypoint"
+    NO_GATEWAY = "no_gateway"
+    UNKNOWN_WORKLOAD = "unknown_workload"
+    CONTROL_PLANE = "control_plane"
+    DNS = "dns"
+    RECURSIVE_CALL = "recursive_call"
+    LIMIT = "limit"
+    DRAIN = "drain"
+    BROKEN = "broken"
+    INTERNAL = "internal"
+    OTHER = "other"
+
+
+#: Begin of the text with which an addon cuts a connection.
+CUT_BY_ADDON: Final = "connection cut by addon"
+_BY_CODE: Final = {
+    errno.ECONNREFUSED: Reason.REFUSED,
+    errno.EHOSTUNREACH: Reason.UNREACHABLE,
+    errno.ENETUNREACH: Reason.UNREACHABLE,
+    errno.ETIMEDOUT: Reason.TIMEOUT,
+}
+
+
+def reason_of(error: BaseException | None) -> Reason:
+    """Return the reason of an error of dialling or of a tunnel's answer, as the libraries raise it."""
+    match error:
+        case ConnectTimedOut() | PeerSilent():
+            return Reason.TIMEOUT
+        case ConnectFailed():
+            return reason_of(error.error)
+        case KernelRefused():
+            return _BY_CODE.get(error.code, Reason.OTHER)
+        case TlsError():
+            return Reason.TLS
+        case ConnectRefused():
+            return Reason.PEER_DENIED if error.status in (401, 403) else Reason.PEER_STATUS
+        case PoolFull():
+            return Reason.LIMIT
+        case PoolClosed():
+            return Reason.DRAIN
+        case HboneError():
+            return Reason.HTTP2
+        case TimeoutError() if error.errno is None:
+            return Reason.TIMEOUT
+        case OSError():
+            return _BY_CODE.get(error.errno or 0, Reason.OTHER)
+    return Reason.OTHER
