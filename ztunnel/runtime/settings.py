@@ -104,6 +104,20 @@ def socket_path(text: str) -> str:
     return text
 
 
+#: The socket in the folder where a proxy meets its successor.
+HANDOVER_SOCKET = "handover.sock"
+
+
+def handover_dir(text: str) -> str:
+    """Parse the absolute path of the folder with :data:`HANDOVER_SOCKET`. Empty stays empty and means none.
+
+    Raises:
+        ValueError: see :func:`socket_path`.
+    """
+    socket_path(f"{text}/{HANDOVER_SOCKET}" if text else "")
+    return text
+
+
 def duration_s(text: str) -> float:
     """Parse a duration such as ``90``, ``10s``, ``1500ms``, ``24hour``, ``1h30m`` or ``1h 30m`` as seconds.
 

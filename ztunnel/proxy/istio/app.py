@@ -70,8 +70,8 @@ from ztunnel.runtime.watchdog import Watchdog
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.addons.process import AddonProcess
+    from ztunnel.proxy.dataplane.handover.service import Handover
     from ztunnel.proxy.istio.accounting.exports import Exports
-    from ztunnel.proxy.istio.handover.service import Handover
     from ztunnel.proxy.istio.workers.main import WorkerPod, Workers
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.server import TapServer
@@ -201,16 +201,17 @@ class IstioProxy:
         self._handover: Handover | None = None
         self._successor: int | None = None
         if config.moves:
-            from ztunnel.proxy.istio.handover.service import (
+            from ztunnel.proxy.dataplane.handover.service import (
                 Handover,  # most proxies have no place to meet
                 protect_secrets,
             )
+            from ztunnel.proxy.istio.handover.kinds import kinds_of
 
             protect_secrets()
 
             self._handover = Handover(
                 Path(config.handover_dir),
-                lambda: (pod for pod in self.carried() if isinstance(pod, PodProxy)),
+                kinds_of(lambda: (pod for pod in self.carried() if isinstance(pod, PodProxy))),
                 self.clock,
                 version=ztunnel.__version__,
                 replace=config.replace,
@@ -379,22 +380,10 @@ class IstioProxy:
         os._exit(0)
 
     def _replace_asked(self) -> None:
-        """Handle SIGUSR2: start a successor in place, which takes over when it is ready."""
-        from ztunnel.runtime.process import start_again
+        """Handle SIGUSR2."""
+        from ztunnel.runtime.process import start_successor
 
-        if self._handover is None:
-            log.warning("SIGUSR2 has no effect: connections do not move here (ZTUNNEL_HANDOVER_DIR)")
-        elif os.getpid() == 1:
-            log.warning("SIGUSR2 has no effect in a container: its processes end with this one")
-        elif self._successor is not None and Path(f"/proc/{self._successor}").exists():
-            log.warning("SIGUSR2 has no effect: a successor starts already pid=%d", self._successor)
-        else:
-            try:
-                self._successor = start_again("--replace")
-            except OSError as error:
-                log.error("no successor started error=%s", error.strerror)
-            else:
-                log.info("a successor starts pid=%d", self._successor)
+        self._successor = start_successor(self._successor, moves=self._handover is not None)
 
     async def run(self) -> None:
         """Serve until :meth:`shut_down`.
@@ -531,7 +520,7 @@ class IstioProxy:
         handover = self.handover
         if handover is None:
             return None
-        from ztunnel.proxy.istio.handover.service import GIVE_S
+        from ztunnel.proxy.dataplane.handover.service import GIVE_S
 
         if handover.successor_waits:
             pods = [pod for pod in self.carried() if isinstance(pod, PodProxy)]

@@ -45,7 +45,6 @@ from ztunnel.proxy.istio.settings.app_probes import (
 from ztunnel.proxy.istio.settings.config import (
     DNS_PORT,
     ROOT_CERT,
-    SOCKET_NAME,
     IstioConfig,
     OriginalSource,
     PodName,
@@ -57,7 +56,15 @@ from ztunnel.proxy.otlp.settings import VARIABLES as OTLP
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.proxy.ui.setting import VARIABLE as UI
 from ztunnel.proxy.ui.setting import page_setting
-from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s, is_service_link, socket_path
+from ztunnel.runtime.settings import (
+    SPIN_US,
+    SettingsError,
+    boolean,
+    duration_s,
+    handover_dir,
+    is_service_link,
+    socket_path,
+)
 
 MESH_CONFIG = "./etc/istio/config/mesh"
 ISTIOD = "https://istiod.istio-system.svc:15012"
@@ -471,7 +478,7 @@ def _limits(
         values[name] = port
     values["policies"] = _policies(seen)
     values["tap_socket"] = seen.get("ZTUNNEL_TAP_SOCKET", socket_path, "")
-    values["handover_dir"] = seen.get("ZTUNNEL_HANDOVER_DIR", _handover_dir, "")
+    values["handover_dir"] = seen.get("ZTUNNEL_HANDOVER_DIR", handover_dir, "")
     values["replace"] = seen.get("ZTUNNEL_REPLACE", _switch, False)
     if values["replace"] and not values["handover_dir"]:
         seen.faults.append("--replace (ZTUNNEL_REPLACE) needs ZTUNNEL_HANDOVER_DIR, where both processes meet")
@@ -524,11 +531,6 @@ def _policies(seen: _Environment) -> PolicySettings | None:
     except ValueError as error:
         seen.faults.append(str(error))
         return None
-
-
-def _handover_dir(text: str) -> str:
-    socket_path(f"{text}/{SOCKET_NAME}" if text else "")
-    return text
 
 
 def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:

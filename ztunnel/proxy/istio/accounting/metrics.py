@@ -23,9 +23,9 @@ from xds.model.workload import Workload
 from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations

@@ -16,7 +16,7 @@ from ztunnel import __version__
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.addons.families import addon_families
-from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
     SIDE_LABELS,

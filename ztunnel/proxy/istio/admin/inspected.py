@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
+from ztunnel.proxy.dataplane.handover import page as handover_page
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.certificates.manager import CertificateManager
@@ -50,17 +51,6 @@ class InspectedWorkers(Protocol):
         """Return what captures in each worker."""
 
 
-class InspectedHandover(Protocol):
-    """Moves open connections between processes; see :class:`ztunnel.proxy.istio.handover.service.Handover`."""
-
-    @property
-    def successor_waits(self) -> bool:
-        """Whether a successor is connected."""
-
-    def status(self) -> dict[str, Any]:
-        """Return its state."""
-
-
 class CarriedPod(RunningPod, Protocol):
     """A pod whose connections this proxy carries."""
 
@@ -99,7 +89,7 @@ class InspectedProxy(Protocol):
         """The worker processes; ``None`` where this process carries all connections."""
 
     @property
-    def handover(self) -> InspectedHandover | None:
+    def handover(self) -> handover_page.Shown | None:
         """What moves open connections; ``None`` if they do not move."""
 
     def carried(self) -> Sequence[CarriedPod]:

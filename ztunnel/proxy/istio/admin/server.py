@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.proxy.addons.report import page as addon_page
+from ztunnel.proxy.dataplane.handover import page as handover_page
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel
 from ztunnel.proxy.istio.admin import config_dump
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy, InspectedWorkers
@@ -198,7 +199,7 @@ class Servers:
                 self._proxy.shut_down()
                 return text("shutdown now\n", content_type=PLAIN)
             case "/handover":
-                return self._handover(request)
+                return handover_page.page(self._proxy.handover, self._proxy.shut_down, request)
             case "/debug/pprof/profile":
                 return _profile(request)
             case "/debug/pprof/heap" | "/debug/pprof/heap/profiling":
@@ -231,18 +232,6 @@ class Servers:
                 return self._explained(request)
             case _:
                 return not_found(["/", *_PAGES])
-
-    def _handover(self, request: PageRequest) -> Page:
-        """Show whether open connections can move, or with POST have them move to the successor that waits."""
-        handover = self._proxy.handover
-        if handover is None:
-            return text("open connections do not move: ZTUNNEL_HANDOVER_DIR names no folder\n", 404, PLAIN)
-        if request.method != "POST":
-            return text(json.dumps(handover.status(), indent=2) + "\n", content_type=JSON)
-        if not handover.successor_waits:
-            return text("no successor waits: start it, and it takes over when it is ready\n", 409, PLAIN)
-        self._proxy.shut_down()
-        return text("handing over, and ending\n", content_type=PLAIN)
 
     def _live_page(self, request: PageRequest) -> Page | Awaitable[Page]:
         from ztunnel.proxy.istio.admin import live_page  # most proxies never show it

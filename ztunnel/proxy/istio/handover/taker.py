@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from hbone.aio.end import End
@@ -14,11 +14,11 @@ from hbone.aio.relay import Relay
 from hbone.aio.server import Requests
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectionBroken
+from ztunnel.proxy.dataplane.handover import messages as handover
+from ztunnel.proxy.dataplane.handover.taker import Declining
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.dataplane.reasons import Reason
-from ztunnel.proxy.dataplane.rendezvous import Parcel
 from ztunnel.proxy.identity.csr import IdentityError
-from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, of_reason, of_relay
 from ztunnel.proxy.istio.accounting.record import Direction
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
@@ -31,10 +31,6 @@ from ztunnel.proxy.istio.path.request_plans import Peer
 log = logging.getLogger(__name__)
 
 Pods = Mapping[PodKey, PodProxy]
-
-
-class Declining(Exception):
-    """A unit cannot be continued here; the text says why."""
 
 
 class Pending:
@@ -167,96 +163,40 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
         entry.record.complete(failure)
 
 
-class Taker:
-    """Answers the offers of one giver.
-
-    Args:
-        pods: returns the pods that are carried here now.
-        statistics: counts.
-
-    Attributes:
-        taken: connections of pods that continue here.
-    """
-
-    def __init__(self, pods: Callable[[], Pods], statistics: HandoverCounts) -> None:
-        self._pods = pods
-        self._statistics = statistics
-        self._pending: dict[int, Pending] = {}
-        self.taken = 0
-
-    async def consider(self, offer: Offer, parcel: Parcel) -> str:
-        """Make the unit of an offer, which then waits for the giver's word.
-
-        Returns:
-            Why that is not possible. Empty if it is.
-        """
-        socks: list[socket.socket] = []
+async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) -> Pending:
+    """Return the unit of an offer with its sockets; see :data:`ztunnel.proxy.dataplane.handover.taker.Make`."""
+    if not isinstance(offer, Offer):
+        raise Declining("an offer of another dialect")
+    if offer.unit.carrier is not None and offer.carrier is None:
+        raise ValueError("a tunnel connection of no pod")
+    keys = {value.pod for values in offer.entries for value in values}
+    if offer.carrier is not None:
+        keys.add(offer.carrier.pod)
+    for key in keys:
+        if key not in pods:
+            raise Declining("pod not carried")
         try:
-            socks = [socket.socket(fileno=each) for each in parcel.take_all()]
-            self._pending[offer.number] = await self._made(offer, socks)
-        except (Declining, ValueError, OSError, KeyError) as error:
-            for sock in socks:
-                sock.close()
-            reason = str(error) if isinstance(error, Declining) else f"unusable state: {error}"
-            if not isinstance(error, Declining):
-                log.warning("an offered connection cannot be continued error=%s", reason)
-            self._statistics.count("declined", reason, max(1, sum(map(len, offer.entries))))
-            return reason
-        return ""
-
-    async def _made(self, offer: Offer, socks: list[socket.socket]) -> Pending:
-        pods = self._pods()
-        if offer.unit.carrier is not None and offer.carrier is None:
-            raise ValueError("a tunnel connection of no pod")
-        keys = {value.pod for values in offer.entries for value in values}
-        if offer.carrier is not None:
-            keys.add(offer.carrier.pod)
-        for key in keys:
-            if key not in pods:
-                raise Declining("pod not carried")
-            try:
-                await pods[key].context.local.get()
-            except EarlyDeny:
-                raise Declining("workload not known") from None
-        _check_entries(offer)
-        certificate, inbound, settings = None, None, None
-        if offer.carrier is None:
-            pod = pods[offer.entries[0][0].pod]
-            settings = pod.context.client_settings
-        else:
-            pod = pods[offer.carrier.pod]
-            settings = pod.context.client_settings if offer.carrier.dialled else pod.context.server_settings
-            certificate, inbound = await _ends_of(offer.carrier, pod)
-        poller = pod.context.node.poller
-        for sock in socks:
-            sock.setblocking(False)
-        requests = inbound[1] if inbound is not None else None
-        unit = resumed(offer.unit, socks, settings, poller, requests)
-        try:
-            return Pending(offer, pods, unit, certificate, inbound)
-        except BaseException:
-            unit.discard()
-            socks.clear()
-            raise
-
-    def begin(self, number: int) -> None:
-        """Continue a unit: the giver has released it."""
-        pending = self._pending.pop(number, None)
-        if pending is not None:
-            self.taken += pending.entries
-            self._statistics.count("taken", "", max(1, pending.entries))
-            pending.start()
-
-    def forget(self, number: int) -> None:
-        """Discard a unit: the giver keeps it."""
-        pending = self._pending.pop(number, None)
-        if pending is not None:
-            pending.discard()
-
-    def close(self) -> None:
-        """Discard what the giver has not released. Idempotent."""
-        for number in list(self._pending):
-            self.forget(number)
+            await pods[key].context.local.get()
+        except EarlyDeny:
+            raise Declining("workload not known") from None
+    _check_entries(offer)
+    certificate, inbound, settings = None, None, None
+    if offer.carrier is None:
+        pod = pods[offer.entries[0][0].pod]
+        settings = pod.context.client_settings
+    else:
+        pod = pods[offer.carrier.pod]
+        settings = pod.context.client_settings if offer.carrier.dialled else pod.context.server_settings
+        certificate, inbound = await _ends_of(offer.carrier, pod)
+    poller = pod.context.node.poller
+    requests = inbound[1] if inbound is not None else None
+    unit = resumed(offer.unit, socks, settings, poller, requests)
+    try:
+        return Pending(offer, pods, unit, certificate, inbound)
+    except BaseException:
+        unit.discard()
+        socks.clear()
+        raise
 
 
 def _check_entries(offer: Offer) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hbone.aio.connection import Connection
-from hbone.aio.handover import Frozen
+from hbone.aio.handover import Frozen, UnitState
 from hbone.aio.relay import Relay
 from hbone.aio.tunnel import Tunnel
 from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.accounting.record import Direction
 from ztunnel.proxy.istio.handover.entries import entry_value
-from ztunnel.proxy.istio.handover.messages import CarrierValue, EntryValue, PodKey
+from ztunnel.proxy.istio.handover.messages import CarrierValue, Offer, PodKey
 from ztunnel.proxy.istio.path.connections import Carrier, PodConnection
 from ztunnel.proxy.istio.path.node import pod_key
 from ztunnel.proxy.istio.path.pod import PodProxy
@@ -34,6 +34,12 @@ class Unit:
     pod: PodProxy
     carrier: Carrier | None = None
     relays: list[tuple[Relay, list[Half]]] = field(default_factory=list)
+    _carrier_value: CarrierValue | None = None
+
+    @property
+    def key(self) -> int:
+        """The same in each survey while it lives."""
+        return id(self.carrier or self.relays[0][0])
 
     @property
     def connection(self) -> Connection | None:
@@ -46,11 +52,8 @@ class Unit:
         return sum(len(halves) for _, halves in self.relays)
 
     def freeze(self) -> Frozen:
-        """Stop it and read its state.
-
-        Raises:
-            Unmovable: it cannot move, or not now.
-        """
+        """Stop it and read its state; see :class:`ztunnel.proxy.dataplane.handover.giver.Unit`."""
+        self._carrier_value = self.carrier_value()
         return Frozen([relay for relay, _ in self.relays], self.connection)
 
     def carrier_value(self) -> CarrierValue | None:
@@ -66,12 +69,13 @@ class Unit:
         source, local = SocketAddress.of(sock.getpeername()[:2]), SocketAddress.of(sock.getsockname()[:2])
         return CarrierValue(pod=key, source=source, local=local)
 
-    def entry_values(self, now_s: float) -> tuple[tuple[EntryValue, ...], ...]:
-        """Return the entries of each relay."""
-        return tuple(
+    def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
+        """Return the offer of the frozen unit."""
+        entries = tuple(
             tuple(entry_value(pod_key(pod.name), entry, now_s) for pod, entry in halves)
             for _, halves in self.relays
         )
+        return Offer(number=number, unit=state, carrier=self._carrier_value, entries=entries)
 
     def went(self) -> None:
         """Account for what was carried here: the other process writes the lines."""

@@ -17,8 +17,6 @@ OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 
 
 #: The default path, below the working directory, where Istio's chart mounts it.
 ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
-#: The socket in ``handover_dir``.
-SOCKET_NAME = "handover.sock"
 
 
 class ProxyMode(StrEnum):

@@ -90,8 +90,8 @@ from ztunnel.runtime.turns import turned
 from ztunnel.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from ztunnel.proxy.dataplane.handover.service import Handover
     from ztunnel.proxy.istio.accounting.exports import Exports
-    from ztunnel.proxy.istio.handover.service import Handover
     from ztunnel.proxy.otlp.settings import OtlpSettings
 
 log = logging.getLogger(__name__)
@@ -181,12 +181,13 @@ class _Carrier:
         self._met = False
         self._handover: Handover | None = None
         if config.moves:
-            from ztunnel.proxy.istio.handover.service import Handover, protect_secrets
+            from ztunnel.proxy.dataplane.handover.service import Handover, protect_secrets
+            from ztunnel.proxy.istio.handover.kinds import kinds_of
 
             protect_secrets()
             self._handover = Handover(
                 Path(config.handover_dir),
-                lambda: [pod.proxy for pod in self.pods.values()],
+                kinds_of(lambda: [pod.proxy for pod in self.pods.values()]),
                 self.clock,
                 version=ztunnel.__version__,
                 statistics=self.metrics.handovers,

@@ -9,7 +9,8 @@ import uvloop
 from tests.hbone import virtual_time
 from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD
 from tests.ztunnel.proxy.istio.pods import ELSEWHERE, SERVER, Cluster, End, cluster, workload
-from ztunnel.proxy.istio.handover.service import Handover
+from ztunnel.proxy.dataplane.handover.service import Handover
+from ztunnel.proxy.istio.handover.kinds import kinds_of
 from ztunnel.proxy.istio.path.pod import PodProxy
 
 OUTSIDE = "127.0.7.7"
@@ -38,10 +39,12 @@ class Generations:
         def pods() -> list[PodProxy]:
             return list(of.pods.values())
 
+        kinds, clock = kinds_of(pods), of.node.clock
+
         def take_now() -> None:
             self.taken_now.append(version)
 
-        return Handover(self.folder, pods, of.node.clock, version=version, replace=replace, on_take_now=take_now)
+        return Handover(self.folder, kinds, clock, version=version, replace=replace, on_take_now=take_now)
 
     async def meet(self) -> None:
         """Have the old one listen, and the new one wait for its connections."""

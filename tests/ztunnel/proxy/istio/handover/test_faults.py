@@ -18,33 +18,35 @@ from xds.model.address import SocketAddress
 from xds.model.calico import Flow
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.dataplane import rendezvous
-from ztunnel.proxy.dataplane.rendezvous import MAX_BYTES, Parcel, Rendezvous, RendezvousError
-from ztunnel.proxy.istio.accounting.metrics import PeerLabels
-from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE
-from ztunnel.proxy.istio.handover.giver import Result
-from ztunnel.proxy.istio.handover.messages import (
+from ztunnel.proxy.dataplane.handover.giver import Result
+from ztunnel.proxy.dataplane.handover.messages import (
     SCHEMA,
     Busy,
-    CarrierValue,
     Declined,
-    EntryValue,
-    FactsValue,
     FromGiver,
     FromTaker,
     Go,
     Greeting,
     Keep,
-    Offer,
-    PeerValue,
-    RecordValue,
     Taken,
     Unreadable,
     encode,
-    from_giver,
     from_taker,
 )
-from ztunnel.proxy.istio.settings.config import SOCKET_NAME
+from ztunnel.proxy.dataplane.rendezvous import MAX_BYTES, Parcel, Rendezvous, RendezvousError
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE
+from ztunnel.proxy.istio.handover.messages import (
+    CarrierValue,
+    EntryValue,
+    FactsValue,
+    Offer,
+    PeerValue,
+    RecordValue,
+    from_giver,
+)
 from ztunnel.runtime.descriptors import lowest_free
+from ztunnel.runtime.settings import HANDOVER_SOCKET
 from ztunnel.runtime.sockets import PeerProcess, UnixListener
 
 GREETING = Greeting(version="scripted", schema=SCHEMA, oldest=SCHEMA)
@@ -80,7 +82,7 @@ async def scripted_taker(made: Generations, greeting: Greeting | None = GREETING
         made.before.begin()
         await made.old.until(lambda: made.before.status()["listening"])
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    sock.connect(str(made.folder / SOCKET_NAME))
+    sock.connect(str(made.folder / HANDOVER_SOCKET))
     taker = Scripted(Rendezvous(sock))
     try:
         if greeting is not None:
@@ -226,6 +228,11 @@ def test_a_successor_of_other_schemas_gets_nothing(tmp_path: Path) -> None:
         earlier = Greeting(version="earlier", schema=SCHEMA - 1, oldest=0)
         async with scripted_taker(made, earlier) as taker:
             assert isinstance(await taker.hear(), Busy)
+        other = msgspec.structs.replace(GREETING, dialect="envoy")
+        async with scripted_taker(made, other) as taker:
+            message = await taker.hear()
+            assert isinstance(message, Busy)
+            assert "dialect" in message.reason
 
     play(tmp_path, body)
 
@@ -274,7 +281,7 @@ def test_a_process_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytes
     async def body(made: Generations) -> None:
         made.before.begin()
         await made.old.until(lambda: made.before.status()["listening"])
-        path = made.folder / SOCKET_NAME
+        path = made.folder / HANDOVER_SOCKET
         assert path.stat().st_mode & 0o777 == 0o600
         child = os.fork()
         if not child:
@@ -343,7 +350,7 @@ def test_a_predecessor_with_a_full_descriptor_table_accepts_its_successor_later(
         await made.old.until(lambda: made.before.status()["listening"])
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with full_descriptor_table():
-            sock.connect(str(made.folder / SOCKET_NAME))
+            sock.connect(str(made.folder / HANDOVER_SOCKET))
             taker = Scripted(Rendezvous(sock))
             await taker.say(GREETING)
             await asyncio.sleep(3.0)
@@ -375,7 +382,7 @@ def test_a_successor_connects_once_its_descriptor_table_has_room(tmp_path: Path)
 @contextlib.asynccontextmanager
 async def scripted_giver(made: Generations) -> AsyncIterator[Scripted]:
     """A predecessor of the new proxy."""
-    listener = UnixListener(made.folder / SOCKET_NAME, socket.SOCK_STREAM, 1)
+    listener = UnixListener(made.folder / HANDOVER_SOCKET, socket.SOCK_STREAM, 1)
     made.after.begin()
     while True:
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from ztunnel.cli import main
-from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.runtime.settings import SettingsError
 

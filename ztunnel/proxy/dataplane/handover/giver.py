@@ -8,13 +8,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
-from hbone.aio.handover import Frozen
+from hbone.aio.handover import Frozen, UnitState
 from hbone.tls import Unmovable
-from ztunnel.proxy.dataplane.rendezvous import Rendezvous, RendezvousError
-from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
-from ztunnel.proxy.istio.handover.messages import (
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.dataplane.handover.messages import (
     Declined,
     Finished,
     FromGiver,
@@ -28,8 +27,7 @@ from ztunnel.proxy.istio.handover.messages import (
     encode,
     from_taker,
 )
-from ztunnel.proxy.istio.handover.units import Unit, survey
-from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.dataplane.rendezvous import Rendezvous, RendezvousError
 from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -44,6 +42,36 @@ _MOST_UNANSWERED: Final = 3
 
 class TakerGone(Exception):
     """The other process has ended, or does not answer."""
+
+
+class Unit(Protocol):
+    """What moves together: a tunnel connection with the relays of its tunnels, or a relay of two plain sockets."""
+
+    @property
+    def entries(self) -> int:
+        """How many connections of pods it has."""
+
+    @property
+    def key(self) -> int:
+        """The same in each survey while it lives."""
+
+    def freeze(self) -> Frozen:
+        """Stop it and read its state.
+
+        Raises:
+            Unmovable: it cannot move, or not now.
+            OSError: its socket is about to end.
+        """
+
+    def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
+        """Return the offer of a frozen unit; ``now_s`` is monotonic."""
+
+    def went(self) -> None:
+        """Account for what was carried here: the other process writes the lines."""
+
+
+#: Returns the units of now, and the number of connections that belong to none, by reason.
+Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 
 @dataclass(slots=True)
@@ -78,7 +106,7 @@ class Giver:
     Args:
         channel: to the taker, whose greeting was read.
         taker: its greeting.
-        pods: returns the pods that are carried here now.
+        survey: returns what can move.
         clock: for ages and pauses.
         statistics: counts.
     """
@@ -87,13 +115,13 @@ class Giver:
         self,
         channel: Rendezvous,
         taker: Greeting,
-        pods: Callable[[], Iterable[PodProxy]],
+        survey: Survey,
         clock: Clock,
         statistics: HandoverCounts,
     ) -> None:
         self.taker = taker
         self._channel = channel
-        self._pods = pods
+        self._survey = survey
         self._clock = clock
         self._statistics = statistics
         self._numbers = itertools.count(1)
@@ -126,10 +154,10 @@ class Giver:
         declined: set[int] = set()
         while True:
             result.stays.clear()
-            units, others = survey(self._pods())
+            units, others = self._survey()
             result.stays += others
             for unit in units:
-                if id(unit.carrier or unit.relays[0][0]) in declined:
+                if unit.key in declined:
                     result.stays["declined"] += max(1, unit.entries)
                     continue
                 if self.gone:
@@ -145,7 +173,7 @@ class Giver:
                 if reason:
                     result.stays[reason] += max(1, unit.entries)
                     if reason.startswith("declined"):
-                        declined.add(id(unit.carrier or unit.relays[0][0]))
+                        declined.add(unit.key)
                 await asyncio.sleep(0)
             if self.gone or not result.left or loop.time() >= until_s:
                 return result
@@ -164,20 +192,13 @@ class Giver:
         """
         began_s = self._clock.monotonic()
         try:
-            carrier = unit.carrier_value()
             frozen = unit.freeze()
         except (Unmovable, OSError) as error:
             return str(error) if isinstance(error, Unmovable) else "about to end"
         given = False
         number = next(self._numbers)
         try:
-            offer = Offer(
-                number=number,
-                unit=frozen.state,
-                carrier=carrier,
-                entries=unit.entry_values(began_s),
-            )
-            reason = await self._answer_to(offer, frozen)
+            reason = await self._answer_to(unit.offer(number, frozen.state, began_s), frozen)
             if not reason and frozen.unchanged:
                 given = True
                 unit.went()
@@ -192,7 +213,7 @@ class Giver:
         self._statistics.offered("given" if given else "kept", reason, max(1, unit.entries), pause_s)
         if given:
             result.given += unit.entries
-            result.carriers += unit.carrier is not None
+            result.carriers += frozen.state.carrier is not None
             result.pauses_s.append(pause_s)
         return reason
 

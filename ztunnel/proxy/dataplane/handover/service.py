@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ztunnel.proxy.dataplane.rendezvous import Parcel, Rendezvous, RendezvousError
-from ztunnel.proxy.istio.accounting.handovers import HandoverCounts
-from ztunnel.proxy.istio.handover.giver import Giver, Result, read_message
-from ztunnel.proxy.istio.handover.messages import (
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.dataplane.handover.giver import Giver, Result, Survey, read_message
+from ztunnel.proxy.dataplane.handover.messages import (
     OLDEST_SCHEMA,
     SCHEMA,
     Busy,
@@ -30,19 +30,17 @@ from ztunnel.proxy.istio.handover.messages import (
     Greeting,
     Keep,
     Offer,
+    ReadGiver,
     Taken,
     TakeNow,
     Unreadable,
     encode,
-    from_giver,
 )
-from ztunnel.proxy.istio.handover.taker import Taker
-from ztunnel.proxy.istio.path.node import pod_key
-from ztunnel.proxy.istio.path.pod import PodProxy
-from ztunnel.proxy.istio.settings.config import SOCKET_NAME
+from ztunnel.proxy.dataplane.handover.taker import Make, Taker
+from ztunnel.proxy.dataplane.rendezvous import Parcel, Rendezvous, RendezvousError
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.process import forbid_core_dumps
-from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.settings import HANDOVER_SOCKET, plain_reason
 from ztunnel.runtime.sockets import UnixListener, ready
 from ztunnel.runtime.tasks import Tasks
 
@@ -68,12 +66,31 @@ def protect_secrets() -> None:
         log.warning("core dumps of this process can have keys of connections error=%s", plain_reason(error))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """What a front end hands over, and how it continues it.
+
+    Attributes:
+        dialect: its name. Processes of different dialects do not give to each other.
+        read: reads messages of a giver.
+        survey: returns what can move from here.
+        make: makes the unit of an offer.
+        carried: returns how many pods or listeners there are, for the other process's log.
+    """
+
+    dialect: str
+    read: ReadGiver
+    survey: Survey
+    make: Make
+    carried: Callable[[], int]
+
+
 class Handover:
     """Runs from :meth:`begin` to :meth:`close`.
 
     Args:
         folder: where the processes meet.
-        pods: returns the pods that are carried now.
+        kinds: of the front end.
         clock: for ages.
         version: of this program, for the other one's log.
         replace: have the predecessor hand over and end as soon as this process is ready.
@@ -85,7 +102,7 @@ class Handover:
     def __init__(
         self,
         folder: Path,
-        pods: Callable[[], Iterable[PodProxy]],
+        kinds: Kinds,
         clock: Clock,
         *,
         version: str,
@@ -94,10 +111,10 @@ class Handover:
         statistics: HandoverCounts | None = None,
         worker: int | None = None,
     ) -> None:
-        name = Path(SOCKET_NAME)
+        name = Path(HANDOVER_SOCKET)
         self.path = folder / (name if worker is None else f"{name.stem}-{worker}{name.suffix}")
         self.statistics = statistics if statistics is not None else HandoverCounts()
-        self._pods = pods
+        self._kinds = kinds
         self._clock = clock
         self._version = version
         self._replace = replace
@@ -178,7 +195,7 @@ class Handover:
         except RendezvousError as error:
             log.error("no hand-over from a predecessor path=%s error=%s", self.path, error)
             return False
-        taker = Taker(lambda: {pod_key(pod.name): pod for pod in self._pods()}, self.statistics)
+        taker = Taker(self._kinds.make, self.statistics)
         try:
             return await self._take(channel, taker)
         except (RendezvousError, Unreadable) as error:
@@ -191,14 +208,23 @@ class Handover:
             channel.close()
             self._predecessor = None
 
+    def _greeting(self) -> Greeting:
+        kinds = self._kinds
+        return Greeting(
+            version=self._version,
+            schema=SCHEMA,
+            oldest=OLDEST_SCHEMA,
+            pods=kinds.carried(),
+            dialect=kinds.dialect,
+        )
+
     async def _take(self, channel: Rendezvous, taker: Taker) -> bool:
-        pods = len(list(self._pods()))
-        await channel.send(encode(Greeting(version=self._version, schema=SCHEMA, oldest=OLDEST_SCHEMA, pods=pods)))
+        await channel.send(encode(self._greeting()))
         if self._replace:
             await channel.send(encode(TakeNow()))
         while (parcel := await channel.receive()) is not None:
             try:
-                message = from_giver(parcel.data)
+                message = self._kinds.read(parcel.data)
                 if isinstance(message, Busy):
                     log.info("the predecessor cannot hand over yet reason=%s", message.reason)
                     return False
@@ -261,8 +287,8 @@ class Handover:
                 await channel.send(encode(Busy(reason=reason)))
                 return
             assert isinstance(greeting, Greeting)
-            giver = self._giver = Giver(channel, greeting, self._pods, self._clock, self.statistics)
-            await channel.send(encode(Greeting(version=self._version, schema=SCHEMA, oldest=OLDEST_SCHEMA)))
+            giver = self._giver = Giver(channel, greeting, self._kinds.survey, self._clock, self.statistics)
+            await channel.send(encode(self._greeting()))
             log.info("a successor waits version=%s pods=%d", greeting.version, greeting.pods)
             while (message := await read_message(channel)) is not None:
                 self._heard(giver, message)
@@ -286,6 +312,8 @@ class Handover:
             return "another process takes over already"
         if not greeting.oldest <= SCHEMA <= greeting.schema:
             return f"its schemas {greeting.oldest} to {greeting.schema} do not include {SCHEMA}"
+        if greeting.dialect != self._kinds.dialect:
+            return f"its configuration is of the dialect {greeting.dialect}, not {self._kinds.dialect}"
         return ""
 
     def _heard(self, giver: Giver, message: FromTaker) -> None:

@@ -1,0 +1,153 @@
+"""What the two processes of a hand-over say to each other, in either dialect. Pure.
+
+The *giver* has connections, and the *taker* continues them::
+
+    taker                             giver
+    Greeting, perhaps TakeNow  --->
+                               <---   Greeting, or Busy
+                               <---   Offer (state and descriptors of one unit)
+    Taken, or Declined         --->
+                               <---   Go, or Keep
+                               ...
+                               <---   Finished
+
+A unit does nothing between its offer and the giver's next word about it. After :class:`Go` it is the taker's.
+Without an answer in time the giver keeps it and says so. A taker that hears neither, because the giver is gone,
+discards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from hbone.aio.handover import UnitState
+
+SCHEMA: Final = 1
+"""Of all messages. It grows when a process of the version before would misread a message."""
+OLDEST_SCHEMA: Final = 1
+"""The oldest that this version reads."""
+
+
+class Greeting(Struct, frozen=True, kw_only=True, tag=True):
+    """The first message of each side.
+
+    Attributes:
+        version: of the program, for logs.
+        schema, oldest: the newest schema of the side's offers, and the oldest that it reads.
+        pods: of the taker: how many it carries, or in Envoy's dialect how many listeners it has.
+        dialect: of the side's configuration.
+    """
+
+    version: str
+    schema: int
+    oldest: int
+    pods: int = 0
+    dialect: str = "istio"
+
+
+class TakeNow(Struct, frozen=True, tag=True):
+    """The taker replaces the giver now: hand over, and end."""
+
+
+class Busy(Struct, frozen=True, kw_only=True, tag=True):
+    """The giver has another taker, or cannot hand over to this one; the connection ends."""
+
+    reason: str
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """One unit, with its descriptors beside the message. Each dialect adds what it knows of the unit.
+
+    Attributes:
+        number: by which the following messages name it.
+        unit: its engine, TLS and sockets.
+    """
+
+    number: int
+    unit: UnitState
+
+    @property
+    def connections(self) -> int:
+        """How many connections of pods it has; 1 for a tunnel connection without any."""
+        return max(1, len(self.unit.relays))
+
+
+class Taken(Struct, frozen=True, tag=True):
+    """The taker can continue a unit, and waits for :class:`Go`."""
+
+    number: int
+
+
+class Declined(Struct, frozen=True, tag=True):
+    """The taker cannot continue a unit."""
+
+    number: int
+    reason: str
+
+
+class Go(Struct, frozen=True, tag=True):
+    """The unit is the taker's."""
+
+    number: int
+
+
+class Keep(Struct, frozen=True, tag=True):
+    """The giver keeps the unit."""
+
+    number: int
+
+
+class Finished(Struct, frozen=True, kw_only=True, tag=True):
+    """The giver has offered everything that can move; ``left``: connections that stay, for logs."""
+
+    given: int
+    left: int
+
+
+FromGiver: TypeAlias = Greeting | Busy | Offer | Go | Keep | Finished
+FromTaker: TypeAlias = Greeting | TakeNow | Taken | Declined
+
+#: Reads a message of the giver; raises :class:`Unreadable` if it is none.
+ReadGiver: TypeAlias = Callable[[bytes], FromGiver]
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_from_taker: Final[msgspec.msgpack.Decoder[FromTaker]] = msgspec.msgpack.Decoder(FromTaker)
+
+
+class Unreadable(Exception):
+    """The bytes are no message of that side."""
+
+
+def encode(message: FromGiver | FromTaker) -> bytes:
+    """Return the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def reader_of(offer: type[Offer]) -> ReadGiver:
+    """Return what reads the messages of a giver whose offers are of this type."""
+    decoder = msgspec.msgpack.Decoder(Greeting | Busy | offer | Go | Keep | Finished)
+
+    def read(data: bytes) -> FromGiver:
+        try:
+            found: FromGiver = decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise Unreadable(str(error)) from error
+        return found
+
+    return read
+
+
+def from_taker(data: bytes) -> FromTaker:
+    """Read a message of the taker.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    try:
+        return _from_taker.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Unreadable(str(error)) from error

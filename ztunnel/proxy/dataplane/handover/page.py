@@ -1,0 +1,36 @@
+"""``/handover`` of the admin servers: whether open connections can move, and with POST have them move."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, text
+
+
+class Shown(Protocol):
+    """Moves open connections between processes; see :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
+
+    def status(self) -> dict[str, Any]:
+        """The state, as a page shows it."""
+
+    @property
+    def successor_waits(self) -> bool:
+        """Whether a successor is connected."""
+
+
+def page(handover: Shown | None, shut_down: Callable[[], object], request: PageRequest) -> Page:
+    """Return the state. With POST, have the process give its connections to the successor that waits, and end.
+
+    Args:
+        handover: of the process; ``None``: connections do not move.
+        shut_down: begins the end of the process, which gives its connections.
+        request: to the admin server.
+    """
+    if handover is None:
+        return text("open connections do not move: ZTUNNEL_HANDOVER_DIR names no folder\n", 404, PLAIN)
+    if request.method != "POST":
+        return text(json.dumps(handover.status(), indent=2) + "\n", content_type=JSON)
+    if not handover.successor_waits:
+        return text("no successor waits: start it, and it takes over when it is ready\n", 409, PLAIN)
+    shut_down()
+    return text("handing over, and ending\n", content_type=PLAIN)

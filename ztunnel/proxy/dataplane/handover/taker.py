@@ -1,0 +1,96 @@
+"""The process that replaces another one: makes the units of offers, and continues those that become its own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeAlias
+
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.dataplane.handover.messages import Offer
+from ztunnel.proxy.dataplane.rendezvous import Parcel
+
+log = logging.getLogger(__name__)
+
+
+class Declining(Exception):
+    """A unit cannot be continued here; the text says why."""
+
+
+class Pending(Protocol):
+    """A unit that was offered and does not begin yet. Either :meth:`start` or :meth:`discard` is called, once."""
+
+    @property
+    def entries(self) -> int:
+        """How many connections of pods it has."""
+
+    def start(self) -> None:
+        """Continue the unit: it belongs to this process from now on."""
+
+    def discard(self) -> None:
+        """Forget the unit: the other process keeps it."""
+
+
+#: Makes the unit of an offer with its non-blocking sockets. They belong to it, unless this raises ``Declining``,
+#: ``ValueError``, ``OSError`` or ``KeyError``.
+Make: TypeAlias = Callable[[Offer, list[socket.socket]], Awaitable[Pending]]
+
+
+class Taker:
+    """Answers the offers of one giver.
+
+    Args:
+        make: makes units.
+        statistics: counts.
+
+    Attributes:
+        taken: connections of pods that continue here.
+    """
+
+    def __init__(self, make: Make, statistics: HandoverCounts) -> None:
+        self._make = make
+        self._statistics = statistics
+        self._pending: dict[int, Pending] = {}
+        self.taken = 0
+
+    async def consider(self, offer: Offer, parcel: Parcel) -> str:
+        """Make the unit of an offer, which then waits for the giver's word.
+
+        Returns:
+            Why that is not possible. Empty if it is.
+        """
+        socks: list[socket.socket] = []
+        try:
+            socks = [socket.socket(fileno=each) for each in parcel.take_all()]
+            for sock in socks:
+                sock.setblocking(False)
+            self._pending[offer.number] = await self._make(offer, socks)
+        except (Declining, ValueError, OSError, KeyError) as error:
+            for sock in socks:
+                sock.close()
+            reason = str(error) if isinstance(error, Declining) else f"unusable state: {error}"
+            if not isinstance(error, Declining):
+                log.warning("an offered connection cannot be continued error=%s", reason)
+            self._statistics.count("declined", reason, offer.connections)
+            return reason
+        return ""
+
+    def begin(self, number: int) -> None:
+        """Continue a unit: the giver has released it."""
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            self.taken += pending.entries
+            self._statistics.count("taken", "", max(1, pending.entries))
+            pending.start()
+
+    def forget(self, number: int) -> None:
+        """Discard a unit: the giver keeps it."""
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.discard()
+
+    def close(self) -> None:
+        """Discard what the giver has not released. Idempotent."""
+        for number in list(self._pending):
+            self.forget(number)
