@@ -26,8 +26,8 @@ class CostBudget:
         """Charge ``units`` of work and return how long to stop reading, in seconds.
 
         Backpressure comes first: an honest peer with many small frames sends fewer and larger ones when it must
-        wait, and a busy peer does not notice. A peer that is slowed down for many seconds has caused wasted work
-        all that time.
+        wait, and a busy peer does not notice. A peer that needs to be slowed down for many seconds has caused
+        wasted work for as long.
 
         Raises:
             Failure: it has been; the connection ends.
@@ -45,7 +45,7 @@ class CostBudget:
         return pause_s
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to stop reading from now. :meth:`refund` can have refunded some of it since."""
+        """Return how long to stop reading from now. :meth:`refund` can have shortened the pause since."""
         self._work.spend(now_s, 0.0)
         pause_s = self._work.overdrawn_s
         if self.shared is not None:

@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def goaway_sent(self) -> bool:
-        """Whether the final GOAWAY was sent. True for a client, which does not need one before it closes."""
+        """Whether the final GOAWAY was sent. True for a client, which can close without a GOAWAY."""
         return not self._server or self._goaway_limit is not None
 
     @property
@@ -314,7 +314,7 @@ class Engine:
             self.reset_stream(stream_id, reset_code)
 
     def reset_stream(self, stream_id: int, code: int) -> None:
-        """Send RST_STREAM. Idempotent; does nothing if the stream is already closed."""
+        """Send RST_STREAM. Idempotent, and without effect on a closed stream."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
             # The rest of a DATA frame that the network has split is treated like later frames: dropped, with its
@@ -347,7 +347,7 @@ class Engine:
         """Server: announce the end with a GOAWAY for all streams and a PING (RFC 9113, 6.8); idempotent.
 
         Requests that cross this GOAWAY are still accepted. The PONG shows that the peer has seen it
-        (:attr:`drain_seen`). The caller sends the final GOAWAY some time later, see :meth:`goaway`.
+        (:attr:`drain_seen`). The caller sends the final GOAWAY later, by :meth:`goaway`.
         """
         if not self.draining and not self.failed:
             self.draining = True
@@ -381,7 +381,7 @@ class Engine:
         return self.output.reserve(allowed if allowed < self.peer_max_frame_bytes else self.peer_max_frame_bytes)
 
     def reserve_many(self, stream_id: int, limit: int) -> list[memoryview] | None:
-        """Like :meth:`reserve`, but with one view per frame, so that one read can fill all of them.
+        """Like :meth:`reserve`, but with one view per frame, so that one read can fill several frames.
 
         For peers with small frames, where one view would mean one system call per 16 KiB.
         """
@@ -397,7 +397,7 @@ class Engine:
         self.output.commit(stream_id, size, self.peer_max_frame_bytes)
 
     def send_data(self, stream_id: int, data: bytes | memoryview) -> int:
-        """Copy as much of ``data`` into the output as windows and room allow. Return the number of bytes."""
+        """Copy ``data`` into the output, up to the limits of windows and room. Return the number of bytes."""
         sent = 0
         while sent < len(data):
             room = self.reserve(stream_id, len(data) - sent)
@@ -450,11 +450,11 @@ class Engine:
         """Advance by ``data``, however the network split it.
 
         Args:
-            data: events hold views of it, which are valid until the caller changes it.
+            data: received bytes. Events hold views of this buffer, valid until the caller changes it.
             now_s: monotonic seconds, for the budgets.
-            slice_units: stop at the end of the frame, or of the piece of a long header block, at which the work of
-                this call exceeds it. The rest of ``data`` is kept (:attr:`unparsed`). Further calls, also without
-                data, process that rest first.
+            slice_units: the limit of work. The call stops after the frame, or the piece of a long header block,
+                that exceeds the limit. The rest of ``data`` is kept (:attr:`unparsed`). Further calls, also
+                without data, process that rest first.
 
         Returns:
             The events, in order. The last can be :class:`ConnectionFailed`, after which further data is ignored.
@@ -506,7 +506,8 @@ class Engine:
         self._window.join(share, pod)
 
     def leave_share(self) -> None:
-        """Return this connection's windows to its share. Idempotent; does nothing without a share.
+        """Return this connection's windows to its share. Idempotent, and without effect if the connection has no
+        share.
 
         Tunnels that carried no bytes are charged here, too: opening them and dropping the connection causes the
         same work as resetting them.
@@ -523,7 +524,7 @@ class Engine:
         self._reader.work += overhead // RECORD_BYTES
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to stop reading from now. Answers of 200 can have refunded some of it since."""
+        """Return how long to stop reading from now. Answers of 200 can have shortened the pause since."""
         return self._costs.overdrawn_s(now_s)
 
     # Frames in, called by FrameReader
@@ -545,7 +546,7 @@ class Engine:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """See :class:`hbone.reader.FrameSink`; the path of nearly all frames, hence the checks written out."""
+        """Account for a DATA frame. Nearly all frames take this path, hence the checks written out."""
         stream = self._streams.get(stream_id)
         if (
             stream is None
@@ -831,8 +832,8 @@ class Engine:
         if key == Setting.HEADER_TABLE_SIZE:
             # The next header block must begin with a dynamic table size update if the peer's limit falls below the
             # last size of our encoder's table (RFC 7541, 4.2; Envoy answers GOAWAY(COMPRESSION_ERROR) without it).
-            # The encoder never uses the table, so it gives up all of it at once: 0 is the smallest and the final
-            # size of any series of changes, and no later limit can be lower.
+            # The encoder never uses the table, so it sets the table's size to 0 at once: 0 is the smallest and
+            # the final size of any series of changes, and no later limit can be lower.
             if value < self._encoder_table_bytes:
                 self._encoder_table_bytes = 0
                 self._block_prefix = EMPTY_TABLE
@@ -890,7 +891,7 @@ class Engine:
             return StreamState.IDLE
         if self._goaway_limit is not None and stream_id > self._goaway_limit:
             # Streams after our final GOAWAY are not answered, as if we had reset them (RFC 9113, 6.8). A client
-            # has only its own streams; those it has not opened stay idle.
+            # has only its own streams; streams not yet opened stay idle.
             return StreamState.RESET if self._server or stream_id <= last else StreamState.IDLE
         if stream_id > last:
             return StreamState.IDLE
@@ -966,8 +967,8 @@ class Engine:
         self._send_reset(stream_id, code)
 
     def _charge(self, tokens: float = 1.0) -> None:
-        # Two limits for two floods: frames that arrive too fast, and answers (ACKs, resets) that queue up here
-        # because the peer sends but does not read.
+        # Two limits for two floods: frames arriving too fast, and answers (ACKs, resets) queued here because the
+        # peer sends but does not read.
         if not self._control.spend(self._now, tokens):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
         if self.output.frames > self.settings.limits.unsent_frames:

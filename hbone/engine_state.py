@@ -1,9 +1,9 @@
-"""The state of an HTTP/2 connection as one value, and an engine that continues from it.
+"""The state of an HTTP/2 connection as one value, and an engine that resumes this state.
 
 :func:`engine_state` reads an :class:`hbone.engine.Engine` between two calls of its methods, and :func:`engine_of`
-makes another one, in this process or in another, that the peer cannot distinguish from the first. Settings
-belong to the state, because the peer has received them. Times are ages, so that clocks need not agree. Caches
-are left out: they only save work.
+makes a new engine, in this process or in another. The peer cannot distinguish it from the first. Settings belong
+to the state, because the peer has received them. Times are ages, so that clocks need not agree. Caches are left
+out: they only save work.
 
 A new field gets a default, so that versions beside each other read each other's states. A change of meaning raises
 :data:`SCHEMA`.
@@ -60,7 +60,7 @@ class StreamValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowValue(msgspec.Struct, frozen=True, kw_only=True):
-    """The receive window of the connection, and what is left of the pools of its streams."""
+    """The receive window of the connection, and the rest of its streams' pools."""
 
     most_bytes: int
     most_stream_bytes: int

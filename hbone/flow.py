@@ -113,9 +113,7 @@ class PeerQuota:
         self._turn_bytes = 0
 
     def note_read(self, turn_s: float, size: int) -> None:
-        """Record that one of the connections has read ``size`` bytes in the iteration that started
-        at ``turn_s``.
-        """
+        """Record a read of ``size`` bytes by one of the connections, in the iteration started at ``turn_s``."""
         if self._turn_s != turn_s:
             self._turn_s, self._turn_bytes = turn_s, 0
         self._turn_bytes += size

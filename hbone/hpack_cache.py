@@ -128,7 +128,7 @@ class _WatchedTable(HeaderTable):
 
 
 class BlockDecoder(Generic[T]):
-    """Decodes and parses the header blocks of one direction of one connection, in order.
+    """Decodes and parses a connection's header blocks of one direction, in order.
 
     ``parse`` gets the decoded fields. Its result is cached with the block.
 
@@ -289,7 +289,7 @@ class BlockDecoder(Generic[T]):
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
 
     def _forget(self) -> None:
-        """Drop the cache: the dynamic table can have changed, and with it the meaning of blocks."""
+        """Drop the cache: a change of the dynamic table changes the meaning of blocks."""
         self._changes = self._table.changes
         self._blocks.clear()
         self._last = None

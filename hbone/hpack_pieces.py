@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     Attributes:
         end: the position after the piece.
-        value: the positions of the length and of the octets of a long Huffman-coded value, if the piece is a
+        value: the positions of length and octets of a long Huffman-coded value, if the piece is a
             single field with such a value. Otherwise two zeros.
     """
 
@@ -152,7 +152,7 @@ def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
 
 
 def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """Return an integer and the position after it (RFC 7541, 5.1)."""
+    """Return an integer and the next position (RFC 7541, 5.1)."""
     value = block[position] & mask
     position += 1
     if value < mask:

@@ -2,8 +2,7 @@
 
 There are three kinds of answers, from mild to final. A peer that causes more work than its share is not read
 until its debt is paid (backpressure). A stream that exceeds its bounds is reset. A connection that continues is
-closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` has the table of limits beside those of other
-proxies.
+closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` compares the limits with other proxies.
 
 Work is counted in units of about a microsecond of one core in pure Python, by what was measured for each kind of
 frame. It is counted and not timed: a clock would charge a peer for what the machine does meanwhile.
@@ -51,8 +50,8 @@ class Limits:
     The work budget is a quarter of a core per connection. 10,000 requests of 1 KiB a second in its tunnels cost
     10,000 units. 2,500 new tunnels a second that carry bytes cost as little, because each 200 refunds its request.
     1,000 refused requests a second cost 300,000 units and are slowed down. The burst has room for 600 requests at
-    once, before the first of them is answered. Frames of 1 KiB or more are free. The other rates are guesses:
-    above the observed needs of busy honest peers, and far below harmful rates.
+    once, before the first answer. Frames of 1 KiB or more are free. The other rates are guesses: above the
+    observed needs of busy honest peers, and far below harmful rates.
     """
 
     work_burst: int = 200_000

@@ -1,8 +1,8 @@
-"""OpenSSL's binding, and a check that it has the names that this package uses.
+"""OpenSSL's binding, and a check for the names in it that this package uses.
 
 pyOpenSSL wraps the OpenSSL library inside ``cryptography``. Functions that it does not wrap are called through the
-cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release can rename any of them.
-The check below reports that as one clear error at import, instead of a failure in a handshake.
+cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release can rename any
+attribute. The check below reports that as one clear error at import, instead of a failure in a handshake.
 """
 
 from typing import Any, Final

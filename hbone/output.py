@@ -1,7 +1,7 @@
 """The engine's output: frames in order, with DATA payload that a socket's read has put in place.
 
-Frames are written consecutively into a buffer that is borrowed while there is output. Frames that no longer fit,
-or must wait because the network does not take the buffer, queue behind it as bytes objects.
+Frames are written consecutively into a buffer that is borrowed while there is output. Frames that do not fit, or
+must wait for the network to accept the buffer, are queued as bytes objects.
 """
 
 from __future__ import annotations

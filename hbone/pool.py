@@ -2,10 +2,9 @@
 
 The rules: a key is any hashable, and connections of one key are interchangeable. A tunnel takes the oldest
 connection of its key that has room. Without one, and below the limits, exactly one connection per key is dialled,
-however many tunnels wait for it, because a burst of clients must not become a burst of handshakes. If the dial
-succeeds, waiters get its room in order, and the next dial starts only if some are left. If it fails, the waiter
-that caused it gets the error, and the next waiter causes a new dial, so that no waiter depends on an event that
-will not occur.
+however many tunnels wait, because a burst of clients must not become a burst of handshakes. If the dial succeeds,
+waiters get its room in order, and the next dial starts only if some are left. If the dial fails, its own waiter
+gets the error, and the next waiter causes a new dial, so no waiter depends on an event that never occurs.
 
 Room is the smaller of our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A limit learned later counts from
 then on. A draining connection (GOAWAY, our drain, evicted) keeps its streams and takes no more. Idle connections
@@ -58,7 +57,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """``waiter`` opens its stream on ``connection``, on which a slot is reserved for it."""
+    """``waiter`` opens its stream on ``connection``, in a reserved slot."""
 
     waiter: WaiterId
     connection: ConnectionId
@@ -187,7 +186,7 @@ class PoolState:
         return waiter, self._assign_waiters(key, entry, now_s)
 
     def cancel_wait(self, waiter: WaiterId, now_s: float) -> list[Action]:
-        """Remove a waiter from the queue. Does nothing if it has left the queue already."""
+        """Remove a waiter from the queue. Without effect if the waiter has left the queue already."""
         key = self._waiting.pop(waiter, None)
         if key is None:
             return []
@@ -230,7 +229,7 @@ class PoolState:
             peer_limit: of streams (None: not known yet).
             streams: how many are open.
             now_s: the time.
-            idle_s: how long it has had none. Its timeouts do not begin anew.
+            idle_s: how long it has had none. Its timeouts do not restart.
         """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1

@@ -49,7 +49,7 @@ class FrameSink(Protocol):
         """Take a DATA frame without padding that arrived in full; any other calls the next three."""
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
-        """Start a DATA frame: ``length`` bytes count against the windows, and ``payload`` of them follow."""
+        """Start a DATA frame: ``length`` bytes count against the windows, and ``payload`` bytes follow."""
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
         """Take payload of the DATA frame that began last."""

@@ -23,7 +23,7 @@ class Role(Enum):
 class Http2Settings:
     """SETTINGS we send, windows we grant.
 
-    The defaults are those of the Rust ztunnel, in its order. ``max_concurrent_streams`` and
+    Defaults and order are the same as in the Rust ztunnel. ``max_concurrent_streams`` and
     ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`. Windows start smaller and
     grow up to ``stream_window_bytes`` and ``connection_window_bytes`` with use (:mod:`hbone.windows`).
     """

@@ -1,9 +1,9 @@
-"""The frames that a stream allows in each state, and the state that follows (RFC 9113, 5.1).
+"""The allowed frames of a stream in each state, and the next state (RFC 9113, 5.1).
 
 :data:`RECEIVED` is for frames of the peer, :data:`SENT` for ours. :mod:`hbone.engine` uses both, and
 ``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's *closed* is
-two states here, because it requires two behaviours: frames that were under way when we sent RST_STREAM must be
-ignored, while a peer that has closed a stream itself violates the protocol by sending more.
+two states here, because it requires two behaviours: frames under way when we sent RST_STREAM must be ignored,
+while a peer that has closed a stream itself violates the protocol by sending more.
 
 The table is about order. What else can be wrong with a frame (header fields, windows, sizes, a second response
 head) is up to the engine once the table allows the frame.
@@ -167,7 +167,7 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
 A server does not send HEADERS on an idle stream.
 """
 
-#: The states in which DATA can be received or sent, for comparisons by identity on the hot path.
+#: The states where DATA can be received or sent, for comparisons by identity on the hot path.
 OPEN: Final = StreamState.OPEN
 HALF_CLOSED_LOCAL: Final = StreamState.HALF_CLOSED_LOCAL
 HALF_CLOSED_REMOTE: Final = StreamState.HALF_CLOSED_REMOTE

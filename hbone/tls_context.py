@@ -134,7 +134,7 @@ class Verification:
         self.secrets: dict[bytes, bytes] = {}
 
     def note_secret(self, line: bytes) -> None:
-        """Keep the secret of a line of the key log, if it is one of the first application keys."""
+        """Keep the secret in a line of the key log, if it is one of the first application keys."""
         label, _, secret = line.split(b" ")
         sender, _, kind = label.partition(b"_")
         if kind == b"TRAFFIC_SECRET_0":
@@ -242,7 +242,7 @@ class TlsContext:
         # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
         flags = crypto.X509StoreFlags.PARTIAL_CHAIN
         if settings.crl_pem is not None:
-            # OpenSSL accepts peers for which it has no list, so an unreadable list would revoke no certificate.
+            # OpenSSL accepts peers without a list, so an unreadable list would revoke no certificate.
             blocks = _pem_blocks(settings.crl_pem, b"X509 CRL")
             if not blocks:
                 raise ValueError("no certificate revocation list in PEM")

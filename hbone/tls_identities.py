@@ -1,4 +1,4 @@
-"""The certificates that one TLS context presents: one, or several from which a server chooses in each handshake.
+"""The certificates that one TLS context presents: one, or several; then a server chooses one in each handshake.
 
 With several, OpenSSL chooses by the client's signature algorithms, among the first certificate of each key type,
 and prefers the shorter elliptic key. The names of the certificates narrow that choice first, like in Envoy:
@@ -38,8 +38,8 @@ class Identity:
 def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
     """Return the identity with its issuers among trusted certificates, if it has none of its own.
 
-    A peer that trusts only the root needs the intermediates. OpenSSL would search for them in each handshake,
-    verify the resulting chain, and send the root, too.
+    A peer that trusts only the root needs the intermediates. OpenSSL would search the intermediates in each
+    handshake, verify the resulting chain, and send the root, too.
 
     Args:
         identity: its chain can consist of the leaf alone.
@@ -85,7 +85,7 @@ def load(raw: SSL.Context, identity: Identity) -> None:
 
 
 def load_each(raw: SSL.Context, identities: Iterable[Identity]) -> None:
-    """Present the first certificate of each key type, each with its own issuers. Raises the same errors as
+    """Present the first certificate of each key type, each with its own issuers. Raises the errors of
     :func:`load`.
     """
     seen: set[type] = set()

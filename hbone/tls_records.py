@@ -156,7 +156,7 @@ class RecordSession(TlsStream):
     """Continues a connection from its state; see :class:`hbone.tls.TlsStream`.
 
     Raises:
-        ValueError: the state names a suite that is unknown here, or has keys that do not fit.
+        ValueError: the state names an unknown suite, or has keys of another length.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""A connection of TLS 1.3 after its handshake, as a value: :mod:`hbone.tls_records` continues from it."""
+"""A connection of TLS 1.3 after its handshake, as a value that :mod:`hbone.tls_records` resumes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
         message: the received part of a handshake message that spans records.
         control: records to send that were not taken yet: alerts, key updates.
         peer_closed: the peer has sent close_notify.
-        closed: we have.
-        facts: what the handshake has proved.
+        closed: we have sent it. facts: the result of the handshake, such as the peer's identity.
     """
 
     suite: str

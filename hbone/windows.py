@@ -1,20 +1,20 @@
 """The receive windows of a connection and of its streams: how much payload of a peer can wait here.
 
-A stream can pin its window: bytes that arrived and that its reader does not take. So that live streams always make
+A stream can pin its window: bytes that arrived but are not read. So that live streams always make
 progress, the windows of all streams together stay within the connection's window. A stream therefore starts with a
-small window (``initial_window_bytes``), which grows on demand: if half of it was delivered within :data:`FAST_S`
-and few bytes wait, the peer was waiting for credit and not for the reader. A stream that slows down releases the
-growth.
+small window (``initial_window_bytes``), which grows on demand: if half a window was delivered within
+:data:`FAST_S` and few bytes wait, the peer waited for credit and not for the reader. A stream that slows down
+releases the growth.
 
 Growth comes from two pools of the connection. Bytes that a socket has accepted can still wait in the kernel, which
 takes some megabytes of a stream without a reader. Streams that have delivered less than :data:`PROVEN_BYTES` share
 a small pool, and each can take a quarter of its rest. Above that a stream has a live reader, and can take half of
-the rest of the large pool. However many streams are pinned, the next one gets credit, and after proving its reader
-it gets as much as it can use.
+what the large pool has left. However many streams are pinned, the next stream gets credit. After proving its
+reader it is not limited.
 
 The connection's own window follows the streams: with few streams it uses little of the peer's quota of waiting
-bytes (:class:`hbone.flow.PeerQuota`), and of the quotas of its pod and of the process
-(:class:`hbone.flow.WindowPool`). If these are used up, no window grows. That is backpressure, not an error.
+bytes (:class:`hbone.flow.PeerQuota`), and of its pod's and the process's quotas (:class:`hbone.flow.WindowPool`).
+If these are used up, no window grows. That is backpressure, not an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StreamWindow:
 
 
 class ConnectionWindow:
-    """A connection's receive window, and the pools from which the windows of its streams grow."""
+    """A connection's receive window, and the pools that its streams' windows grow from."""
 
     __slots__ = (
         "_grown",
@@ -84,7 +84,7 @@ class ConnectionWindow:
         self.initial = settings.first_window_bytes
         """The window that every stream starts with."""
         streams = settings.max_concurrent_streams or _MOST_STREAMS
-        # A configured window can be too small for that many streams. Half of it then stays for growth.
+        # A configured window can be too small for that many streams. The other half then stays for growth.
         kept = min(self.initial * streams, self.most_bytes >> 1)
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven

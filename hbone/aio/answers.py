@@ -17,7 +17,7 @@ OnAnswer: TypeAlias = Callable[[Tunnel | None, Exception | None], None]
 
 
 class _Waiter:
-    """Who waits for an answer: a coroutine by its future, or an object by its callback."""
+    """A waiter for an answer: a coroutine by its future, or an object by its callback."""
 
     __slots__ = ("_future", "_on_answer", "tunnel")
 
@@ -92,7 +92,8 @@ class PendingAnswers:
         """Settle with ``error`` each request that the peer cannot have acted on.
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
-        under way. It has not read them, so early data is not lost with them, unless the failure is ours.
+        under way. The peer has not read these requests, so their early data can be sent again, unless the failure
+        is ours.
         """
         for stream_id, waiter in list(self._waiting.items()):
             if error.by_peer or waiter.tunnel.early_sent is None:

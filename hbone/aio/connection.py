@@ -75,8 +75,8 @@ class ConnectionSettings:
     ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
     server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
     disables keepalive. The two ping times are kept to a quarter of the shorter timeout. They differ from the Rust
-    ztunnel's 10 and 20 s: a peer that vanished without a FIN is detected within 20 s instead of 35, and a peer
-    that paused for 10 s is kept.
+    ztunnel's 10 and 20 s: a peer gone without a FIN is detected within 20 s instead of 35, and a peer that paused
+    for 10 s is kept.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -103,7 +103,7 @@ class MovedConnection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a connection remembers beside its engine, its TLS and its tunnels.
+    """The state of a connection outside its engine, its TLS and its tunnels.
 
     Attributes:
         waiting: streams that wait for room, in their order.
@@ -127,7 +127,7 @@ class RequestSink(Protocol):
         """Handle a new stream; ``ended``: END_STREAM came with the request."""
 
     def cancel(self, tunnel: Tunnel) -> None:
-        """Stop handling, because the stream is closed. Idempotent; does nothing after the request was answered."""
+        """Stop handling, because the stream is closed. Idempotent, and has no effect after the answer."""
 
 
 class Connection(TunnelCarrier):
@@ -240,7 +240,7 @@ class Connection(TunnelCarrier):
                 finally:
                     # A server's last flight has session tickets, which our clients do not use. It leaves in one
                     # segment with the first frames. A client's last flight must leave at once, because the server
-                    # waits for it.
+                    # waits for this flight.
                     if not finished or self.role is Role.CLIENT:
                         self._send_handshake()
                 if not finished:
@@ -291,10 +291,10 @@ class Connection(TunnelCarrier):
             self.link.hang_up_seen()
         if mask & READABLE or not mask:
             self.link.readable = True
-            # A connection with much to read gets no event of its own beside other such connections, because new
-            # bytes arrive for it all the time. In the run queue they share a part of each loop iteration, and
-            # small flows, whose events are served at once, do not wait for all of them. Clients in a handshake and
-            # peers with many connections also count as bulk.
+            # A connection with much to read never runs out of new bytes, so epoll would report it in every
+            # iteration. In the run queue they share a part of each loop iteration, and small flows, whose events
+            # are served at once, do not wait for all bulk connections. Clients in a handshake and peers with many
+            # connections also count as bulk.
             share = self._share
             greedy = self._greedy or (share is not None and share.greedy_s == self.poller.now_s)
             if mask and greedy and self._joins_line():
@@ -493,8 +493,8 @@ class Connection(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # Tunnels send in the order in which they ran out of room. A tunnel that finds no room again
-                # goes to the end of the queue, so that tunnels take turns with a small window.
+                # Tunnels send in the order of running out of room. A tunnel without room goes back to the end of
+                # the queue, so that tunnels share a small window in turn.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:
@@ -529,7 +529,7 @@ class Connection(TunnelCarrier):
 
     @property
     def early_limit(self) -> int:
-        """See :class:`hbone.aio.tunnel.TunnelCarrier`: a server holds little, for it has not agreed yet."""
+        """Return the limit of early bytes: low at a server, which has not accepted the tunnel yet."""
         http2 = self.settings.http2
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
 
@@ -650,7 +650,7 @@ class Connection(TunnelCarrier):
         """Client: like :meth:`open`, without a coroutine. The caller closes the tunnel, with or without an answer.
 
         Args:
-            block: the CONNECT as :meth:`hbone.engine.Engine.open_tunnel` takes it.
+            block: the CONNECT, an argument of :meth:`hbone.engine.Engine.open_tunnel`.
             client: see :meth:`open`.
             on_answer: gets the errors that :meth:`open` raises. A tunnel that is closed before gets no answer.
 
@@ -678,10 +678,10 @@ class Connection(TunnelCarrier):
         """Take no new streams, and close with the last open one; idempotent.
 
         A server announces it in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING, and
-        some time after the PONG the final GOAWAY, so that no request which crossed the first GOAWAY is lost. The
+        shortly after the PONG the final GOAWAY, so that no request which crossed the first GOAWAY is lost. The
         delay is for multi-threaded clients: one thread answers the PING while another has already taken this
-        connection for a request that leaves later. (The Rust ztunnel's pool checks for GOAWAY when a connection is
-        taken from it, and fails the request if the final GOAWAY does not cover it.)
+        connection for a request that leaves later. (The Rust ztunnel's pool checks for GOAWAY when it hands out a
+        connection, and fails the request if the final GOAWAY does not cover it.)
         """
         if self.error is None and not self._closing:
             self._closing = True
@@ -730,7 +730,7 @@ class Connection(TunnelCarrier):
     # Moving to another process: see hbone.aio.handover
 
     def settle(self) -> dict[int, Tunnel]:
-        """Come to a state that can move: nothing half-read, all output sealed. Return the tunnels.
+        """Reach a state that can move: no frame is half-read, and all output is encrypted. Return the tunnels.
 
         Raises:
             Unmovable: it cannot, or not now.
@@ -762,7 +762,7 @@ class Connection(TunnelCarrier):
 
     @property
     def progress(self) -> Progress:
-        """What moves with it."""
+        """The connection's own state for :class:`Progress`."""
         return Progress(
             waiting=tuple(self._waiting),
             room=self._room,
@@ -772,7 +772,7 @@ class Connection(TunnelCarrier):
         )
 
     def suspend(self) -> None:
-        """Do nothing until :meth:`wake_up` or :meth:`move_away`."""
+        """Stop until :meth:`wake_up` or :meth:`move_away`."""
         self.link.held = True
         if self._pause is not None:
             self._pause.cancel()
@@ -796,7 +796,7 @@ class Connection(TunnelCarrier):
             self._end(TunnelClosed("moved to another process"))
 
     def continue_with(self, progress: Progress, tunnels: Iterable[Tunnel]) -> None:
-        """Take the place of a connection of another process; :meth:`restart` begins."""
+        """Replace a connection of another process; :meth:`restart` starts it."""
         self._tunnels = {tunnel.stream_id: tunnel for tunnel in tunnels}
         self._waiting = {stream_id: self._tunnels[stream_id] for stream_id in progress.waiting}
         self._room = progress.room
@@ -809,7 +809,7 @@ class Connection(TunnelCarrier):
         """Read and write from now on.
 
         Raises:
-            ConnectionBroken: the socket cannot be watched; it is closed then.
+            ConnectionBroken: the socket cannot be watched, and is closed.
         """
         self.poller.adopt(self.link.sock, self)
         if self.link.blocked:

@@ -47,7 +47,7 @@ class Deadline:
         return self
 
     def on_interval(self) -> None:
-        """See :class:`hbone.aio.interval_timer.Member`: the time is over."""
+        """Cancel the awaited step: its time is over."""
         self.passed = True
         self._timer.unregister(self)
         self._task.cancel()

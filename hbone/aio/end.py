@@ -30,7 +30,8 @@ CHUNK_BYTES = 256 * 1024
 def failure_after_end(sock: socket.SocketType) -> OSError | None:
     """What befell a socket after its other side ended its direction, or ``None``.
 
-    A receive cannot report it: after a FIN it returns EOF, whatever arrived later. ``SO_ERROR`` reports it, once.
+    A receive cannot report it: after a FIN it returns EOF even if a reset arrived later. ``SO_ERROR`` reports it,
+    once.
     """
     number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return OSError(number, os.strerror(number)) if number else None
@@ -51,7 +52,7 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def reset_sent(self) -> None:
-        """An end has sent a reset, and all bytes before it. Neither direction can continue."""
+        """An end has sent a reset, after all its bytes. Neither direction can continue."""
 
     @abstractmethod
     def sink_broken(self, end: End, error: Exception) -> None:

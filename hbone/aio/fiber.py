@@ -7,7 +7,7 @@ the sockets were read and before the output is flushed.
 
 All other awaitables, including asyncio's futures and timeouts, work as in a task, because a fiber implements the
 protocol for foreign tasks (Python's documentation, "Extending asyncio"). Context variables are the exception: a
-fiber has those of the callback that resumes it.
+fiber has the variables of the callback that resumes it.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """

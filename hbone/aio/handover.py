@@ -1,15 +1,15 @@
 """Open relays and their connection as a value that another process continues, with the sockets' descriptors.
 
-What moves together is a *unit*: one HTTP/2 connection with the relays of all its tunnels, or a relay of two plain
-sockets. :class:`Frozen` stops a unit and reads its :class:`UnitState`. Then either :meth:`Frozen.leave` releases
-it, because another process continues, or :meth:`Frozen.thaw` has it continue here. In between nothing is read from
-or written to its sockets. Something here can end it nevertheless, for example a policy. Then
+The smallest movable part is a *unit*: one HTTP/2 connection with the relays of all its tunnels, or a relay of two
+plain sockets. :class:`Frozen` stops a unit and reads its :class:`UnitState`. Then either :meth:`Frozen.leave`
+releases it, because another process continues, or :meth:`Frozen.thaw` has it continue here. In between its sockets
+are neither read nor written. Something here can end it nevertheless, for example a policy. Then
 :attr:`Frozen.unchanged` is false, and only :meth:`Frozen.thaw` is allowed.
 
-:func:`resumed` makes the unit of a state. It does nothing before :meth:`Resumed.start`, so that the sockets still
-belong to the process before.
+:func:`resumed` makes the unit of a state. It is idle before :meth:`Resumed.start`, so the sockets still belong to
+the old process.
 
-Descriptors come with a state in this order: the connection's, then for each relay those of its plain sockets.
+Descriptors come with a state in this order: the connection's descriptor, then for each relay its plain sockets.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class UnitState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Frozen:
-    """A unit that does nothing until :meth:`thaw` or :meth:`leave`.
+    """A unit that is idle until :meth:`thaw` or :meth:`leave`.
 
     Args:
         relays: all relays of a connection's tunnels, or one of two plain sockets.
@@ -159,7 +159,7 @@ class Frozen:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nothing has happened to it since."""
+        """Whether the unit is still as it was when it was frozen."""
         if any(end.closed for end in self._plain):
             return False
         try:
@@ -175,7 +175,8 @@ class Frozen:
             self._connection.wake_up()
 
     def leave(self) -> None:
-        """Release everything without a word on the wire. Owners find their relay over, and close inert ends."""
+        """Release the unit's resources without sending a byte. Owners find their relay over, and close inert
+        ends."""
         for relay in self._relays:
             relay.move_away()
         for end in self._plain:
@@ -262,7 +263,7 @@ class Resumed:
         connection: of the unit, if it has one.
         ends: of each relay.
         counts: of each relay.
-        relays: of each; empty before :meth:`start`.
+        relays: the running relays, none before :meth:`start`.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ def resumed(
     Args:
         state: of the unit.
         sockets: non-blocking, in the order of the module; they belong to the result.
-        settings: of connections here. What the peer was told of the other process's stays in use.
+        settings: of connections here. The settings that the old process announced to the peer stay in use.
         poller: of this loop.
         requests: takes the requests of a server's connection.
 

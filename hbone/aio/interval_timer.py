@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from typing import Final, Protocol
 
-#: The part of an interval by which a check can be late, so that it shares a timer with later checks.
+#: The largest delay of a check, as a fraction of its interval: it shares a timer with later checks.
 _SLACK: Final = 1 / 64
 #: Checks in one turn of the loop, before other callbacks run: some hundred microseconds.
 CHECKS_PER_TURN: Final = 256

@@ -30,7 +30,7 @@ class Lingering:
         return len(self._kept)
 
     def keep(self, sock: socket.SocketType) -> None:
-        """Take a socket that nothing watches any more: end our direction now, and close it later."""
+        """Take an unwatched socket: end our direction now, and close it later."""
         with contextlib.suppress(OSError):  # the peer has reset it
             sock.shutdown(socket.SHUT_WR)
         if len(self._kept) >= MOST:

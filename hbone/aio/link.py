@@ -62,7 +62,7 @@ class Link:
         return len(self._unsent)
 
     def hang_up_seen(self) -> None:
-        """Record that the poller reported an end: a short read no longer means that the socket is empty."""
+        """Record an end reported by the poller: a short read no longer means an empty socket."""
         self._hung_up = True
 
     def receive_raw(self, into: memoryview) -> int:
@@ -113,13 +113,14 @@ class Link:
         overhead -= size
         self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
-            # The alert was in the bytes just read. A peer that wants close_notify from both sides waits for ours
-            # before it sends a FIN, so the socket may report no further event. Read again to find the alert.
+            # The alert was in the bytes just read. A peer that requires close_notify in both directions sends its
+            # FIN after our close_notify, so the socket may never report an event again. Read again to find the
+            # alert.
             self.readable = True
         return plain[:size]
 
     def receive_missing(self) -> memoryview | None:
-        """Like :meth:`receive`, but read no more than what completes the record that has begun."""
+        """Like :meth:`receive`, but read only the rest of the current record."""
         poller, tls = self.poller, self.tls
         missing = 0 if tls is None else tls.missing
         if tls is None or not missing:

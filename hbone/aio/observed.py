@@ -1,11 +1,11 @@
 """An end of a relay whose bytes are shown to an observer as they pass.
 
-The owner of a relay puts an :class:`ObservedEnd` in the place of one of its ends. There is no other change, and
+The owner of a relay replaces one end by an :class:`ObservedEnd`. There is no other change, and
 relays without one pay no cost. It is the peer of the other end. The peer of the observed end is a
-:class:`_FarSide`. Both forward every call at once, so back pressure, half closes and resets are those of the two
-real ends, and no byte waits here. There are two differences. Plain sockets are not spliced, because their bytes
-must pass through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with a CONNECT do not
-pass through a relay, so the owner opens the tunnel without them.
+:class:`_FarSide`. Both forward every call at once, so back pressure, half closes and resets work like between the
+two real ends, and no byte waits here. There are two differences. Plain sockets are not spliced, because their
+bytes must pass through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with a CONNECT do
+not pass through a relay, so the owner opens the tunnel without them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ObservedEnd(End):
         """Show that no more bytes come."""
         self._observer.receive_ended(reset=reset)
 
-    # The states are those of the inner end, which applies the events itself.
+    # The states belong to the inner end, which applies the events itself.
 
     def _drop_pending(self) -> int:
         return 0
@@ -184,7 +184,7 @@ class _FarSide(End):
         return rooms
 
     def commit(self, size: int) -> None:
-        """See :class:`End`; shown before it is passed on, while the room is still what was filled."""
+        """Pass on ``size`` received bytes; the observer sees them first, while the room still holds them."""
         rooms, self._rooms = self._rooms, []
         self._observed.show_received(rooms, size)
         there = self._observed.peer

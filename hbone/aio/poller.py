@@ -1,11 +1,10 @@
 """Readiness for the data path: a private edge-triggered epoll, itself watched by the asyncio loop.
 
 One wake-up of the loop serves every ready socket, by plain callbacks. An iteration runs, in this order: the
-sockets that the fairness rule stopped in the previous iteration, the events of epoll, the coroutines that can
-resume (:mod:`hbone.aio.fiber`, within a time limit), and one flush for each object on the dirty list, also after
-each :data:`EVENTS_PER_FLUSH` events. Code that queues output outside an iteration (a task, a timer) uses the same
-list, and an iteration is scheduled for it. This works on uvloop and on asyncio's own loop, because it only needs
-``add_reader``.
+sockets stopped by the fairness rule in the previous iteration, the events of epoll, the resumable coroutines
+(:mod:`hbone.aio.fiber`, within a time limit), and one flush for each object on the dirty list, also after each
+:data:`EVENTS_PER_FLUSH` events. Code that queues output outside an iteration (a task, a timer) uses the same list,
+and schedules an iteration. This works on uvloop and on asyncio's own loop, because it only needs ``add_reader``.
 
 An iteration survives any callback. An edge is reported once, so an error that ended the iteration would leave the
 other sockets of the batch without their event. Each error is reported to its own handler only.
@@ -52,8 +51,8 @@ storm of connections, or the end of a connection with hundreds of tunnels, would
 """
 _BATCH: Final = 256
 #: Two proxies that serve all events before they send work alternately, and each leaves its core idle in between.
-#: Of 8, 16, 32 and no limit, 16 had the most requests a second over 64 connections: 1.12 times those of no limit,
-#: at 1.05 times the CPU time each (more TLS records), with 7 instead of 21 % of the cores idle.
+#: Of 8, 16, 32 and no limit, 16 had the most requests a second over 64 connections: 1.12 times the rate without a
+#: limit, at 1.05 times the CPU time each (more TLS records), with 7 instead of 21 % of the cores idle.
 EVENTS_PER_FLUSH: Final = 16
 #: A step takes about 50 microseconds, during which the receivers of earlier steps' output are idle. Of 4, 8, 16
 #: and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
@@ -98,13 +97,13 @@ class Running(Protocol):
     """The object that runs a coroutine: a :class:`hbone.aio.fiber.Fiber`, or an asyncio task."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """See :meth:`asyncio.Task.cancel`."""
+        """Like :meth:`asyncio.Task.cancel`."""
 
     def cancelling(self) -> int:
-        """See :meth:`asyncio.Task.cancelling`."""
+        """Like :meth:`asyncio.Task.cancelling`."""
 
     def uncancel(self) -> int:
-        """See :meth:`asyncio.Task.uncancel`."""
+        """Like :meth:`asyncio.Task.uncancel`."""
 
 
 class Poller:
@@ -225,9 +224,9 @@ class Poller:
     def requeue(self, handler: Handler) -> None:
         """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty.
 
-        There will be no further edge, because no new bytes have arrived. Idempotent until that call, so that a
-        socket gets one turn however often its peer sends. Handlers are called in the order of their requests, as
-        many per iteration as fit into :data:`REQUEUED_S`. The others come first in the next iteration.
+        There will be no further edge, because no new bytes have arrived. Idempotent until then: a socket gets one
+        call per iteration however often its peer sends. Handlers are called in the order of their requests, for at
+        most :data:`REQUEUED_S` per iteration. The others come first in the next iteration.
         """
         if handler not in self._in_line:
             self._in_line.add(handler)
@@ -238,7 +237,7 @@ class Poller:
         """Whether a socket that has much to read waits in line with its event: the caller then calls
         :meth:`requeue`.
 
-        Events are served at once, so that those of small flows never wait. Without this limit, twenty bulk flows
+        Events are served at once, so small flows never wait. Without this limit, twenty bulk flows
         with an event each would take an iteration of twenty slices.
         """
         if self._requeued:
@@ -371,8 +370,8 @@ class Poller:
                     return False
             if not number % EVENTS_PER_FLUSH:
                 self._flush()
-        # Coroutines run before the flush, so that their output leaves in the same iteration, and in slices, so
-        # that the network is kept busy in between. A step can queue further steps. Output produced by a flush (a
+        # Coroutines run before the flush, so that their output leaves in the same iteration. They run in slices,
+        # which keeps the network busy in between. A step can queue further steps. Output produced by a flush (a
         # tunnel that has room again) is flushed in the next round of this loop.
         steps = self._steps
         until_s = 0.0

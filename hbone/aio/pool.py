@@ -96,7 +96,7 @@ class Pool:
     async def open(self, key: Hashable, request: Iterable[Header], client: PlainSocket | None = None) -> Tunnel:
         """Return a tunnel on a connection of ``key``, after its 200; the caller closes it.
 
-        A request that the peer certainly did not process (REFUSED_STREAM, a GOAWAY that crossed it) is repeated on
+        A request certainly not processed by the peer (REFUSED_STREAM, a GOAWAY that crossed it) is repeated on
         another connection (RFC 9113, 8.7). Cancelling is safe at any point.
 
         Args:

@@ -91,7 +91,7 @@ OnRelayEnd: TypeAlias = Callable[[RelayEnd], None]
 
 @dataclass(slots=True, kw_only=True)
 class MovedRelay:
-    """How far a relay has come in another process.
+    """The progress of a relay in another process.
 
     Attributes:
         first: the end that stopped first. ``None``: neither has.
@@ -180,9 +180,7 @@ class Relay(RelayObserver):
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """Like :meth:`abort`, but in a way that each network can distinguish from a failure. See
-        :meth:`End.end_in_order`.
-        """
+        """Like :meth:`abort`, but by :meth:`End.end_in_order`, which each network can distinguish from a failure."""
         a, b = self._a, self._b
         self.abort(reason)
         for end in (a, b):
@@ -204,7 +202,7 @@ class Relay(RelayObserver):
 
     @property
     def progress(self) -> MovedRelay | None:
-        """How far it has come; ``None`` if it is about to end, or has something that stays in this process."""
+        """The relay's progress; ``None`` if it is about to end, or holds state that cannot leave this process."""
         if self._error is not None or self._linger is not None or self._idle_timer is not None:
             return None
         if self.on_half_close is not None or not self._is_running():
@@ -227,7 +225,7 @@ class Relay(RelayObserver):
             self.on_half_close(end)
 
     def write_ended(self, end: End) -> None:
-        """See :class:`hbone.aio.end.RelayObserver`; the relay is over when both ends have reported it."""
+        """Record that one end is over; the relay ends when both are."""
         self._open_sinks.discard(end)
         if not self._open_sinks:
             self._finish()

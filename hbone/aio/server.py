@@ -66,7 +66,7 @@ class Request:
         """Answer and end the stream; reset it as well when the client has not ended it.
 
         The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)). Envoy's 503 has a body and
-        CONNECT_ERROR. Does nothing if the stream is closed.
+        CONNECT_ERROR. Has no effect on a closed stream.
         """
         if self.gone:
             self.answered = True
@@ -99,14 +99,14 @@ Handler: TypeAlias = Callable[[Request], Awaitable[None]]
 
 
 class Cancellable(Protocol):
-    """What works on a request: a fiber, or an object that took it by :data:`TakeNow`."""
+    """The owner of a request: a fiber, or an object that accepted it by :data:`TakeNow`."""
 
     def cancel(self, msg: str | None = None) -> object:
         """End the work soon: the stream has ended before its answer, or the connection is over."""
 
 
-#: Takes a request without a coroutine, and calls :meth:`Request.over` when it is done with it, possibly before it
-#: returns. ``None`` leaves the request to the handler.
+#: Accepts a request without a coroutine, and calls :meth:`Request.over` at its end, possibly at once.
+#: ``None`` leaves the request to the handler.
 TakeNow: TypeAlias = Callable[[Request], Cancellable | None]
 
 
@@ -184,7 +184,7 @@ class Requests:
             self._forget(tunnel)
 
     def cancel(self, tunnel: Tunnel) -> None:
-        """See :class:`hbone.aio.connection.RequestSink`.
+        """Cancel the handler of a request that the peer has reset.
 
         After the answer the stream is the handler's tunnel, whose relay still delivers what was received.
         """
@@ -199,7 +199,7 @@ class Requests:
             pass  # by cancel() or wait(); there is no other caller to pass it on to
         except TunnelBroken as error:
             # HEADERS and RST_STREAM can arrive in one read: then the stream is closed before the first step of
-            # this fiber, and a handler that answers without waiting has met no await that could have ended it.
+            # this fiber, and a handler without an await was not cancelled.
             if not request.gone:
                 logger.exception("request handler failed")
             else:
@@ -251,7 +251,7 @@ async def serve_connection(
         poller: of this loop.
         on_request: runs as a fiber per request; must answer it, owns the tunnel it accepted, which is closed
             when the handler returns. Cancelled when the stream ends before the answer.
-        take_now: asked first about each request; what it takes is not given to ``on_request``.
+        take_now: called first for each request; a request that it accepts does not reach ``on_request``.
         on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is read, or sent but
             SETTINGS; may keep it for ``drain``, ``abort`` or ``close``; may raise to close it without an answer.
 

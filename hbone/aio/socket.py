@@ -167,7 +167,8 @@ class PlainSocket(End):
             self._pushed = self._pushed[size:]
         elif not self.closed:
             try:
-                # All bytes are still there, also after a reset. With MSG_TRUNC TCP copies none of them (tcp(7)).
+                # All bytes are still there, also after a reset. With MSG_TRUNC TCP discards the bytes without a
+                # copy (tcp(7)).
                 self.sock.recv(size, socket.MSG_TRUNC)
             except OSError as error:
                 self.broken = bare(error)  # of this socket, not of the connection whose answer led here
@@ -308,8 +309,8 @@ class PlainSocket(End):
         return True
 
     def _splice(self) -> None:
-        """Like :meth:`_pump`, but through the pipe and once per iteration: a pipe holds as much as
-        several reads.
+        """Like :meth:`_pump`, but through the pipe and once per iteration: a pipe has the capacity of several
+        reads.
         """
         pipe, peer = self._pipe, self.peer
         assert pipe is not None
@@ -333,7 +334,8 @@ class PlainSocket(End):
             self.poller.requeue(self)
 
     def _empty_pipe(self, pipe: SplicePipe, peer: PlainSocket) -> bool:
-        """Move the pipe's bytes into the sink. Return False if the sink is full; it resumes this source later."""
+        """Move the pipe's bytes into the sink. Return False if the sink is full and will resume this source
+        later."""
         try:
             if pipe.empty(peer.sock.fileno()):
                 return True
@@ -366,7 +368,7 @@ class PlainSocket(End):
             peer._watch_writable()
 
     def suspend(self) -> None:
-        """Do nothing until :meth:`wake_up` or :meth:`move_away`: bytes stay in the kernel."""
+        """Stop until :meth:`wake_up` or :meth:`move_away`: bytes stay in the kernel."""
         if self._lasting is not None:
             self.on_interval()
         self.poller.suspend(self.sock.fileno(), self)

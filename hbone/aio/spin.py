@@ -9,12 +9,12 @@ So it is measured. A proxy has one of two habits, sleeping or spinning, and some
 iterations. It adopts the habit with the smaller product of CPU time per byte and the third power of elapsed time
 per byte, once that habit has won twice in a row. (Circuit design weighs energy against delay with such products.)
 The power is the worth of a faster answer: 2.3 times the CPU time for two thirds of the elapsed time is a gain, and
-a tenth less elapsed time is worth 1.15 times the CPU time. Requests at their own rate take the same time per byte
-either way, so for them the habit with less CPU time wins. While the other habit does not win and the load stays
-the same, it is tried less and less often.
+a tenth less elapsed time is worth 1.15 times the CPU time. Requests at a fixed rate take the same time per byte
+either way, so the habit with less CPU time wins. While the other habit does not win and the load stays the same,
+it is tried less and less often.
 
-In a chain of proxies on one machine each wait is short only while the others are awake. So trials start at the
-same time in all processes of a machine: at multiples of a period of the monotonic clock.
+In a chain of proxies on one machine each wait is short only while the other proxies are awake. So trials start at
+the same time in all processes of a machine: at multiples of the period on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Spin:
     """Decides after each turn whether to poll again at once; see the module for the rule.
 
     Between polls the processor is offered to other processes (sched_yield), because the poller mostly waits for
-    their answers. If it comes back late, the cores are contended, and spinning pauses: the scheduler
-    favours a process that sleeps over one that yields.
+    their answers. A late return means contended cores, and spinning pauses, because the scheduler favours sleeping
+    processes over yielding ones.
     """
 
     __slots__ = (

@@ -33,7 +33,7 @@ class StartedTask(asyncio.Task[T]):
         super().__init__(_begin(coroutine, self._start), loop=loop, name=name)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """See :class:`asyncio.Task`; before the first step the request is kept until the first await."""
+        """Cancel the task; before its first step the request takes effect at the first await."""
         if self._start.begun or self.done():
             return super().cancel(msg)
         self._start.cancellations.append(msg)

@@ -251,7 +251,7 @@ class TlsSocket(End):
             self._filled += size
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """See :class:`End`; encrypted at once, so that no view is kept."""
+        """Encrypt the chunks at once, so that no view is kept."""
         if self.broken is None:
             try:
                 self.link.send(list(chunks))
@@ -277,13 +277,13 @@ class TlsSocket(End):
         self.poller.release(output)
 
     def write_eof(self) -> None:
-        """See :class:`End`: close_notify, then the end of the TCP direction."""
+        """Send close_notify, then end the TCP direction."""
         self.advance(EndEvent.WRITE_EOF)
         self.flush()
         self._drained()
 
     def write_reset(self) -> None:
-        """See :class:`End`: no close_notify, which would call the stream complete."""
+        """Reset the socket without close_notify, which would declare the stream complete."""
         if not self.closed:
             abort_on_close(self.link.sock)
         self.advance(EndEvent.WRITE_RESET)

@@ -88,9 +88,8 @@ class TunnelCarrier(ABC):
 class Tunnel(End):
     """A stream after its 200; both roles.
 
-    Bytes that the peer sends before the relay starts are held: from a server as many as its window allows, from a
-    client, which has no answer yet, at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset
-    the stream.
+    Bytes that arrive before the relay starts are held. A server can send a full window; a client, which has no
+    answer yet, at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset the stream.
     """
 
     __slots__ = (
@@ -167,8 +166,8 @@ class Tunnel(End):
         if self.gone:
             return
         # NO_ERROR and CANCEL end a completed stream, like in the Rust ztunnel: a server that has answered in full
-        # before the end of the request (RFC 9113, 8.1), or a client whose application has closed. The bytes before
-        # it are complete, so the application gets a FIN. With any other code it gets a RST.
+        # before the end of the request (RFC 9113, 8.1), or a client whose application has closed. The earlier
+        # bytes are complete, so the application gets a FIN. With any other code it gets a RST.
         clean = error.code in _CLEAN_CODES
         if not clean:
             self.error = error
@@ -190,7 +189,7 @@ class Tunnel(End):
     # As a source
 
     def start(self) -> None:
-        """See :class:`End`; also reports what happened to the stream before."""
+        """Start the relay: deliver early bytes, and report the stream's earlier events."""
         peer, relay = self.peer, self.relay
         assert peer is not None
         assert relay is not None
@@ -218,10 +217,10 @@ class Tunnel(End):
         self._started = True
 
     def resume(self) -> None:
-        """Does nothing: received bytes are pushed, and bounded by the window."""
+        """Without effect: received bytes are pushed, and bounded by the window."""
 
     def delivered(self, size: int) -> None:
-        """See :class:`End`; returns the credit."""
+        """Return the credit of delivered bytes to the peer."""
         self._owed -= size
         self.connection.acknowledge(self.stream_id, size)
 
@@ -250,7 +249,7 @@ class Tunnel(End):
                 connection.poller.schedule_flush(connection)
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """See :class:`End`; copies into the output buffer, or when that is full into a queue."""
+        """Copy the chunks into the output buffer, or into a queue when the buffer is full."""
         if self.sink is not SINK_OPEN and self.gone:
             peer = self.peer
             if peer is not None:
@@ -267,7 +266,7 @@ class Tunnel(End):
             peer.delivered(sent)
 
     def flush(self) -> None:
-        """See :class:`End`; the connection flushes at the end of the turn."""
+        """Without effect: the connection flushes at the end of the iteration."""
 
     def write_eof(self) -> None:
         self.advance(EndEvent.WRITE_EOF)

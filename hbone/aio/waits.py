@@ -1,7 +1,7 @@
 """Coroutines of classes that can be compiled (``make compiled``).
 
 mypyc stores the handled exception per thread, not per coroutine: a coroutine that waits inside ``try`` can resume
-with another one's exception. So waits inside ``try`` are in this module, which is never compiled.
+with the exception of another coroutine. So waits inside ``try`` are in this module, which is never compiled.
 ``tests/test_compiled.py`` checks that.
 """
 
