@@ -180,7 +180,7 @@ class Relay(RelayObserver):
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """Like :meth:`abort`, but by :meth:`End.end_in_order`, which each network can distinguish from a failure."""
+        """Like :meth:`abort`, but by :meth:`End.end_in_order`, which each network can tell from a failure."""
         a, b = self._a, self._b
         self.abort(reason)
         for end in (a, b):
