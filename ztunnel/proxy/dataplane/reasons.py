@@ -8,7 +8,7 @@ import errno
 from enum import StrEnum
 from typing import Final
 
-from hbone.errors import ConnectRefused, HboneError, PeerSilent, PoolClosed, TlsError
+from hbone.errors import ConnectRefused, ErrorCode, HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
 from hbone.pool import PoolFull
 from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused
 
@@ -62,6 +62,17 @@ _BY_CODE: Final = {
     errno.ENETUNREACH: Reason.UNREACHABLE,
     errno.ETIMEDOUT: Reason.TIMEOUT,
 }
+
+
+#: Errors that count as an ordinary end of an application's connection, like in the Rust ztunnel.
+_ORDINARY: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+
+
+def is_ordinary(error: Exception) -> bool:
+    """Return whether an error of a relay is an ordinary end: a reset by an application, here or at the far end."""
+    if isinstance(error, OSError):
+        return error.errno in _ORDINARY
+    return isinstance(error, TunnelBroken) and error.code == ErrorCode.CONNECT_ERROR
 
 
 def reason_of(error: BaseException | None) -> Reason:

@@ -35,6 +35,7 @@ from ztunnel.proxy.envoy.listeners.connections import Connections, PodQuota
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.manager import ListenerManager
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.path.account import Account
 from ztunnel.proxy.envoy.path.connect import AdmitsHost, Connector
 from ztunnel.proxy.envoy.path.datapath import Datapath
 from ztunnel.proxy.envoy.path.dial import Dialler
@@ -125,6 +126,9 @@ class Proxy:
         self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
         self.descriptors = Descriptors(most, self.half_open.shed)
         self.connections = Connections(PodQuota(self.descriptors))
+        node = self.settings.node or self.bootstrap.message.node.id or "node"
+        self.account = Account(self.settings.flows, self.clock, node, self._surroundings.cluster_id)
+        self.connections.account = self.account
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
 
     def _build_sources(self) -> None:
@@ -382,7 +386,7 @@ class Proxy:
     def _exported(self, settings: "OtlpSettings") -> AbstractAsyncContextManager[None]:
         from ztunnel.proxy.envoy.stats.export import exported  # most proxies have no collector
 
-        return exported(settings, self.bootstrap.message.node, self.stats, self.clock)
+        return exported(settings, self.bootstrap.message.node, self.stats, self.account.times, self.clock)
 
     def _add_static(self) -> None:
         static = self.bootstrap.message.static_resources

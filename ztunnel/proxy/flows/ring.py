@@ -14,12 +14,24 @@ from typing import Any, Final, NamedTuple
 
 #: The connections that are kept by default; about 200 octets each.
 CAPACITY: Final = 4096
+_MOST_ENTRIES: Final = 1_000_000
 #: Different texts and identities that a ring keeps references to; then the table starts over.
 _MOST_TEXTS: Final = 8192
 #: Time, durations, bytes, ports, flags, addresses, trace id: 93 octets.
 _SLOT: Final = struct.Struct("<qddqqHHB16s16s16s")
 _ZEROES: Final = bytes(16)
 _V4_IN_V6: Final = bytes(10) + b"\xff\xff"
+
+
+def flow_count(text: str) -> int:
+    """Read the capacity of a ring.
+
+    Raises:
+        ValueError: it is no number between 0 and a million.
+    """
+    if not (text.isascii() and text.isdigit()) or int(text) > _MOST_ENTRIES:
+        raise ValueError(f"must be a number from 0 to {_MOST_ENTRIES:,}")
+    return int(text)
 
 
 class Entry(NamedTuple):

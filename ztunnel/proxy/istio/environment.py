@@ -31,7 +31,7 @@ from ztunnel.policy.calico.settings import (
 )
 from ztunnel.proxy.addons.settings import OPTIONS_FILE, AddonSettings, addon_settings
 from ztunnel.proxy.addons.settings import VARIABLES as ADDON_VARIABLES
-from ztunnel.proxy.flows.ring import CAPACITY
+from ztunnel.proxy.flows.ring import CAPACITY, flow_count
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel, LogFilter
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.proxy.istio.certificates.credentials import Endpoint
@@ -483,7 +483,7 @@ def _limits(
     if values["replace"] and not values["handover_dir"]:
         seen.faults.append("--replace (ZTUNNEL_REPLACE) needs ZTUNNEL_HANDOVER_DIR, where both processes meet")
     values["log_wait_s"] = seen.get("ZTUNNEL_LOG_WAIT", duration_s, 0.0)
-    values["flows"] = seen.get("ZTUNNEL_FLOWS", _number(0, 1_000_000), CAPACITY)
+    values["flows"] = seen.get("ZTUNNEL_FLOWS", flow_count, CAPACITY)
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
     values["metric_expiry_s"] = seen.get("ZTUNNEL_METRIC_EXPIRY", duration_s, EXPIRY_S)
     no_labels: frozenset[str] = frozenset()

@@ -51,6 +51,7 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
         "ZTUNNEL_UI",
         "the live page, /ui of the admin server: true, false, or auto: if bound to loopback (default auto)",
     ),
+    "flows": ("ZTUNNEL_FLOWS", "connections that the flight recorder keeps (default 4096; 0: off)"),
     "policy": (
         "CALICO_POLICY_DIR",
         "folder of Calico's and Kubernetes' policies in YAML, obeyed beside the others",

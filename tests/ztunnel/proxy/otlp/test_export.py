@@ -17,6 +17,7 @@ from tests.ztunnel.proxy.istio.nodes import WALL_S, StoppedClock
 from tests.ztunnel.proxy.otlp.collector import Collector, attributes, collecting
 from ztunnel.proxy.envoy.stats.prometheus import scraped
 from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.proxy.istio.accounting.logs import Bare, Recurring
 from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
@@ -75,7 +76,7 @@ def many() -> Metrics:
 
 SOURCES = {
     "istio": (istio, families),
-    "envoy": (envoy, scraped),
+    "envoy": (envoy, lambda stats: scraped(stats, ConnectionTimes())),
     "many": (many, families),
 }
 

@@ -132,6 +132,13 @@ def _tap(asked: Asked) -> Page:
     return text(refusal(asked.proxy.settings.tap_socket), 403)
 
 
+def _flows(asked: Asked) -> Awaitable[Page]:
+    from ztunnel.proxy.flows.page import flows_page  # most proxies never show it
+
+    account = asked.proxy.account
+    return flows_page(asked.query, account.ring, account.shape)
+
+
 def _explain_policies(asked: Asked) -> Page:
     policies = asked.proxy.policies
     if policies is None:
@@ -380,6 +387,15 @@ COMMANDS: tuple[Command, ...] = (
             Parameter("destination", "IP address and port that the client dials"),
             Parameter("identity", "SPIFFE identity of the client, for a connection that arrives in a tunnel"),
             Parameter("listener", "Name of the listener that takes the connection, when it is not the usual one"),
+        ),
+    ),
+    Command(
+        "/flows",
+        "print the last connections that ended, as JSON lines of Hubble's flows",
+        _flows,
+        parameters=(
+            Parameter("last", "The number of the newest connections to print"),
+            Parameter("after", "Print only those that ended after this time, in nanoseconds"),
         ),
     ),
     Command("/healthcheck/fail", "cause the server to fail health checks", _fail_health_checks, mutates=True),

@@ -13,6 +13,7 @@ from ztunnel.proxy.envoy.config.settings import Settings
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.listeners.connections import Connections
 from ztunnel.proxy.envoy.listeners.manager import ListenerManager
+from ztunnel.proxy.envoy.path.account import Account
 from ztunnel.proxy.envoy.path.terminate import TunnelRules
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Stats
@@ -47,6 +48,7 @@ class InspectedProxy(Protocol):
     ads: AdsClient | None
     connections: Connections
     decisions: Decisions
+    account: Account
     clusters: ClusterManager
     listeners: ListenerManager
     secrets: SecretStore

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from xds.model.address import SocketAddress
 from xds.model.policy import Verdict
 from ztunnel import __version__
 from ztunnel.policy.ledger import PolicyUse, Tally
@@ -21,6 +20,7 @@ from ztunnel.proxy.envoy.admin.certs import certificates_shown
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection
+from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.decisions import NONE_MATCHED, DeniedBy
@@ -126,53 +126,27 @@ class Traffic:
     def ends(self, connection: LiveConnection) -> _Ends:
         """Return what a connection counts under, and remember the identities that it proved."""
         info = connection.info
-        hops = (info, *connection.inner)
+        hops = hops_of(info)
         source, there = info.source.host, info.destination
-        proven = _proven(self._proxy, hops)
+        proven_names = proven(hops)
         if info.tls is not None and info.tls.peer_uri_sans:
             reporter, destination = "destination", there.host
         else:
             reporter = "source"
-            destination = _last_host(hops) or there.host
+            last = last_host(hops)
+            destination = last.host if last is not None else there.host
         if len(self.identities) < 2 * _MOST_FLOWS:
-            for host, identity in zip((source, destination), proven, strict=True):
+            for host, identity in zip((source, destination), proven_names, strict=True):
                 if identity:
                     self.identities[host] = identity
         service = str(there) if reporter == "source" and there.host != destination else ""
-        return _Ends(source, destination, service, reporter, _security(info, proven))
+        return _Ends(source, destination, service, reporter, _security(info, proven_names))
 
 
-def _security(info: StreamInfo, proven: tuple[str, str]) -> Security:
-    if any(proven):
+def _security(info: StreamInfo, names: tuple[str, str]) -> Security:
+    if any(names):
         return Security.MUTUAL_TLS
     return Security.PLAIN if info.connected else Security.NONE
-
-
-def _proven(proxy: InspectedProxy, hops: tuple[StreamInfo, ...]) -> tuple[str, str]:
-    """Return the identities of client and server that the hops of a connection presented. Empty without any."""
-    for hop in hops:
-        if hop.tls is not None and hop.tls.peer_uri_sans:
-            return hop.tls.peer_uri_sans[0], next(iter(hop.tls.local_uri_sans), "")
-    for hop in hops:
-        if hop.upstream_uri_sans:
-            cluster = proxy.clusters.get(hop.cluster)
-            names = [name for each in cluster.contexts for name in each.local_uri_sans] if cluster else []
-            return next(iter(names), ""), hop.upstream_uri_sans[0]
-    for hop in hops:  # of a tunnel that failed the client is known
-        cluster = proxy.clusters.get(hop.cluster)
-        for own in cluster.contexts if cluster is not None else ():
-            if own.local_uri_sans:
-                return own.local_uri_sans[0], ""
-    return "", ""
-
-
-def _last_host(hops: tuple[StreamInfo, ...]) -> str:
-    for hop in reversed(hops):
-        try:
-            return SocketAddress.parse(hop.upstream_host).host
-        except ValueError:
-            continue  # an internal listener, or none was chosen
-    return ""
 
 
 def _moved(connection: LiveConnection) -> tuple[int, int]:
@@ -297,7 +271,7 @@ def _flow(ends: _Ends, ended: _Counts | None, now: list[int] | None) -> Flow:
 def _shown(proxy: InspectedProxy, connection: LiveConnection, ends: _Ends, now_s: float) -> Connection:
     info = connection.info
     sent, received = _moved(connection)
-    client, server = _proven(proxy, (info, *connection.inner))
+    client, server = proven(hops_of(info))
     return Connection(
         id=str(connection.id),
         direction=info.listener,

@@ -75,7 +75,7 @@ class AdminServer:
                 stack,
                 "metrics",
                 proxy.settings.metrics,
-                lambda request: metrics.page(proxy.stats, request, proxy.addons),
+                lambda request: metrics.page(proxy.stats, proxy.account.times, request, proxy.addons),
             )
             self._stack = stack.pop_all()
         return self

@@ -15,6 +15,7 @@ from ztunnel.policy.calico.settings import (
     unknown_pods,
 )
 from ztunnel.proxy.addons.settings import OPTIONS_FILE, VARIABLES, AddonSettings, addon_settings
+from ztunnel.proxy.flows.ring import CAPACITY, flow_count
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.proxy.ui.setting import page_setting
 from ztunnel.runtime.console.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
@@ -80,6 +81,7 @@ class Settings:
         policies: where Calico's policies come from; ``None``: there are none.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
         otlp: where metrics are sent; ``None``: nowhere.
+        flows: connections that the flight recorder keeps; 0 keeps none.
         addons: the addons to load; ``None``: none.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         warnings: messages for the log, which opens later.
@@ -103,6 +105,7 @@ class Settings:
     otlp: OtlpSettings | None = None
     addons: AddonSettings | None = None
     ui: bool | None = None
+    flows: int = CAPACITY
     switches: Switches = Switches()
     warnings: tuple[str, ...] = ()
 
@@ -153,6 +156,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "restart_epoch": count,
     "tap_socket": socket_path,
     "ui": page_setting,
+    "flows": flow_count,
     "policy": str,
     "policy_sync": lambda text: text and sync_target(text),
     "unknown_pods": unknown_pods,

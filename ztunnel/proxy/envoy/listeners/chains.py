@@ -126,7 +126,7 @@ class LiveRbac:
         decisions.denied(info, facts, f"{POLICY_CHANGE}: {denied}" if live else denied)
         if lines is not None and lines.admits():
             decisions.log_denial(info, facts, self.model.rules, rules.policy, live=live)
-        raise Denied(denied)
+        raise Denied(denied, rules.policy)
 
 
 @dataclass(frozen=True, slots=True)

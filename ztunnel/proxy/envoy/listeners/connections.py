@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hbone.aio.relay import ByteCounts
 from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import Abort, Life, Lives, LiveTable
-from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied, Refused, UpstreamFailed
+from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.envoy.stream.ends import hops_of
+from ztunnel.proxy.envoy.stream.outcome import (
+    NOT_SERVED,
+    POLICY_CHANGE,
+    REVOKED,
+    Denied,
+    Refused,
+    UpstreamFailed,
+    reason_of_end,
+)
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.access_log import Sink, write_all
 from ztunnel.runtime.clock import Clock
@@ -26,11 +36,6 @@ if TYPE_CHECKING:
     from ztunnel.proxy.envoy.listeners.listener import LiveListener
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
     from ztunnel.proxy.envoy.upstream.host import Host
-
-#: The reason of a connection whose listener no longer has a chain for it.
-NOT_SERVED = "connection closed: its destination is no longer served"
-#: The reason of a connection whose peer is on a revocation list now.
-REVOKED = "connection closed: peer certificate revoked by CRL"
 
 
 class HopAddons(Protocol):
@@ -52,6 +57,13 @@ class HopAddons(Protocol):
 
     def ended(self, hop: LiveHop) -> None:
         """Inform the addons of the end of a hop."""
+
+
+class HopAccount(Protocol):
+    """Where ends of connections count: :class:`ztunnel.proxy.envoy.path.account.Account`."""
+
+    def ended(self, hop: LiveHop) -> None:
+        """Count the end of a connection."""
 
 
 class LiveHop(Life):
@@ -76,10 +88,12 @@ class LiveHop(Life):
         application: the application that a tunnel's request names, once it is known.
         also: further judges, for example of Calico's policies.
         addons: informed of its end; ``None``: none are loaded, or they are informed by another hop.
+        account: counts its end; ``None``: another hop's end is that of the connection.
         asked: what addons have said. ``None`` if none was asked.
     """
 
     __slots__ = (
+        "account",
         "addons",
         "also",
         "application",
@@ -116,6 +130,7 @@ class LiveHop(Life):
         self.application: SocketAddress | None = None
         self.also: tuple[Callable[[], Verdict], ...] = ()
         self.addons: HopAddons | None = None
+        self.account: HopAccount | None = None
         self.asked: Asked | None = None
 
     def judge(self) -> Verdict:
@@ -146,7 +161,7 @@ class LiveHop(Life):
         chain = self.current_chain()
         tls = self.info.tls
         if tls is not None and chain.tls is not None and chain.tls.has_revoked(tls.peer_chain):
-            raise Refused(REVOKED)
+            raise Refused(REVOKED, Reason.REVOKED)
         chain.judge(self.info, port_known=self.port_known, live=live)
         if self.application is not None:
             chain.judge_port(self.info, self.application, live=live)
@@ -162,7 +177,7 @@ class LiveHop(Life):
             return self.chain
         chain = owner.latest.chain_for(self.info.facts)
         if chain is None:
-            raise Refused(NOT_SERVED)
+            raise Refused(NOT_SERVED, Reason.NO_ROUTE)
         return chain
 
     def refused(self, error: Refused) -> None:
@@ -176,6 +191,9 @@ class LiveHop(Life):
             info.response_details = error.response_details
         if isinstance(error, UpstreamFailed):
             info.upstream_failure = error.reason
+        info.failure = error.failure
+        if isinstance(error, Denied):
+            info.policy = error.policy
 
     def close(self) -> None:
         """Release all that it has, then write its access lines. Idempotent."""
@@ -183,8 +201,9 @@ class LiveHop(Life):
             return
         info = self.info
         self.also = ()
-        if self.reason and not info.termination_details:
-            info.termination_details = self.reason
+        if self.reason:
+            info.termination_details = info.termination_details or self.reason
+            info.failure = info.failure or reason_of_end(self.reason)
         for give_back in info.held:
             give_back()
         try:
@@ -193,6 +212,8 @@ class LiveHop(Life):
             info.duration_s = self.clock.monotonic() - info.started
             if self.addons is not None:
                 self.addons.ended(self)
+            if self.account is not None:
+                self.account.ended(self)
             write_all((*self.filter_sinks, *self.listener_sinks), info)
 
 
@@ -216,10 +237,9 @@ class LiveConnection(LiveHop):
     Attributes:
         id: unique in the process.
         counts: bytes moved so far, while bytes are relayed.
-        inner: the hops behind internal listeners, outermost first.
     """
 
-    __slots__ = ("_pod", "_quota", "counts", "id", "inner")
+    __slots__ = ("_pod", "_quota", "counts", "id")
 
     def __init__(
         self,
@@ -238,9 +258,14 @@ class LiveConnection(LiveHop):
         self.own(release)
         self.id = info.connection_id
         self.counts: ByteCounts | None = None
-        self.inner: Sequence[StreamInfo] = ()
+        self.account = group.account
         self.listener_sinks = owner.sinks
         owner.opened()
+
+    @property
+    def inner(self) -> Sequence[StreamInfo]:
+        """The hops behind internal listeners, outermost first."""
+        return hops_of(self.info)[1:]
 
     def move_to(self, listener: LiveListener) -> None:
         """Have another listener count and log it, which it was handed to."""
@@ -304,13 +329,15 @@ class Connections(Lives[LiveConnection]):
         table: all live connections of this process.
         hops: hops that are no accepted connection: requests, hops behind internal listeners, joined halves.
         addons: of this process; ``None``: none are loaded.
+        account: counts the ends of connections.
     """
 
-    __slots__ = ("_numbers", "addons", "hops", "quota", "table")
+    __slots__ = ("_numbers", "account", "addons", "hops", "quota", "table")
 
     def __init__(self, quota: PodQuota) -> None:
         self.quota = quota
         self.addons: HopAddons | None = None
+        self.account: HopAccount | None = None
         self.table = LiveTable()
         # In the order in which a review visits them, because the streams of a tunnel connection end with its
         # reason.

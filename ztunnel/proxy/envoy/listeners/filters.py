@@ -10,6 +10,7 @@ from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane import proxy_protocol
 from ztunnel.proxy.dataplane import server_name as client_hello
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.stats.stats import Scope
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE
@@ -22,11 +23,24 @@ _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class FilterClosed(Exception):
-    """A listener filter closes the connection; the text is the reason."""
+    """A listener filter closes the connection; the text says why.
+
+    Attributes:
+        failure: the reason in metrics.
+    """
+
+    failure = Reason.BAD_REQUEST
+
+    def __init__(self, text: str, failure: Reason | None = None) -> None:
+        super().__init__(text)
+        if failure is not None:
+            self.failure = failure
 
 
 class NotArrived(FilterClosed):
     """The configuration of a listener filter from ECDS has not arrived."""
+
+    failure = Reason.CONTROL_PLANE
 
 
 #: Filters that wait for bytes of the client.

@@ -18,21 +18,19 @@ proxy, and an endpoint by its metadata. The service is the cluster's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from hbone.headers import parse_baggage
 from xds.model.address import SocketAddress
-from xds.model.metadata import Metadata
-from ztunnel.addons import Direction, Facts, Path, Record, Workload
+from ztunnel.addons import Direction, Facts, Path, Record
 from ztunnel.proxy.addons.decide import Labels
 from ztunnel.proxy.addons.host import AddonHost, Asked
 from ztunnel.proxy.addons.preview import would_say
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.stream.outcome import Denied
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.stream.workloads import NOBODY, host_workload, of_identity, peer_identity, source_workload
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 
 if TYPE_CHECKING:
@@ -41,11 +39,6 @@ if TYPE_CHECKING:
 
 #: Dynamic metadata with the names of addons that said something: ``%DYNAMIC_METADATA(ztunnel.addon:name)%``.
 METADATA: Final = "ztunnel.addon"
-_BAGGAGE: Final = "envoy.filters.listener.workload_metadata"
-#: ``workload`` of this metadata is ``name;namespace;canonical name;canonical revision;cluster`` (Istio).
-_ISTIO: Final = "istio"
-_LB: Final = "envoy.lb"
-_NOBODY: Final = Workload()
 
 
 class StreamAddons:
@@ -150,13 +143,13 @@ class StreamAddons:
         denied = asked.outcome.denied
         if denied:
             self._decisions.denied(info, info.facts, denied)
-            raise Denied(denied)
+            raise Denied(denied, failure=Reason.ADDON)
 
     # Facts
 
     def _outbound(self, number: int, info: StreamInfo, host: Host | None, *, tunnelled: bool) -> Facts:
         source, destination = info.source, info.destination
-        there = host_workload(host.endpoint.metadata) if host is not None else _NOBODY
+        there = host_workload(host.endpoint.metadata) if host is not None else NOBODY
         return Facts(
             connection=number,
             dialect="envoy",
@@ -164,10 +157,10 @@ class StreamAddons:
             path=Path.TUNNEL
             if tunnelled or (host is not None and _TUNNEL in host.endpoint.metadata)
             else Path.DIRECT,
-            source=_source(info),
+            source=source_workload(info),
             source_address=source.host,
             source_port=source.port,
-            source_identity=_peer(info),
+            source_identity=peer_identity(info),
             destination=there,
             destination_address=destination.host,
             destination_port=destination.port,
@@ -184,11 +177,11 @@ class StreamAddons:
             dialect="envoy",
             direction=Direction.INBOUND,
             path=Path.TUNNEL if info.method else Path.DIRECT,
-            source=_source(info),
+            source=source_workload(info),
             source_address=source.host,
             source_port=source.port,
-            source_identity=_peer(info),
-            destination=_of_identity(own[0]) if own else _NOBODY,
+            source_identity=peer_identity(info),
+            destination=of_identity(own[0]) if own else NOBODY,
             destination_address=destination.host,
             destination_port=destination.port,
             destination_identity=own[0] if own else "",
@@ -211,56 +204,6 @@ def without_labels(prefer: Iterable[Labels], hosts: Iterable[Host]) -> frozenset
         fitting = frozenset(host for host in left or every if labels <= every[host].items())
         left = fitting or left
     return frozenset(every) - left if left else frozenset()
-
-
-def host_workload(metadata: Metadata) -> Workload:
-    """Return the workload at an endpoint, by its metadata. Texts of ``envoy.lb`` are labels, too."""
-    named = metadata.get(_ISTIO, {}).get("workload")
-    labels = {key: value for key, value in metadata.get(_LB, {}).items() if isinstance(value, str)}
-    return _named(named if isinstance(named, str) else "", tuple(sorted(labels.items())))
-
-
-@lru_cache(maxsize=4096)
-def _named(text: str, more: tuple[tuple[str, str], ...]) -> Workload:
-    name, namespace, app, version, cluster, *_ = [*text.split(";"), "", "", "", "", ""]
-    labels: Mapping[str, str] = {**_filled(app=app, version=version), **dict(more)}
-    return Workload(name=name, namespace=namespace, cluster=cluster, labels=MappingProxyType(labels))
-
-
-def _filled(**labels: str) -> dict[str, str]:
-    return {key: value for key, value in labels.items() if value}
-
-
-def _source(info: StreamInfo) -> Workload:
-    """Return the client by the baggage that was sent or configured for it, else by its identity."""
-    baggage = info.facts.metadata.get(_BAGGAGE, {}).get("baggage")
-    if not isinstance(baggage, str):
-        baggage = next((value for name, value in info.request_headers if name == "baggage"), "")
-    return _described(baggage, _peer(info)) if baggage else _of_identity(_peer(info))
-
-
-@lru_cache(maxsize=4096)
-def _described(baggage: str, identity: str) -> Workload:
-    found = parse_baggage(((b"baggage", baggage.encode("latin-1", "replace")),))
-    return _of_identity(identity)._replace(
-        name=found.workload_name,
-        namespace=found.namespace,
-        cluster=found.cluster_id,
-        labels=MappingProxyType(_filled(app=found.service_name, version=found.revision)),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _of_identity(identity: str) -> Workload:
-    parts = identity.removeprefix("spiffe://").split("/")
-    if len(parts) != 5:
-        return _NOBODY
-    return Workload(namespace=parts[2], service_account=parts[4])
-
-
-def _peer(info: StreamInfo) -> str:
-    peer = info.facts.peer
-    return str(peer.identity) if peer is not None and peer.identity is not None else ""
 
 
 def _reason(info: StreamInfo) -> str:

@@ -28,8 +28,10 @@ from xds.model.address import InternalAddress, NamedAddress, PipeAddress, Socket
 from xds.model.cluster import InternalUpstream, TransportSocket
 from xds.model.facts import ConnectionFacts
 from xds.model.listener import AppendAction
-from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp, Reason
+from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp
+from ztunnel.proxy.dataplane.attempts import Reason as GivenUp
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
@@ -131,7 +133,7 @@ class Connector:
             Refused: no attempt succeeded; ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
-        tunnelled = tunnels(proxy, info)
+        tunnelled = info.tunnelled = tunnels(proxy, info)
         override = info.facts.filter_state.get(CLUSTER_OVERRIDE)
         if override:
             name, cluster = override, self._clusters.get(override)
@@ -172,13 +174,13 @@ class Connector:
                 count_failure(cluster, host, error)
                 verdict = attempts.failed(error, 0.0, host)
                 if isinstance(verdict, GiveUp):
-                    if verdict.reason is Reason.NO_RETRIES:
+                    if verdict.reason is GivenUp.NO_RETRIES:
                         cluster.stats.cx_attempts_exceeded.value += 1
                         info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
                     raise
                 hop.refused(error)  # as in Envoy, the log says so even if a later attempt succeeds
             else:
-                info.connected = True
+                info.connected, info.failure = True, None
                 return upstream
             finally:
                 info.ready_s = hop.clock.monotonic() - info.started
@@ -206,7 +208,7 @@ class Connector:
         info = hop.info
         endpoint = host.endpoint
         info.upstream_host = str(endpoint.address)
-        info.endpoint = endpoint
+        info.endpoint, info.behind = endpoint, None
         info.upstream_metadata = endpoint.metadata
         if self._admit is not None:
             await self._admit(hop, proxy, host)
@@ -220,7 +222,7 @@ class Connector:
             case SocketAddress() | PipeAddress() as address:
                 upstream = await self._dialler.dial(info, cluster, host, address, transport)
             case NamedAddress():
-                raise UpstreamFailed(NO_ADDRESS)
+                raise UpstreamFailed(NO_ADDRESS, failure=Reason.DNS)
             case _:
                 assert_never(endpoint.address)
         if cluster.outlier is not None:
@@ -251,7 +253,8 @@ class Connector:
         inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
         counted = CountedConnection(cluster, self._poller)
         if inner is None:
-            failed = UpstreamFailed(INVALID_ARGUMENT)
+            behind = outer.behind.failure if outer.behind is not None else None
+            failed = UpstreamFailed(INVALID_ARGUMENT, failure=behind or Reason.NO_ROUTE)
             counted.failed(failed)
             raise failed
         counted.connected()  # as in Envoy, before the inner one is
@@ -267,7 +270,7 @@ class Connector:
             if isinstance(error, Denied):
                 raise  # no failure of this host, and another attempt would be denied as well
             final = isinstance(error, UpstreamFailed) and error.final
-            raise UpstreamFailed(INVALID_ARGUMENT, final=final) from error
+            raise UpstreamFailed(INVALID_ARGUMENT, final=final, failure=error.failure) from error
         except BaseException:
             inner.hop.close()
             counted.ended(by_peer=False, in_use=True)
@@ -302,9 +305,11 @@ class Connector:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         authority, headers = tunnel_request(proxy, info)
+        info.tunnel_authority = authority
         context, version = transport.context, transport.proxy_version
         if context is not None and context.current is None:
             raise secrets_not_ready(cluster)
+        info.upstream_own_uri_sans = context.local_uri_sans if context is not None else ()
         options = info.options if version is None else with_header(info, version)
         # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
         if not options.first_bytes and address.port in self._internal.shortcut_ports:
@@ -334,7 +339,6 @@ class Connector:
             raise failure_of(cluster, error) from error
         finally:
             breaker.requests -= 1
-        info.tunnel_authority = authority
         info.upstream_local = str(SocketAddress.of(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()

@@ -20,6 +20,7 @@ from xds.model import listener as model
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.life import Event, State
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
 from ztunnel.proxy.envoy.listeners.filters import (
@@ -130,8 +131,10 @@ class Datapath:
             if isinstance(error, NotArrived):
                 listener.extension_config_missing.value += 1
             info.termination_details = str(error)
+            info.failure = error.failure
         except OSError as error:
             info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+            info.failure = Reason.CLIENT_GONE
             log.debug("connection %d: %s", info.connection_id, error)
         finally:
             connection.close()
@@ -182,7 +185,7 @@ class Datapath:
         except TimeoutError:
             listener.pre_cx_timeout.value += 1
             if not listener.model.continue_on_filter_timeout:
-                raise FilterClosed("listener filters timed out") from None
+                raise FilterClosed("listener filters timed out", Reason.TIMEOUT) from None
         finally:
             listener.pre_cx_active.stored -= 1
 

@@ -19,6 +19,7 @@ from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, KernelRefused, TproxyError
 from xds.model.address import PipeAddress, SocketAddress
 from ztunnel.proxy.dataplane.proxy_protocol import header_of_version
+from ztunnel.proxy.dataplane.reasons import Reason, reason_of
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.stream.outcome import Overflow, UpstreamFailed
@@ -90,6 +91,8 @@ class Dialler:
         if context is not None and context.current is None:
             raise secrets_not_ready(cluster)
         options = info.options if version is None else with_header(info, version)
+        if context is not None:
+            info.upstream_own_uri_sans = context.local_uri_sans
         try:
             if context is None:
                 sock = await self.connect(cluster, address, options)
@@ -157,7 +160,8 @@ class Dialler:
                 await self._poller.loop.sock_connect(sock, path)
         except OSError as error:  # TimeoutError is one
             sock.close()
-            raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
+            text = f"{path}: {error.strerror or 'connection timeout'}"
+            raise UpstreamFailed(text, failure=reason_of(error)) from error
         except BaseException:
             sock.close()
             raise
@@ -260,7 +264,7 @@ def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> No
 def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:
     """Count and return the failure of an attempt for whose TLS a secret has not arrived."""
     cluster.stats.secrets_not_ready.value += 1
-    return UpstreamFailed("TLS_error: Secret is not supplied by SDS")
+    return UpstreamFailed("TLS_error: Secret is not supplied by SDS", failure=Reason.CERTIFICATE)
 
 
 def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
@@ -269,15 +273,15 @@ def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
         return error
     if isinstance(error, TlsError):
         cluster.stats.ssl_failed(error)
-        return UpstreamFailed(f"TLS_error: {error}")
+        return UpstreamFailed(f"TLS_error: {error}", failure=Reason.TLS)
     timed_out = isinstance(error, ConnectTimedOut | PeerSilent)
     if timed_out:
         return UpstreamFailed("connection timeout", timed_out=True)
     if isinstance(error, PoolClosed):
-        return UpstreamFailed("the cluster is going away")
+        return UpstreamFailed("the cluster is going away", failure=Reason.DRAIN)
     if isinstance(error, TunnelBroken):
-        return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered)
-    return UpstreamFailed(f"delayed connect error: {_reason(error)}")
+        return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered, failure=Reason.HTTP2)
+    return UpstreamFailed(f"delayed connect error: {_reason(error)}", failure=reason_of(error))
 
 
 def with_header(info: StreamInfo, version: int) -> UpstreamOptions:

@@ -15,6 +15,7 @@ from hbone.tls_context import TlsContext
 from xds.model.facts import PeerCertificate
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes, Rejected
@@ -39,7 +40,7 @@ def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
         return None
     if chain.tls.current is None:
         listener.ssl.not_ready.value += 1
-        raise Refused("downstream_context_secrets_not_ready")
+        raise Refused("downstream_context_secrets_not_ready", Reason.CERTIFICATE)
     return chain.tls.current
 
 
@@ -139,4 +140,4 @@ def handshake_failed(info: StreamInfo, listener: LiveListener, error: HboneError
             ssl.connection_error.value += 1
     elif info.tls is None:
         ssl.connection_error.value += 1
-    return Refused()
+    return Refused(failure=Reason.TLS)

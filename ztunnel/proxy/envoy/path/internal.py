@@ -15,6 +15,7 @@ from xds.model.listener import HttpInspector, TlsInspector
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.life import State
 from ztunnel.proxy.dataplane.lives import cancels_current_task
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
 from ztunnel.proxy.envoy.listeners.filters import FilterClosed, NotArrived, annotate, due
@@ -95,6 +96,7 @@ class InternalListeners:
             remote_text=_CLIENT_ADDRESS,
             options=outer.options if keep_options else UpstreamOptions(),
         )
+        outer.behind = info
         hop = LiveHop(self.connections.hops, info, listener, self.clock)
         hop.listener_sinks = listener.sinks
         listener.opened()
@@ -105,11 +107,13 @@ class InternalListeners:
         except FilterClosed as error:
             listener.extension_config_missing.value += isinstance(error, NotArrived)
             info.termination_details = str(error)
+            info.failure = error.failure
             hop.close()
             return None
         chain = listener.chain_for(facts)
         if chain is None or chain.proxy is None or not takes_internal(chain):
             listener.no_filter_chain_match.value += chain is None
+            info.failure = Reason.NO_ROUTE
             hop.close()
             return None
         hop.chain = chain
@@ -177,11 +181,12 @@ class InternalListeners:
                     annotate(found, info, name)
         except FilterClosed:
             return None  # the wire refuses it
+        outer.behind = info
         joining = self._join(info, listener, chain, client)
         try:
             return await run_apart(self.tasks, self.poller, joining, f"{info.connection_id} joined", _discard)
         except TunnelBroken as error:
-            raise UpstreamFailed(f"tunnel failed: {error}") from error
+            raise UpstreamFailed(f"tunnel failed: {error}", failure=Reason.HTTP2) from error
 
     def _inbound_info(
         self,
@@ -233,7 +238,7 @@ class InternalListeners:
         hop = LiveHop(self.connections.hops, info, listener, self.clock, abort, port_known=not judges_ports)
         hop.chain = chain
         hop.filter_sinks = chain.sinks
-        hop.addons = self.connections.addons
+        hop.addons, hop.account = self.connections.addons, self.connections.account
         try:
             return await self._open_joined(hop, chain, manager)
         except BaseException:
@@ -249,7 +254,7 @@ class InternalListeners:
             hop.require()
         except Refused as error:
             hop.refused(error)
-            raise UpstreamFailed("connection_termination") from error
+            raise UpstreamFailed("connection_termination", failure=Reason.HTTP2) from error
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
         hop.own(manager.request_ended)
@@ -258,6 +263,7 @@ class InternalListeners:
         except RequestRefused as refusal:
             info.response_code = refusal.answer.status
             info.response_details = refusal.answer.details
+            info.failure = info.failure or refusal.answer.failure
             status = refusal.answer.status
             raise UpstreamFailed(f"tunnel_response:{status}", status=status) from refusal
         except asyncio.CancelledError as error:

@@ -15,6 +15,7 @@ from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import TunnelBroken, TunnelClosed
 from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.reasons import Reason, is_ordinary
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection, LiveHop
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
@@ -107,7 +108,6 @@ class TcpProxies:
         if self._taps is not None:
             application = application_of(self._taps, hops[-1].info, upstream)
         running = relay(downstream, application, counts, idle_timeout_s=settings.idle_timeout_s or None)
-        connection.inner = [inner.info for inner in upstream.hops]
         connection.opened(running.abort, finish=running.finish)
         for inner in upstream.hops:
             inner.opened(running.abort, state=State.JOINED, finish=running.finish)
@@ -140,6 +140,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
     """Set flags and details of an ended relay; the first hop is the accepted connection."""
     flag: Flag | None = None
     details = ""
+    broken = False
     if ended.timed_out:
         proxy.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
@@ -157,9 +158,13 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
         # Which end was cut, not which stopped first: after the client's half-close that is always the client.
         lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
+        broken = lost
     elif ended.error is not None:
         # A lost client has no flag, like a reset of plain TCP. The reason is its transport's.
         hops[0].info.downstream_failure = str(ended.error)
+        broken = not is_ordinary(ended.error)
+    if broken:
+        hops[0].info.failure = Reason.BROKEN
     for each in hops:
         if flag is not None:
             each.info.flags.add(flag)
@@ -178,7 +183,7 @@ def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunn
 
 def _too_late(info: StreamInfo, proxy: LiveTcpProxy, *, by_duration: bool) -> UpstreamFailed:
     """Count and return the failure of an upstream that did not open in time: flag UF, and DT for the duration."""
-    error = UpstreamFailed("")
+    error = UpstreamFailed("", failure=Reason.TIMEOUT)
     if by_duration:
         proxy.max_duration.value += 1
         info.flags.add(Flag.DURATION_TIMEOUT)

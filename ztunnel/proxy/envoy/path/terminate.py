@@ -11,6 +11,7 @@ from xds.model.address import SocketAddress, is_loopback
 from xds.model.cluster import Cluster, Discovery
 from xds.model.http import HttpConnectionManager, Route, RouteTable, VirtualHost
 from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream, Dialler, count_failure
@@ -48,9 +49,10 @@ class Answer:
     details: str
     body: bytes = b""
     reset_code: int = 0
+    failure: Reason = Reason.BAD_REQUEST
 
 
-_NO_ROUTE = Answer(404, "route_not_found")
+_NO_ROUTE = Answer(404, "route_not_found", failure=Reason.NO_ROUTE)
 
 
 class RequestRefused(Exception):
@@ -109,7 +111,9 @@ class TunnelRules:
             if address is not None and address.host != own:
                 raise RequestRefused(Answer(400, f"ip mismatch: {own} != {address.host}"))
         if named.port in self.own_ports() or is_loopback(named.host):
-            raise RequestRefused(Answer(503, "attempted recursive call to ourselves"))
+            raise RequestRefused(
+                Answer(503, "attempted recursive call to ourselves", failure=Reason.RECURSIVE_CALL)
+            )
         if config.use_http_header and header is None:
             info.request_headers = (*info.request_headers, (config.http_header_name, str(named)))
 
@@ -154,7 +158,9 @@ class Terminator:
         if cluster is None:
             manager.no_cluster.value += 1
             info.flags.add(Flag.NO_CLUSTER)
-            raise RequestRefused(Answer(route.cluster_not_found_status, "cluster_not_found"))
+            raise RequestRefused(
+                Answer(route.cluster_not_found_status, "cluster_not_found", failure=Reason.NO_ROUTE)
+            )
         info.upstream_cluster = cluster.model.alt_stat_name or name
         self.rules.require_own_address(info, cluster.model)
         host = cluster.choose(info)
@@ -207,7 +213,7 @@ class Terminator:
             raise
         finally:
             info.ready_s = hop.clock.monotonic() - info.started
-        info.connected = True
+        info.connected, info.failure = True, None
         return upstream
 
 

@@ -23,6 +23,7 @@ from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken, TunnelClosed
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
@@ -115,6 +116,7 @@ class TunnelServer:
                 raise
             chain.set_filter_state(info)
             served.append(tunnels)
+            connection.account = None  # its requests have their own
             manager.connection_began(secured=tunnels.facts is not None)
 
             def ended(reason: str, *, finish: bool = False) -> None:
@@ -205,7 +207,7 @@ class TunnelServer:
         hop = LiveRequest(self._connections.hops, info, connection.owner, self._clock, cancel)
         hop.chain = chain
         hop.filter_sinks = manager.sinks
-        hop.addons = self._connections.addons
+        hop.addons, hop.account = self._connections.addons, self._connections.account
         carried[hop] = None
         hop.own(partial(carried.pop, hop))
         manager.rq_total.value += 1
@@ -225,14 +227,16 @@ class TunnelServer:
         except TunnelBroken as error:
             info.flags.add(Flag.DOWNSTREAM_TERMINATED)
             info.response_details = f"downstream_remote_disconnect: {error}"
+            info.failure = Reason.CLIENT_GONE
         except asyncio.CancelledError:
             if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
                 # A verdict while the application was dialled, handled like one before it.
-                self._refuse(request, info, manager, Answer(403, hop.reason, DENIED))
+                self._refuse(request, info, manager, Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE))
             elif hop.reason:
                 info.response_details = hop.reason
             else:
                 info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+                info.failure = Reason.CLIENT_GONE
             raise
         finally:
             hop.close()
@@ -243,6 +247,7 @@ class TunnelServer:
 
     def _refuse(self, request: Request, info: StreamInfo, manager: LiveConnectionManager, answer: Answer) -> None:
         info.response_code, info.response_details = answer.status, answer.details
+        info.failure = info.failure or answer.failure
         info.bytes_sent = len(answer.body)
         headers = [(b"content-length", str(len(answer.body)).encode()), (b"content-type", b"text/plain")]
         request.refuse(
@@ -314,6 +319,7 @@ class TunnelServer:
             # A client that leaves after the application has answered in full has lost nothing.
             lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
             info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
+            info.failure = Reason.BROKEN if lost else None
             manager.rq_reset.value += not lost
             info.response_details = "downstream_remote_disconnect" if lost else "http2.remote_reset"
 

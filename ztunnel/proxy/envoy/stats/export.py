@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from ztunnel import __version__
 from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.proxy.otlp.exporter import MetricExport
 from ztunnel.proxy.otlp.settings import OtlpSettings
 from ztunnel.runtime.clock import Clock
@@ -14,7 +15,9 @@ from ztunnel.runtime.tasks import Tasks
 
 
 @asynccontextmanager
-async def exported(settings: OtlpSettings, node: Node, stats: Stats, clock: Clock) -> AsyncIterator[None]:
+async def exported(
+    settings: OtlpSettings, node: Node, stats: Stats, times: ConnectionTimes, clock: Clock
+) -> AsyncIterator[None]:
     """Export until the end of the context, including the changes since the last interval."""
     described = {
         "service.name": "ztunnel",
@@ -28,7 +31,7 @@ async def exported(settings: OtlpSettings, node: Node, stats: Stats, clock: Cloc
             scraped,  # as the page: see ztunnel.runtime.http.exposition
         )
 
-        return scraped(stats)
+        return scraped(stats, times)
 
     export = MetricExport(settings, {name: value for name, value in described.items() if value}, families, clock)
     stats.scope("otlp").gauge("metrics_dropped", lambda: export.dropped)

@@ -26,6 +26,8 @@ from ztunnel.proxy.envoy.stats.stats import (
     TextReadout,
     prometheus_name,
 )
+from ztunnel.proxy.flows.families import time_families
+from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.runtime.http.exposition import Family, UnsuffixedCounter, process_families
 
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
@@ -133,10 +135,11 @@ def _escaped(value: str) -> str:
 # The scraper's page
 
 
-def scraped(stats: Stats) -> Iterator[Family]:
-    """Yield the proxy's counters, gauges and histograms, then the process's own (``process_*``)."""
+def scraped(stats: Stats, times: ConnectionTimes) -> Iterator[Family]:
+    """Yield the proxy's metrics, those of connections, then those of the process (``process_*``)."""
     for (name, kind), members in families(stats).items():
         yield Family(_described(f"envoy_{name}", kind), _samples(f"envoy_{name}", members))
+    yield from time_families(times)
     yield from process_families()
 
 

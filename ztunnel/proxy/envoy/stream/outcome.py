@@ -15,6 +15,9 @@
 
 from __future__ import annotations
 
+from ztunnel.proxy.dataplane.half_open import STALLED
+from ztunnel.proxy.dataplane.lives import UNJUDGED
+from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason
 from ztunnel.proxy.envoy.stream.stream_info import Flag
 
 #: ``CONNECTION_TERMINATION_DETAILS`` of a connection that was open at the end of a grace period.
@@ -23,6 +26,25 @@ DRAINED = "connection closed due to connection drain"
 STOPPED = "connection closed: the proxy stops"
 #: Begin of ``CONNECTION_TERMINATION_DETAILS`` of a live connection that a new policy does not allow.
 POLICY_CHANGE = "connection closed due to policy change"
+#: The reason of a connection whose listener no longer has a chain for it.
+NOT_SERVED = "connection closed: its destination is no longer served"
+#: The reason of a connection whose peer is on a revocation list now.
+REVOKED = "connection closed: peer certificate revoked by CRL"
+_ENDED = {
+    DRAINED: Reason.DRAIN,
+    STOPPED: Reason.DRAIN,
+    NOT_SERVED: Reason.NO_ROUTE,
+    REVOKED: Reason.REVOKED,
+    UNJUDGED: Reason.INTERNAL,
+    STALLED: Reason.LIMIT,
+}
+
+
+def reason_of_end(text: str) -> Reason:
+    """Return the reason of a connection that this side ended, by the text of its end."""
+    if text.startswith(POLICY_CHANGE):
+        return Reason.POLICY_CHANGE
+    return _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)
 
 
 class Refused(Exception):
@@ -32,14 +54,18 @@ class Refused(Exception):
         flag: response flag, ``None`` when the reference prints none.
         details: ``CONNECTION_TERMINATION_DETAILS``.
         response_details: ``RESPONSE_CODE_DETAILS``.
+        failure: the reason in metrics.
     """
 
     flag: Flag | None = None
     response_details: str = ""
+    failure: Reason = Reason.OTHER
 
-    def __init__(self, details: str = "") -> None:
+    def __init__(self, details: str = "", failure: Reason | None = None) -> None:
         super().__init__(details)
         self.details = details
+        if failure is not None:
+            self.failure = failure
 
 
 class TooMany(Refused):
@@ -49,6 +75,8 @@ class TooMany(Refused):
         delay_s: how long the connection is held before it is closed.
     """
 
+    failure = Reason.LIMIT
+
     def __init__(self, details: str = "", delay_s: float = 0.0) -> None:
         super().__init__(details)
         self.delay_s = delay_s
@@ -57,34 +85,50 @@ class TooMany(Refused):
 class Incomplete(Refused):
     """The configuration of one of the chain's filters has not arrived by ECDS."""
 
+    failure = Reason.CONTROL_PLANE
+
 
 class NoFilterChain(Refused):
     """No filter chain matches the connection."""
 
     flag = Flag.NO_ROUTE
+    failure = Reason.NO_ROUTE
     response_details = "filter_chain_not_found"
 
 
 class Denied(Refused):
-    """A policy does not allow the connection."""
+    """A policy or an addon does not allow the connection.
+
+    Attributes:
+        policy: the denying one. Empty if no policy allows it.
+    """
+
+    failure = Reason.POLICY
+
+    def __init__(self, details: str = "", policy: str = "", failure: Reason | None = None) -> None:
+        super().__init__(details, failure)
+        self.policy = policy
 
 
 class NoCluster(Refused):
     """The cluster does not exist."""
 
     flag = Flag.NO_CLUSTER
+    failure = Reason.NO_ROUTE
 
 
 class NoHealthyHost(Refused):
     """The cluster has no usable host."""
 
     flag = Flag.NO_HEALTHY_UPSTREAM
+    failure = Reason.NO_ENDPOINT
 
 
 class Overflow(Refused):
     """A circuit breaker is full."""
 
     flag = Flag.UPSTREAM_OVERFLOW
+    failure = Reason.LIMIT
 
 
 class UpstreamFailed(Refused):
@@ -99,8 +143,18 @@ class UpstreamFailed(Refused):
 
     flag = Flag.UPSTREAM_CONNECT_FAILURE
 
-    def __init__(self, reason: str, *, status: int = 0, timed_out: bool = False, final: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        reason: str,
+        *,
+        status: int = 0,
+        timed_out: bool = False,
+        final: bool = False,
+        failure: Reason | None = None,
+    ) -> None:
+        if failure is None and status:
+            failure = Reason.PEER_DENIED if status in (401, 403) else Reason.PEER_STATUS
+        super().__init__(failure=Reason.TIMEOUT if timed_out and failure is None else failure)
         self.reason = reason
         self.status = status
         self.timed_out = timed_out

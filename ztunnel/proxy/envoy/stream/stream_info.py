@@ -14,6 +14,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager
 from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.secret import Certificate
+from ztunnel.proxy.dataplane.reasons import Reason
 
 
 class Flag(StrEnum):
@@ -112,7 +113,11 @@ class StreamInfo:
         endpoint: the host of the last attempt. Hosts of earlier attempts are in ``failed``.
         upstream_cluster: the cluster's alternative name, or its name. Empty if it does not exist.
         upstream_sni: the server name that our handshake sent.
-        tunnel_authority: what our CONNECT named, of a tunnel over the wire.
+        upstream_own_uri_sans: identities that we present to the upstream.
+        tunnel_authority: what our CONNECT names.
+        tunnelled: the TCP proxy opens a tunnel.
+        behind: of the last attempt, the hop behind an internal listener, or a node-local tunnel's inbound half.
+        failure: why it failed; ``policy`` names the policy that denied it.
         connected: the last attempt succeeded.
         ready_s: from ``started`` until the last attempt succeeded or failed. None without an attempt.
         bytes_received: from downstream; ``bytes_sent`` to downstream.
@@ -157,7 +162,12 @@ class StreamInfo:
     endpoint: Endpoint | None = None
     failed: tuple[Endpoint, ...] = ()
     upstream_sni: str = ""
+    upstream_own_uri_sans: tuple[str, ...] = ()
     tunnel_authority: str = ""
+    tunnelled: bool = False
+    behind: "StreamInfo | None" = None
+    failure: Reason | None = None
+    policy: str = ""
     ready_s: float | None = None
     connected: bool = False
     listener_metadata: Metadata = NO_METADATA

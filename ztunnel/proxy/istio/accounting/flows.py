@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from hbone.aio.relay import ByteCounts
@@ -123,10 +122,10 @@ def _same(value: Any) -> Any:
     return value
 
 
-def lines(ring: FlowRing, node: str, after_ns: int = 0, last: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yield time and JSON line of entries, the oldest first."""
-    for entry in ring.entries(after_ns, last):
-        yield entry.ended_ns, json.dumps(_response(entry, node), separators=(",", ":"))
+def shape(config: NamedNode) -> Callable[[Entry], dict[str, Any]]:
+    """Return what makes a GetFlowsResponse of an entry."""
+    node = f"{config.cluster_id or 'default'}/{config.node or 'node'}"
+    return lambda entry: _response(entry, node)
 
 
 def _response(entry: Entry, node: str) -> dict[str, Any]:
@@ -149,11 +148,6 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
         tunnel=tunnel,
         emitter=__version__,
     )
-
-
-def flow_node(config: NamedNode) -> str:
-    """Return the name of this node in flows: ``CLUSTER/NODE``."""
-    return f"{config.cluster_id or 'default'}/{config.node or 'node'}"
 
 
 def ring_of(capacity: int) -> FlowRing:

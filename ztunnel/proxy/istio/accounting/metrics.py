@@ -25,10 +25,11 @@ from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.flows.ring import FlowRing
+from ztunnel.proxy.flows.times import PATHS, ConnectionTimes, TimeCounts
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.runtime.bounded_counts import BoundedCounts
-from ztunnel.runtime.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations
+from ztunnel.runtime.durations import Durations
 from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
@@ -261,8 +262,7 @@ class Counts:
     crl_untracked: Mapping[str, int] = field(default_factory=dict)
     on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     errors: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    connects: Mapping[tuple[str, str], DurationCounts] = field(default_factory=dict)
-    lengths: Mapping[tuple[str, str], DurationCounts] = field(default_factory=dict)
+    times: TimeCounts = field(default_factory=dict)
     decisions: LedgerCopy[Pair] | None = None
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
@@ -293,8 +293,6 @@ _OF_MAIN = (
     "certificates",
     "processes",
 )
-#: The label ``path`` of times.
-PATHS: Final = ("hbone", "plain")
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
 #: The counting key if ALLOW policies exist and none of them matched, so that no policy decided.
@@ -303,7 +301,7 @@ NONE_MATCHED: Final = "-"
 _SERIES_PER_PART = 50
 
 
-class Metrics:
+class Metrics(ConnectionTimes):
     """All counters of one process.
 
     Args:
@@ -324,6 +322,7 @@ class Metrics:
         removed: frozenset[str] = frozenset(),
         flows: FlowRing | None = None,
     ) -> None:
+        super().__init__()
         self.version = version
         self.removed = removed
         self._budget = series_budget
@@ -338,16 +337,6 @@ class Metrics:
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
-        #: Failed connections by reporter, stage and reason: :mod:`ztunnel.proxy.istio.accounting.reasons`.
-        self.errors: dict[tuple[str, str, str], int] = {}
-        #: From accept to the answer of the far side, of sources, by path and result.
-        self.connects = {
-            (path, result): Durations(CONNECT_BUCKETS) for path in PATHS for result in ("ok", "failed")
-        }
-        #: From accept to end, by reporter and path.
-        self.lengths = {
-            (reporter, path): Durations(LENGTH_BUCKETS) for reporter in self.sockets_open for path in PATHS
-        }
         #: Returns ended streams by reason; called for each page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
@@ -426,11 +415,6 @@ class Metrics:
         if labels[:1] != ("source",):
             return PathTimes(self.lengths["destination", path], None, None)
         return PathTimes(self.lengths["source", path], self.connects[path, "ok"], self.connects[path, "failed"])
-
-    def failed(self, reporter: str, stage: str, reason: str) -> None:
-        """Count a failed connection; the labels are those of ``ztunnel_connection_errors_total``."""
-        key = reporter, stage, reason
-        self.errors[key] = self.errors.get(key, 0) + 1
 
     def opened_in(self, series: TrafficSeries, counts: ByteCounts, now_s: float) -> None:
         """Count an opened connection in the series that :meth:`opened` has returned for the same labels.
@@ -516,8 +500,7 @@ class Metrics:
             crl_untracked=dict(self.crl_untracked),
             on_demand_dns=dict(self.on_demand_dns),
             errors=dict(self.errors),
-            connects={labels: each.counts() for labels, each in self.connects.items()},
-            lengths={labels: each.counts() for labels, each in self.lengths.items()},
+            times=self.time_counts(),
             decisions=self.ledger.copy(),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
@@ -584,9 +567,7 @@ class Metrics:
         _add(self.crl_untracked, part.crl_untracked)
         _add(self.on_demand_dns, part.on_demand_dns)
         _add(self.errors, part.errors)
-        for own, others in ((self.connects, part.connects), (self.lengths, part.lengths)):
-            for times, counts in others.items():
-                own[times].add(counts)
+        self.add_times(part.times)
         if part.decisions is not None:
             self.ledger.add(part.decisions)
         if not lost:

@@ -6,7 +6,6 @@ Import this module with the first scrape, see :mod:`ztunnel.runtime.http.exposit
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -17,6 +16,7 @@ from ztunnel.policy.calico.guard import results
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.addons.families import addon_families
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.flows.families import histograms, time_families
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
     SIDE_LABELS,
@@ -24,7 +24,6 @@ from ztunnel.proxy.istio.accounting.metrics import (
     Metrics,
     TrafficSeries,
 )
-from ztunnel.runtime.durations import Durations
 from ztunnel.runtime.http.exposition import Family, LabelledValue, family, process_families
 
 #: The labels ``action`` and ``result`` of dry runs, by use.
@@ -94,7 +93,6 @@ def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
             yield (*series.labels[:_FLAGS], flags, *series.labels[_FLAGS + 1 :]), count
 
 
-LabelsT = TypeVar("LabelsT", tuple[str, ...], tuple[str, str])
 _Samples = Callable[[Metrics], Iterable[LabelledValue]]
 #: Name, kind, help without its end "(unstable)", labels, samples.
 _Row = tuple[str, str, str, tuple[str, ...], _Samples]
@@ -102,8 +100,6 @@ _REPORTER = ("reporter",)
 _DNS = ("request_query_type", "request_protocol", "source_canonical_service", "source_canonical_revision")
 _ON_DEMAND = (*(f"source_{name}" for name in SIDE_LABELS), "hostname")
 _DURATION = "istio_dns_upstream_request_duration_seconds"
-_CONNECT = "ztunnel_connect_seconds"
-_LENGTH = "ztunnel_connection_seconds"
 _PAUSE = "ztunnel_handover_pause_seconds"
 
 
@@ -160,9 +156,6 @@ _AFTER_DURATIONS: tuple[_Row, ...] = (
      ("tier", "policy", "result"), lambda m: results(m.ledger.calico)),
     ("ztunnel_early_denials", "counter", "Connections that ended before they counted as opened", ("direction",),
      lambda m: [((use.policy,), use.tally.refused_early) for use in m.ledger.early]),
-    ("ztunnel_connection_errors", "counter",
-     "Connections that failed, by how far they came (early: before they counted as opened) and why",
-     ("reporter", "stage", "reason"), lambda m: list(m.errors.items())),
     ("ztunnel_connect_retries", "counter", "Further endpoints tried after one failed", (),
      _one(lambda m: m.connect_retries)),
     ("ztunnel_calmed_connections", "counter", "Tunnel connections ended by a limit of the protocol", (),
@@ -191,14 +184,10 @@ _AFTER_DURATIONS: tuple[_Row, ...] = (
 
 def _other_families(metrics: Metrics) -> Iterator[Family]:
     text = "The time Istio takes to get DNS response from upstream (unstable)."
-    durations = Metric(_DURATION, text, "histogram", "seconds")
     yield from _of_rows(_BEFORE_DURATIONS, metrics)
-    yield Family(durations, _durations(_DURATION, _DNS, metrics.dns_durations))
+    yield histograms(_DURATION, text, _DNS, metrics.dns_durations)
     yield from _of_rows(_AFTER_DURATIONS, metrics)
-    connects = Metric(_CONNECT, "From accept to the far side's answer (unstable).", "histogram", "seconds")
-    yield Family(connects, _durations(_CONNECT, ("path", "result"), metrics.connects))
-    lengths = Metric(_LENGTH, "From accept to the end of connections (unstable).", "histogram", "seconds")
-    yield Family(lengths, _durations(_LENGTH, ("reporter", "path"), metrics.lengths))
+    yield from time_families(metrics)
     if metrics.handovers.offers:
         pauses = Metric(_PAUSE, "How long connections stood still that moved (unstable).", "histogram", "seconds")
         yield Family(pauses, _pauses(metrics.handovers))
@@ -218,14 +207,3 @@ def _pauses(counts: HandoverCounts) -> Iterator[Sample]:
         yield Sample(f"{_PAUSE}_bucket", {"le": bound}, count)
     yield Sample(f"{_PAUSE}_count", {}, counts.offers)
     yield Sample(f"{_PAUSE}_sum", {}, counts.paused_s)
-
-
-def _durations(name: str, labels: tuple[str, ...], found: Mapping[LabelsT, Durations]) -> Iterator[Sample]:
-    for values, durations in list(found.items()):
-        if not durations.count:
-            continue
-        shared = dict(zip(labels, values, strict=True))
-        for bound, count in durations.cumulative():
-            yield Sample(f"{name}_bucket", shared | {"le": bound}, count)
-        yield Sample(f"{name}_sum", shared, durations.total_s)
-        yield Sample(f"{name}_count", shared, durations.count)

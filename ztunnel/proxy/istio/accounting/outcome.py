@@ -1,6 +1,5 @@
 """Turns errors that end a connection into the texts and response flags of Rust ztunnel, in one place."""
 
-import errno
 import os
 from enum import StrEnum
 from typing import NamedTuple
@@ -8,7 +7,6 @@ from typing import NamedTuple
 from hbone.errors import (
     ConnectionBroken,
     ConnectRefused,
-    ErrorCode,
     HboneError,
     PeerSilent,
     PoolClosed,
@@ -22,7 +20,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.mesh import WorkloadPolicies
 from ztunnel.policy.engine import judge
 from ztunnel.proxy.dataplane.lives import UNJUDGED
-from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason, reason_of
+from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason, is_ordinary, reason_of
 from ztunnel.proxy.istio.certificates.manager import IdentityError
 
 POLICY_CHANGE = "connection closed due to policy change"
@@ -190,10 +188,6 @@ def worth_another_endpoint(error: BaseException) -> bool:
             return False
 
 
-#: Errors that count as an ordinary end of an application's connection, like in the Rust ztunnel.
-_ORDINARY = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
-
-
 def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
     """Return the failure that ended a relay, or None if the end counts as ordinary.
 
@@ -203,14 +197,9 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
     """
     if isinstance(error, TunnelClosed):
         return of_reason(str(error))
-    if isinstance(error, OSError):
-        if error.errno in _ORDINARY:
-            return None
-        text = io_text(error)
-    elif isinstance(error, TunnelBroken) and error.code == ErrorCode.CONNECT_ERROR:
-        return None  # the same, at the other end of the tunnel
-    else:
-        text = str(error)
+    if is_ordinary(error):
+        return None
+    text = io_text(error) if isinstance(error, OSError) else str(error)
     return Failed(f"{'send' if from_client else 'receive'}: {text}", Reason.BROKEN)
 
 

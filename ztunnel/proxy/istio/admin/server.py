@@ -13,6 +13,7 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.proxy.addons.report import page as addon_page
 from ztunnel.proxy.dataplane.handover import page as handover_page
+from ztunnel.proxy.istio.accounting.flows import shape
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel
 from ztunnel.proxy.istio.admin import config_dump
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy, InspectedWorkers
@@ -217,9 +218,11 @@ class Servers:
             case path if path in _METRICS_PATHS:
                 return self._stats(request)
             case "/flows":
-                from ztunnel.proxy.istio.admin.flows_page import flows_page
+                from ztunnel.proxy.flows.page import flows_page
 
-                return flows_page(self._proxy, request)
+                proxy = self._proxy
+                more = proxy.workers.flows if proxy.workers is not None else None
+                return flows_page(request.query, proxy.metrics.flows, shape(proxy.config), more)
             case "/explain":
                 from ztunnel.proxy.istio.admin.explain_page import explain_page
 

@@ -27,9 +27,9 @@ from xds.model.address import SocketAddress
 from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.dataplane.life import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
+from ztunnel.proxy.flows import page as flow_page
 from ztunnel.proxy.identity.crl import RevocationLists
-from ztunnel.proxy.istio.accounting.flows import flow_node, ring_of
-from ztunnel.proxy.istio.accounting.flows import lines as flow_lines
+from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.path.names import Names
@@ -415,7 +415,7 @@ class Worker:
                 for entries in _connections(dict(carrier.pods)):
                     yield entries
             case GetFlows(after_ns=after_ns, last=last):
-                found = flow_lines(carrier.metrics.flows, flow_node(carrier.config), after_ns, last)
+                found = flow_page.lines(carrier.metrics.flows, shape(carrier.config), after_ns, last)
                 while some := tuple(islice(found, _ENTRIES_PER_PART)):
                     yield FlowsPart(some)
             case TapPod(wanted):

@@ -223,6 +223,7 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
         "  /connections",
         "  /denials",
         "  /explain",
+        "  /flows",
         "  /policies",
         "  /policies/explain",
         "  /rbac",

@@ -12,6 +12,7 @@ import pytest
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
 from xds.model.address import SocketAddress
+from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
 from ztunnel.policy.ledger import Ledger
 from ztunnel.proxy.envoy.admin import live_page
@@ -69,18 +70,11 @@ def test_events_are_streamed_and_connections_are_watched_meanwhile(reference: Re
 # What is counted
 
 
-class Clusters:
-    """Clusters of which one has a certificate, as far as the page reads them."""
-
-    def get(self, name: str) -> Any:
-        return SimpleNamespace(contexts=[SimpleNamespace(local_uri_sans=(CLIENT,))]) if name == "tunnel" else None
-
-
 def traffic() -> Traffic:
     clock = SimpleNamespace(wall=lambda: 5.0)
     connections = SimpleNamespace(on_close=None)
     decisions = SimpleNamespace(ledger=Ledger[DeniedBy]())
-    proxy = SimpleNamespace(clusters=Clusters(), clock=clock, connections=connections, decisions=decisions)
+    proxy = SimpleNamespace(clock=clock, connections=connections, decisions=decisions)
     return Traffic(cast(Any, proxy))
 
 
@@ -90,15 +84,18 @@ def info(**changes: Any) -> StreamInfo:
     found = StreamInfo(connection_id=1, facts=facts, started=0.0, started_at=0.0, listener="outbound")
     for name, value in changes.items():
         setattr(found, name, value)
+    if "upstream_host" in changes and not found.upstream_host.startswith("envoy:"):
+        found.endpoint = Endpoint(address=SocketAddress.parse(found.upstream_host))
     return found
 
 
 def live(hop: StreamInfo, *inner: StreamInfo) -> LiveConnection:
-    connection = LiveConnection(
+    last = hop
+    for each in inner:
+        last.behind = last = each
+    return LiveConnection(
         Connections(PodQuota(Descriptors(100))), hop, mock.Mock(), SystemClock(), None, "10.0.0.1", lambda: None
     )
-    connection.inner = inner
-    return connection
 
 
 def test_a_tunnel_is_between_the_client_and_the_host_behind_its_hops() -> None:
@@ -106,7 +103,7 @@ def test_a_tunnel_is_between_the_client_and_the_host_behind_its_hops() -> None:
     counted.begin()
     through = live(
         info(upstream_host="envoy://tunnels/10.0.0.2:80", bytes_received=3, bytes_sent=4),
-        info(cluster="tunnel", upstream_host="10.0.0.2:15008", upstream_uri_sans=(SERVER,)),
+        info(upstream_host="10.0.0.2:15008", upstream_uri_sans=(SERVER,), upstream_own_uri_sans=(CLIENT,)),
     )
     ends = counted.ends(through)
     assert ends == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "source", "mTLS")
@@ -132,7 +129,7 @@ def test_what_never_connected_was_not_plain_text() -> None:
     nowhere = live(info(upstream_host="10.0.0.3:80"))
     assert traffic().ends(nowhere).security == "none"
     counted = traffic()
-    refused = live(info(cluster="tunnel", upstream_host="10.0.0.2:15008"))
+    refused = live(info(upstream_host="10.0.0.2:15008", upstream_own_uri_sans=(CLIENT,)))
     assert counted.ends(refused) == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "source", "mTLS")
     assert counted.identities == {"10.0.0.1": CLIENT}
 

@@ -33,7 +33,8 @@ from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.process import AddonProcess
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.proxy.envoy.config.settings import settings_from
-from ztunnel.proxy.envoy.path.addons import METADATA, StreamAddons, host_workload
+from ztunnel.proxy.envoy.path.addons import METADATA, StreamAddons
+from ztunnel.proxy.envoy.stream.workloads import host_workload
 from ztunnel.runtime.settings import SettingsError
 
 

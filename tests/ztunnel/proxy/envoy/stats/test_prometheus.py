@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from ztunnel.proxy.envoy.stats.prometheus import envoy_text, scraped
 from ztunnel.proxy.envoy.stats.stats import Stats, cluster_scope
+from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.runtime.http.exposition import page
 from ztunnel.runtime.http.page import PageRequest
 
@@ -31,7 +32,7 @@ def stats() -> Stats:
 
 
 def text_of(stats: Stats, accept: str) -> str:
-    answer = page(scraped(stats), PageRequest(method="GET", path="/metrics", accept=accept))
+    answer = page(scraped(stats, ConnectionTimes()), PageRequest(method="GET", path="/metrics", accept=accept))
     return b"".join(piece for piece in answer.body if isinstance(piece, bytes)).decode()
 
 

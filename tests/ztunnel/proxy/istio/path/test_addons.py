@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,7 @@ from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.report import page
 from ztunnel.proxy.dataplane.life import ALLOWED, State
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
-from ztunnel.proxy.istio.accounting.flows import lines as flow_lines
-from ztunnel.proxy.istio.accounting.flows import ring_of
+from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.accounting.record import Direction as Direction_
@@ -168,8 +166,9 @@ def test_a_denied_outbound_connection_is_never_dialled(tmp_path: Path) -> None:
         assert cluster.closed() == {"DENY": 1}
         assert addon.names() == ["connecting", "refused"]
         assert addon.said[1][1].reason == line["error"]
-        ((_, flow),) = flow_lines(cluster.node.metrics.flows, "node")
-        assert json.loads(flow)["flow"]["extensions"]["value"]["addon"] == "scripted"
+        (entry,) = cluster.node.metrics.flows.entries()
+        flow = shape(cluster.node.config)(entry)
+        assert flow["flow"]["extensions"]["value"]["addon"] == "scripted"
         assert addon.said[1][1].addon == "scripted"
 
     play(tmp_path, body)

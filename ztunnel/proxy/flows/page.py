@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
-from ztunnel.proxy.istio.accounting import flows
-from ztunnel.proxy.istio.admin.inspected import InspectedProxy
-from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, text
+from ztunnel.proxy.flows.ring import Entry, FlowRing
+from ztunnel.runtime.http.page import PLAIN, Page, Query, text
 
 JSON_LINES: Final = "application/jsonlines"
 #: Lines between two turns of the loop; one takes 0.1 ms.
@@ -17,20 +17,31 @@ _SLICE: Final = 8
 _MOST: Final = 1 << 62
 
 
-async def flows_page(proxy: InspectedProxy, request: PageRequest) -> Page:
+#: Returns an entry as a GetFlowsResponse in JSON's types.
+Shape = Callable[[Entry], dict[str, Any]]
+#: Returns the lines of other processes, by ``after`` and ``last``.
+More = Callable[[int, int], Awaitable[list[tuple[int, str]]]]
+
+
+def lines(ring: FlowRing, shape: Shape, after_ns: int = 0, last: int | None = None) -> Iterator[tuple[int, str]]:
+    """Yield time and JSON line of entries, the oldest first."""
+    for entry in ring.entries(after_ns, last):
+        yield entry.ended_ns, json.dumps(shape(entry), separators=(",", ":"))
+
+
+async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | None = None) -> Page:
     """Return the entries that a request wants: ``last`` of them, ``after`` a time in nanoseconds."""
     numbers = []
     for name, default in (("after", 0), ("last", _MOST)):
-        value = request.query.get(name)
+        value = query.get(name)
         if value is not None and not (value.isascii() and value.isdigit() and len(value) <= 19):
             return text(f"{name}: must be a whole number, not negative: {value!r}\n", 400, PLAIN)
         numbers.append(default if value is None else min(int(value), _MOST))
     after_ns, last = numbers
-    ring, name = proxy.metrics.flows, flows.flow_node(proxy.config)
-    found = [each async for each in _slices(flows.lines(ring, name, after_ns, last))]
+    found = [each async for each in _slices(lines(ring, shape, after_ns, last))]
     lost = ring.lost(after_ns)
-    if proxy.workers is not None:
-        found = sorted([*found, *await proxy.workers.flows(after_ns, last)])[-last:]
+    if more is not None:
+        found = sorted([*found, *await more(after_ns, last)])[-last:]
     body = "".join(f"{line}\n" for _, line in found)
     if lost:
         body = f'{{"lost_events":{{"source":"HUBBLE_RING_BUFFER","num_events_lost":"{lost}"}}}}\n{body}'

@@ -1,0 +1,164 @@
+"""Counts the ends of connections in Envoy's dialect, and writes them into the flight recorder.
+
+A connection of a pod is one entry with all its hops; a tunnel's request is one at the other end. A tunnel
+connection itself has an entry only if it ends before it carries requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from xds.model.address import SocketAddress
+from xds.model.metadata import Metadata
+from ztunnel import __version__
+from ztunnel.addons import Workload
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.envoy.listeners.connections import LiveHop
+from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven, why
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.stream.workloads import described, host_name, named, of_identity, source_baggage
+from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended, Side, response
+from ztunnel.proxy.flows.ring import Entry, FlowRing
+from ztunnel.proxy.flows.times import ConnectionTimes
+from ztunnel.runtime.clock import Clock
+
+#: References of an entry, in the order of :meth:`Account.ended`.
+_WIDTH: Final = 10
+#: The longest text that is kept of a peer.
+_MOST_TEXT: Final = 512
+#: Names that istiod gives to the policies of its RBAC filters.
+_ISTIO_POLICY: Final = re.compile(r"ns\[(.*)\]-policy\[(.*)\]-rule\[\d+\]")
+
+
+class Account:
+    """The account of a process.
+
+    Args:
+        capacity: entries that the flight recorder keeps; 0 keeps none.
+        clock: for the time of an end.
+        node, cluster: names of this node and its cluster, for flows.
+
+    Attributes:
+        ring: the flight recorder.
+        times: the counts.
+    """
+
+    def __init__(self, capacity: int, clock: Clock, node: str, cluster: str) -> None:
+        self.ring = FlowRing(capacity, _WIDTH)
+        self.times = ConnectionTimes()
+        self._clock = clock
+        self._node = f"{cluster}/{node}"
+        self._cluster = cluster
+
+    def ended(self, hop: LiveHop) -> None:
+        """Count the end of a connection: of its first hop, or of a tunnel's request."""
+        info = hop.info
+        hops = hops_of(info)
+        inbound = bool(info.method) or hop.owner.ends_tunnels or hop.owner.model.direction == "inbound"
+        tunnelled = bool(info.method) or hop.owner.ends_tunnels or any(each.tunnelled for each in hops)
+        reporter, path = "destination" if inbound else "source", "hbone" if tunnelled else "plain"
+        duration_s, times = info.duration_s or 0.0, self.times
+        times.lengths[reporter, path].observe(duration_s)
+        if not inbound and info.ready_s is not None:
+            times.connects[path, "ok" if info.connected else "failed"].observe(info.ready_s)
+        if info.failure is not None:
+            dialled = info.ready_s is not None
+            stage = Stage.RELAY if info.connected else Stage.CONNECT if dialled else Stage.EARLY
+            times.failed(reporter, stage, info.failure)
+        if self.ring.capacity:
+            self._record(hop, hops, inbound=inbound, tunnelled=tunnelled)
+
+    def _record(self, hop: LiveHop, hops: Sequence[StreamInfo], *, inbound: bool, tunnelled: bool) -> None:
+        info, text = hop.info, self.ring.text
+        client, server = proven(hops)
+        secured = bool(client and server and (inbound or info.connected))
+        authority = there = tunnel = ""
+        service = None
+        for each in hops:
+            if each.tunnel_authority:
+                authority, tunnel = each.tunnel_authority, each.upstream_host
+            if each.upstream_metadata:
+                there = host_name(each.upstream_metadata) or there
+            if each.cluster_metadata and service is None:
+                service = _service(each.cluster_metadata)
+        # The tunnel's port is not the application's, which the authority has.
+        destination = (hop.application if inbound else None) or last_host(hops)
+        if destination is None or tunnel:
+            destination = info.destination
+        self.ring.add(
+            self._clock.wall(),
+            info.duration_s or 0.0,
+            info.ready_s if info.connected and info.ready_s is not None else -1.0,
+            (info.bytes_received, info.bytes_sent),
+            (info.source, destination),
+            _trace(info) if info.request_headers else b"",
+            (0 if inbound else 1) | (2 if secured else 0),
+            (
+                text(client),
+                text(server),
+                text(source_baggage(info)[:_MOST_TEXT]),
+                text(there),
+                text(service),
+                text(authority),
+                text(tunnel),
+                tunnelled,
+                BY_ITSELF if info.failure is None else text(_ended(info, hops, info.failure)),
+                text(hop.asked.addon) if hop.asked is not None and hop.asked.addon else "",
+            ),
+        )
+
+    def shape(self, entry: Entry) -> dict[str, Any]:
+        """Return an entry of the ring as a GetFlowsResponse."""
+        client, server, baggage, there, service, authority, tunnel, tunnelled, ended, addon = entry.refs
+        with suppress(ValueError):  # none, or a name
+            entry = entry._replace(destination=SocketAddress.parse(authority))
+        source, destination = described(baggage, client) if baggage else of_identity(client), of_identity(server)
+        if there:
+            destination = named(there)._replace(service_account=destination.service_account)
+        return response(
+            entry,
+            self._node,
+            self._side(source, client),
+            self._side(destination, server),
+            ended,
+            addon=addon,
+            tunnelled=tunnelled,
+            service=service,
+            tunnel=tunnel,
+            emitter=__version__,
+        )
+
+    def _side(self, workload: Workload, identity: str) -> Side:
+        """Return a side. A workload that is known by its identity only has its account's name."""
+        name = workload.name or workload.service_account
+        return Side(
+            namespace=workload.namespace,
+            workload=name,
+            kind="Deployment" if workload.name else "ServiceAccount",
+            cluster=(workload.cluster or self._cluster) if name else "",
+            account=workload.service_account,
+            app=workload.labels.get("app", ""),
+            version=workload.labels.get("version", ""),
+            spiffe=identity,
+        )
+
+
+def _ended(info: StreamInfo, hops: Sequence[StreamInfo], failure: Reason) -> Ended:
+    found = _ISTIO_POLICY.fullmatch(info.policy)
+    policy = f"{found[1]}/{found[2]}" if found is not None else info.policy
+    return Ended(failure, why(hops)[:_MOST_TEXT], policy, info.flags_text())
+
+
+def _service(metadata: Metadata) -> tuple[str, str] | None:
+    """Return name and namespace of the service that istiod's metadata of a cluster names."""
+    services = metadata.get("istio", {}).get("services")
+    if isinstance(services, Sequence) and services and isinstance(services[0], Mapping):
+        return str(services[0].get("name") or ""), str(services[0].get("namespace") or "")
+    return None
+
+
+def _trace(info: StreamInfo) -> bytes:
+    return next((value.encode() for name, value in info.request_headers if name == "traceparent"), b"")

@@ -1,0 +1,51 @@
+"""The two ends of a connection with all its hops, for pages and the flight recorder. Pure."""
+
+from collections.abc import Sequence
+
+from xds.model.address import SocketAddress
+from ztunnel.proxy.envoy.stream.stream_info import LONG_NAMES, Flag, StreamInfo
+
+
+def hops_of(info: StreamInfo) -> tuple[StreamInfo, ...]:
+    """Return a connection's hops, the accepted one first."""
+    hops = [info]
+    while (behind := hops[-1].behind) is not None:
+        hops.append(behind)
+    return tuple(hops)
+
+
+def proven(hops: Sequence[StreamInfo]) -> tuple[str, str]:
+    """Return the identities of client and server that hops have presented. Empty without any.
+
+    Of a tunnel that failed only the client's is known.
+    """
+    for hop in hops:
+        if hop.tls is not None and hop.tls.peer_uri_sans:
+            return hop.tls.peer_uri_sans[0], next(iter(hop.tls.local_uri_sans), "")
+    own = ""
+    for hop in hops:
+        if hop.upstream_uri_sans:
+            return next(iter(hop.upstream_own_uri_sans), ""), hop.upstream_uri_sans[0]
+        own = own or next(iter(hop.upstream_own_uri_sans), "")
+    return own, ""
+
+
+def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
+    """Return the address of the last host that a connection went to; None: none with an address was chosen."""
+    for hop in reversed(hops):
+        if hop.endpoint is not None and isinstance(hop.endpoint.address, SocketAddress):
+            return hop.endpoint.address
+    return None
+
+
+def why(hops: Sequence[StreamInfo]) -> str:
+    """Return why a connection ended, in the words of access logs; the hop that knows best is the last."""
+    first = hops[0]
+    if first.termination_details:
+        return first.termination_details
+    for hop in reversed(hops):
+        if hop.termination_details or hop.upstream_failure:
+            return hop.termination_details or hop.upstream_failure
+    if first.response_code not in (0, 200):
+        return f"{first.response_code} {first.response_details}"
+    return first.downstream_failure or ", ".join(LONG_NAMES[flag] for flag in Flag if flag in first.flags)

@@ -1,0 +1,45 @@
+"""Makes the families of :class:`~ztunnel.proxy.flows.times.ConnectionTimes` for the metrics pages.
+
+Import this module with the first scrape, see :mod:`ztunnel.runtime.http.exposition`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from ztunnel.proxy.flows.times import HISTOGRAMS, ConnectionTimes
+from ztunnel.runtime.durations import Durations
+from ztunnel.runtime.http.exposition import Family, family
+
+_LabelsT = TypeVar("_LabelsT", bound=tuple[str, ...])
+
+
+def time_families(times: ConnectionTimes) -> Iterator[Family]:
+    """Yield failed connections, and every histogram that has a value."""
+    yield family(
+        "ztunnel_connection_errors",
+        "counter",
+        "Connections that failed, by how far they came (early: before they counted as opened) and why (unstable)",
+        list(times.errors.items()),
+        ("reporter", "stage", "reason"),
+    )
+    for each in HISTOGRAMS:
+        yield histograms(each.name, f"{each.help} (unstable).", each.labels, times.histograms(each))
+
+
+def histograms(name: str, text: str, labels: tuple[str, ...], found: Mapping[_LabelsT, Durations]) -> Family:
+    """Return a family of histograms of seconds; those without a value are left out."""
+    return Family(Metric(name, text, "histogram", "seconds"), _samples(name, labels, found))
+
+
+def _samples(name: str, labels: tuple[str, ...], found: Mapping[_LabelsT, Durations]) -> Iterator[Sample]:
+    for values, durations in list(found.items()):
+        if not durations.count:
+            continue
+        shared = dict(zip(labels, values, strict=True))
+        for bound, count in durations.cumulative():
+            yield Sample(f"{name}_bucket", shared | {"le": bound}, count)
+        yield Sample(f"{name}_sum", shared, durations.total_s)
+        yield Sample(f"{name}_count", shared, durations.count)

@@ -1,0 +1,71 @@
+"""Counts how connections of one process failed and how long their steps took; the same in both dialects.
+
+Bounded: labels are closed lists, and none names a workload.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.runtime.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations
+
+#: The label ``path``.
+PATHS: Final = ("hbone", "plain")
+REPORTERS: Final = ("source", "destination")
+RESULTS: Final = ("ok", "failed")
+
+
+class Family(NamedTuple):
+    """A family of histograms: the attribute of :class:`ConnectionTimes`, name, help and labels."""
+
+    attribute: str
+    name: str
+    help: str
+    labels: tuple[str, ...]
+
+
+HISTOGRAMS: Final = (
+    Family("connects", "ztunnel_connect_seconds", "From accept to the far side's answer", ("path", "result")),
+    Family("lengths", "ztunnel_connection_seconds", "From accept to the end of connections", ("reporter", "path")),
+)
+#: Histograms as values, by attribute and labels.
+TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
+
+
+class ConnectionTimes:
+    """The counts of one process.
+
+    Attributes:
+        errors: failed connections by reporter, stage and reason.
+        connects: from accept to the answer of the far side, of sources, by path and result.
+        lengths: from accept to end, by reporter and path.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[tuple[str, str, str], int] = {}
+        self.connects = {(path, result): Durations(CONNECT_BUCKETS) for path in PATHS for result in RESULTS}
+        self.lengths = {(reporter, path): Durations(LENGTH_BUCKETS) for reporter in REPORTERS for path in PATHS}
+
+    def failed(self, reporter: str, stage: Stage, reason: Reason) -> None:
+        """Count a failed connection."""
+        key = (reporter, str(stage), str(reason))
+        self.errors[key] = self.errors.get(key, 0) + 1
+
+    def histograms(self, family: Family) -> Mapping[tuple[str, ...], Durations]:
+        """Return the histograms of a family by the values of its labels."""
+        found: Mapping[tuple[str, ...], Durations] = getattr(self, family.attribute)
+        return found
+
+    def time_counts(self) -> TimeCounts:
+        """Return the histograms as values, for another process."""
+        return {
+            each.attribute: {key: times.counts() for key, times in self.histograms(each).items()}
+            for each in HISTOGRAMS
+        }
+
+    def add_times(self, counts: TimeCounts) -> None:
+        """Add the histograms of another process."""
+        for family in HISTOGRAMS:
+            own = self.histograms(family)
+            for key, found in counts.get(family.attribute, {}).items():
+                own[key].add(found)
