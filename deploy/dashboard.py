@@ -200,6 +200,33 @@ ROWS: Final = (
                 "From accept to the far side's answer, by sources.",
             ),
             Panel(
+                "Handshakes, p99",
+                (
+                    (
+                        "histogram_quantile(0.99, sum by (role, le)"
+                        ' (rate(ztunnel_handshake_seconds_bucket{result="ok"}[5m])))',
+                        "{{role}}",
+                    ),
+                ),
+                "s",
+                "TLS of tunnel connections.",
+            ),
+            Panel(
+                "Waits",
+                (("sum by (what) (rate(ztunnel_wait_seconds_count[5m]))", "{{what}}"),),
+                "cps",
+                "Connections that waited for a workload, a policy or a certificate that had not arrived.",
+            ),
+            Panel(
+                "Configuration",
+                (
+                    (f"max by (kind) (ztunnel_mesh_objects{_INSTANCE})", "{{kind}}"),
+                    (f"sum by (kind) (ztunnel_xds_refused_resources{_INSTANCE}) > 0", "{{kind}} refused"),
+                ),
+                "none",
+                "What the control plane has described, and what could not be read.",
+            ),
+            Panel(
                 "Failures by reason",
                 (
                     (

@@ -457,11 +457,14 @@ def test_image_has_no_variant_of_istios(given: Object, image: str) -> None:
 
 def test_alerts_and_dashboard_come_out_as_their_files(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
-    given = {"prometheusRule": {"enabled": True, "labels": {"release": "p"}}, "dashboard": {"enabled": True}}
+    base = "https://docs.example.com/"
+    rule = {"enabled": True, "labels": {"release": "p"}, "runbookBase": base}
+    given = {"prometheusRule": rule, "dashboard": {"enabled": True}}
     file.write_text(yaml.safe_dump(given))
     objects = rendered(file)
     files = CHART / "files"
-    assert objects["PrometheusRule"]["spec"] == yaml.safe_load((files / "ztunnel.rules.yaml").read_text())
+    rules = (files / "ztunnel.rules.yaml").read_text().replace("runbook_url: ", f"runbook_url: {base}")
+    assert objects["PrometheusRule"]["spec"] == yaml.safe_load(rules)
     assert objects["PrometheusRule"]["metadata"]["labels"]["release"] == "p"
     found = objects["ConfigMap"]
     assert found["data"]["ztunnel.json"].strip() == (files / "ztunnel.dashboard.json").read_text().strip()

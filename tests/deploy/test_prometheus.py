@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -15,18 +16,39 @@ from hbone.aio.relay import ByteCounts
 from tests.programs import needed
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from xds.model.identity import SpiffeId
+from ztunnel.node.agent import status
 from ztunnel.policy.ledger import Use
+from ztunnel.policy.netpol.controller import Counts
+from ztunnel.policy.netpol.metrics import families as netpol_families
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
 
 FILE = Path(__file__).parents[2] / "deploy" / "helm" / "ztunnel" / "files" / "ztunnel.rules.yaml"
+RUNBOOK = Path(__file__).parents[2] / "docs" / "alerts.md"
 RULES: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]
 ]
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 #: A series in a query: its name, which contains an underscore or colon, and its matchers.
-SERIES = re.compile(r"\b((?:istio|process|workload_manager|ztunnel)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?")
+SERIES = re.compile(r"\b((?:istio|netpol|process|workload_manager|ztunnel)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?")
 #: What Prometheus adds to each series itself.
 OF_PROMETHEUS = {"instance", "job"}
+
+
+def others() -> str:
+    """Return the pages of a node agent and of netpol, of which nothing is known but what a page is made of."""
+    enroller, informer, auditor = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
+    enroller.agent.pods.return_value, enroller.pods.return_value, enroller.steps = {}, {}, {}
+    auditor.audited = {}
+    controller = mock.MagicMock(built=None, **dict.fromkeys(("synced", "in_force", "problems"), 1))
+    controller.counts = Counts()
+    found = [*status.families(enroller, informer, auditor, None), *netpol_families(controller, None, ())]
+    lines = []
+    for family in found:
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+            lines.append(f"{sample.name}{{{labels}}} 1\n")
+    return "".join(lines)
 
 
 def on_a_page() -> dict[str, set[str]]:
@@ -38,10 +60,12 @@ def on_a_page() -> dict[str, set[str]]:
         labels = traffic_labels("source", PeerLabels(known=True), PeerLabels(), None, secured=True)
         metrics.opened(labels, (), counts, 0.0).finished("DENY", counts)
         metrics.ledger.own.note("shop/p", Use.DENIED, 0.0)
-        metrics.failed("source", "early", "dns")
+        metrics.failed("source", Stage.EARLY, Reason.DNS)
         metrics.connects["hbone", "ok"].observe(0.1)
+        metrics.shook_hands("client", 0.1, True)
+        metrics.waited("policy", 0.1)
         await rig.proxy.certificates.fetch(SpiffeId("cluster.local", "shop", "a"))
-        page = (await rig.ask("stats", "/stats/prometheus")).text
+        page = (await rig.ask("stats", "/stats/prometheus")).text + others()
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
@@ -71,12 +95,21 @@ def test_texts_name_labels_that_a_query_keeps() -> None:
     for rule in RULES:
         if "alert" not in rule:
             continue
-        assert set(rule["annotations"]) == {"summary", "description"}
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+        assert rule["for"], rule["alert"]
         assert rule["labels"]["severity"] in {"info", "warning"}
         used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
         kept = {"destination_service"} if any(name in rule["expr"] for name in RECORDED) else set()
         kept |= set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", rule["expr"]))))
         assert used <= (kept or OF_PROMETHEUS), rule
+
+
+def test_each_alert_has_a_section_that_its_runbook_url_leads_to() -> None:
+    alerts = [rule["alert"] for rule in RULES if "alert" in rule]
+    assert re.findall(r"^## (\w+)$", RUNBOOK.read_text(), re.MULTILINE) == alerts
+    for rule in RULES:
+        if "alert" in rule:
+            assert rule["annotations"]["runbook_url"] == f"docs/alerts.md#{rule['alert'].lower()}"
 
 
 def test_the_dashboard_is_made_of_its_panels() -> None:
@@ -103,7 +136,7 @@ def test_legends_name_labels_that_a_query_keeps() -> None:
             for query, legend in panel.queries:
                 kept = set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", query))))
                 used = set(re.findall(r"{{(\w+)}}", legend))
-                assert used <= (kept if "sum" in query else OF_PROMETHEUS), (query, legend)
+                assert used <= (kept if " by (" in query else OF_PROMETHEUS), (query, legend)
 
 
 def test_prometheus_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:

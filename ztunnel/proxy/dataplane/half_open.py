@@ -221,15 +221,25 @@ class PendingHandshake:
         self._limiter.reject(self, GONE)
 
 
+#: Takes the seconds of a handshake, and whether it succeeded.
+Finished = Callable[[float, bool], object]
+
+
+def _not_counted(seconds: float, succeeded: bool) -> None:
+    """Count nothing."""
+
+
 class HalfOpen:
     """All half-open connections of a process, by pod. There is one per poller.
 
     Attributes:
         rejected: how many were closed by a limit, ever.
         handshakes: under way.
+        finished: called with the seconds of each handshake that ends, and whether it succeeded.
     """
 
-    def __init__(self, poller: Poller, limits: HalfOpenLimits) -> None:
+    def __init__(self, poller: Poller, limits: HalfOpenLimits, finished: Finished = _not_counted) -> None:
+        self.finished = finished
         self.poller = poller
         self.limits = limits
         self.rejected = 0
@@ -515,6 +525,7 @@ class HandshakeLimiter:
         if pending in self.running:
             del source.running[pending], self.running[pending]
             self._all.handshakes -= 1
+            self._all.finished(self._poller.loop.time() - pending.since_s, proved)
             if proved:
                 source.unfinished.refund(1.0)
                 self._unfinished.refund(1.0)

@@ -36,6 +36,7 @@ async def dial_connection(
     open_socket: Callable[[], Awaitable[socket.SocketType]],
     settings: ConnectionSettings,
     poller: Poller,
+    finished: Callable[[float, bool], object],
 ) -> Connection:
     """Open one connection for tunnels: TCP, TLS, the client's side of HTTP/2. The pools' dial functions call it.
 
@@ -44,6 +45,7 @@ async def dial_connection(
         open_socket: connects by TCP; its socket belongs to this call.
         settings: of the connection.
         poller: of this loop.
+        finished: called with the seconds of the TLS handshake, and whether it succeeded.
 
     Raises:
         Exception: what ``context_for`` and ``open_socket`` raise.
@@ -51,4 +53,12 @@ async def dial_connection(
     """
     # The context first: making one can fail (a key that OpenSSL refuses), and then there is no socket to leak.
     context = context_for()
-    return await connect(await open_socket(), context, settings, poller)
+    sock = await open_socket()
+    began_s, secured = poller.loop.time(), False
+    try:
+        connection = await connect(sock, context, settings, poller)
+        secured = True
+    finally:
+        if context is not None:
+            finished(poller.loop.time() - began_s, secured)
+    return connection

@@ -7,6 +7,7 @@ import random
 import signal
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,11 +124,12 @@ class Proxy:
         self.poller = Poller(SpinSettings(limit_s=self.settings.spin_us / 1e6))
         self.poller.peers.windows.limit, _ = waiting_bytes(memory_limit_bytes())
         most = limit_of_process()
-        self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
-        self.descriptors = Descriptors(most, self.half_open.shed)
-        self.connections = Connections(PodQuota(self.descriptors))
         node = self.settings.node or self.bootstrap.message.node.id or "node"
         self.account = Account(self.settings.flows, self.clock, node, self._surroundings.cluster_id)
+        shook_hands = partial(self.account.times.shook_hands, "server")
+        self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most), shook_hands)
+        self.descriptors = Descriptors(most, self.half_open.shed)
+        self.connections = Connections(PodQuota(self.descriptors))
         self.connections.account = self.account
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
 
@@ -202,6 +204,7 @@ class Proxy:
             internal,
             self.poller,
             rng,
+            times=self.account.times,
             keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
             early_data=switches.early_data,
             admit=admit_host,

@@ -27,7 +27,16 @@ class Family(NamedTuple):
 HISTOGRAMS: Final = (
     Family("connects", "ztunnel_connect_seconds", "From accept to the far side's answer", ("path", "result")),
     Family("lengths", "ztunnel_connection_seconds", "From accept to the end of connections", ("reporter", "path")),
+    Family(
+        "handshakes",
+        "ztunnel_handshake_seconds",
+        "TLS handshakes of tunnel connections, from the TCP connection or the ClientHello",
+        ("role", "result"),
+    ),
+    Family("waits", "ztunnel_wait_seconds", "Waits of connections for what had not arrived", ("what",)),
 )
+#: The label ``what`` of waits.
+WAITS: Final = ("workload", "policy", "certificate")
 #: Histograms as values, by attribute and labels.
 TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
 
@@ -39,12 +48,27 @@ class ConnectionTimes:
         errors: failed connections by reporter, stage and reason.
         connects: from accept to the answer of the far side, of sources, by path and result.
         lengths: from accept to end, by reporter and path.
+        handshakes: TLS handshakes of tunnel connections, by role (client, server) and result.
+        waits: waits of connections by what they waited for; connections that need not wait are not counted.
     """
 
     def __init__(self) -> None:
         self.errors: dict[tuple[str, str, str], int] = {}
         self.connects = {(path, result): Durations(CONNECT_BUCKETS) for path in PATHS for result in RESULTS}
         self.lengths = {(reporter, path): Durations(LENGTH_BUCKETS) for reporter in REPORTERS for path in PATHS}
+
+        self.handshakes = {
+            (role, result): Durations(CONNECT_BUCKETS) for role in ("client", "server") for result in RESULTS
+        }
+        self.waits = {(what,): Durations(CONNECT_BUCKETS) for what in WAITS}
+
+    def shook_hands(self, role: str, seconds: float, succeeded: bool) -> None:
+        """Count the end of a handshake."""
+        self.handshakes[role, RESULTS[0] if succeeded else RESULTS[1]].observe(seconds)
+
+    def waited(self, what: str, seconds: float) -> None:
+        """Count a wait; ``what`` is one of :data:`WAITS`."""
+        self.waits[what,].observe(seconds)
 
     def failed(self, reporter: str, stage: Stage, reason: Reason) -> None:
         """Count a failed connection."""

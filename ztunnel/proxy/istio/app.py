@@ -292,8 +292,16 @@ class IstioProxy:
             ("ztunnel_xds_staleness_seconds", "gauge",
              "Seconds since the control plane was last connected; 0 while it is",
              lambda: round(control.staleness_s, 3)),
+            ("ztunnel_xds_last_update_seconds", "gauge",
+             "When the last message of the control plane came, in Unix seconds; 0 before the first",
+             lambda: 0.0 if (ago_s := control.updated_ago_s) is None else round(self.clock.wall() - ago_s, 3)),
+            ("ztunnel_generations", "gauge",
+             "Processes of this proxy: this one, and a predecessor that still drains",
+             lambda: 1 if self.handover is None else self.handover.generations),
         ]  # fmt: skip
         self.metrics.certificates = self.certificates.moments
+        self.metrics.objects = self.mesh.counts
+        self.metrics.refused = control.refused_counts
         gauges = self.metrics.gauges
         if self.workers is not None:
             gauges |= self.workers.gauges()

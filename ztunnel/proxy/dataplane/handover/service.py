@@ -156,6 +156,11 @@ class Handover:
             "last": self._last,
         }
 
+    @property
+    def generations(self) -> int:
+        """The number of processes of this proxy: this one, and a predecessor that still drains."""
+        return 1 if self._predecessor is None else 2
+
     # As the successor
 
     async def _run(self) -> None:

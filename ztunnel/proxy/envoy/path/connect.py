@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, assert_never
 
 from hbone.aio.connection import Connection, ConnectionSettings, default_client
@@ -61,6 +62,7 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 from ztunnel.proxy.envoy.upstream.outlier import Result
+from ztunnel.proxy.flows.times import ConnectionTimes
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class Connector:
         rng: picks among weighted clusters.
         keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
             loses there (``tunnel_source``).
+        times: counts handshakes.
         early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it holds
             them.
         admit: a further decision about a host. ``None`` disables it.
@@ -105,6 +108,7 @@ class Connector:
         poller: Poller,
         rng: random.Random,
         *,
+        times: ConnectionTimes,
         keep_client_address: bool,
         early_data: bool,
         admit: AdmitsHost | None = None,
@@ -114,6 +118,7 @@ class Connector:
         self._internal = internal
         self._poller = poller
         self._rng = rng
+        self._times = times
         self._keep_client_address = keep_client_address
         self._early_data = early_data
         self._admit = admit
@@ -394,6 +399,7 @@ class Connector:
                     lambda: self._dialler.connect(cluster, key.address, key.options),
                     settings,
                     self._poller,
+                    partial(self._times.shook_hands, "client"),
                 )
         except TimeoutError as error:
             counted.failed(error)

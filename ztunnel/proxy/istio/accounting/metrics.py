@@ -291,6 +291,8 @@ _OF_MAIN = (
     "dns_dropped",
     "gauges",
     "certificates",
+    "objects",
+    "refused",
     "processes",
 )
 #: The label ``result`` of decisions, by use.
@@ -364,6 +366,10 @@ class Metrics(ConnectionTimes):
         self.gauges: dict[str, Gauge] = {}
         #: Returns when certificates end; called for each page.
         self.certificates: Callable[[], Moments] = Moments
+        #: Returns the numbers of objects that the control plane described, by kind; called for each page.
+        self.objects: Callable[[], Mapping[str, int]] = dict
+        #: Returns the numbers of resources that could not be read, by kind; called for each page.
+        self.refused: Callable[[], Mapping[str, int]] = dict
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
 

@@ -78,7 +78,8 @@ class Authorizer:
         """
         policies = self._node.mesh.policies_for(workload)
         if policies.missing:
-            policies = await self._complete(workload, policies, grace_s)
+            with self._node.waiting("policy"):
+                policies = await self._complete(workload, policies, grace_s)
         self._report_dry_run(policies, facts, record)
         found = self._refusal(workload, policies, facts, Use.DENIED)
         if found.refusal:

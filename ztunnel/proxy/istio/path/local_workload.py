@@ -85,8 +85,9 @@ class LocalWorkload:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(future)
             try:
-                async with asyncio.timeout(_WAIT_S):
-                    await future
+                with self._node.waiting("workload"):
+                    async with asyncio.timeout(_WAIT_S):
+                        await future
             except TimeoutError:
                 pass
             finally:

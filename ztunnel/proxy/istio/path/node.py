@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hbone.aio.connection import ConnectionSettings
@@ -110,6 +112,15 @@ class Node:
     dns_places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(DNS_QUERIES))
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Count how long a connection waits for what has not arrived, also in vain."""
+        began_s = self.clock.monotonic()
+        try:
+            yield
+        finally:
+            self.metrics.waited(what, self.clock.monotonic() - began_s)
+
     def __post_init__(self) -> None:
         config = self.config
         self.client_settings = self._settings(client_settings())
@@ -119,7 +130,7 @@ class Node:
         self.poller.peers.windows.limit = in_all
         most = limit_of_process()
         limits = HalfOpenLimits.of_descriptors(most, timeout_s=config.handshake_timeout_s)
-        self.half_open = HalfOpen(self.poller, limits)
+        self.half_open = HalfOpen(self.poller, limits, partial(self.metrics.shook_hands, "server"))
         self.descriptors = Descriptors(most, self.half_open.shed)
         self.keepalive = (
             None

@@ -71,4 +71,8 @@ class PodContext:
         """
         identity = workload.identity
         certificates = self.node.certificates
-        return certificates.current(identity) or await certificates.fetch(identity)
+        found = certificates.current(identity)
+        if found is None:
+            with self.node.waiting("certificate"):
+                found = await certificates.fetch(identity)
+        return found

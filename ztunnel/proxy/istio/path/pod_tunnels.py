@@ -121,6 +121,7 @@ async def _dial_key(
             lambda: sockets.connect(key.address),
             settings,
             node.poller,
+            partial(node.metrics.shook_hands, "client"),
         )
         lists = node.revocation_lists()
         if lists is not None and is_listed(lists, connection):

@@ -214,6 +214,10 @@ class ControlPlane:
         ):
             yield from ((kind, name, reason) for name, reason in refused.items())
 
+    def refused_counts(self) -> dict[str, int]:
+        """Return the numbers of :meth:`refused` by type."""
+        return {"address": len(self._feed.refused_addresses), "policy": len(self._feed.refused_policies)}
+
     def terminations(self) -> dict[str, int]:
         """Return the numbers of ended streams, by reason."""
         if self._client is None:

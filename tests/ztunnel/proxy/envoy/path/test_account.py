@@ -116,6 +116,7 @@ def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
             assert times.errors == {}
             assert times.lengths["source", "hbone"].count == times.lengths["destination", "hbone"].count == 1
             assert times.connects["hbone", "ok"].count == 1
+            assert times.handshakes["client", "ok"].count == times.handshakes["server", "ok"].count == 1
 
     run(tmp_path, body)
 

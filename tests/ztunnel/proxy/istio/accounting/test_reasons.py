@@ -1,6 +1,7 @@
 """Reasons of failures against the page about them, and the times and reasons that a connection leaves behind."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.ztunnel.proxy.istio.accounting.test_record import a_record, with_node
 from tests.ztunnel.proxy.istio.nodes import Lines, StoppedClock
 from tests.ztunnel.proxy.istio.pages import samples
 from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.flows.times import HISTOGRAMS
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, EarlyDeny, Failed, of_reason
 from ztunnel.proxy.istio.accounting.record import Direction
@@ -79,8 +81,32 @@ def test_moments_are_on_the_page() -> None:
 
 def test_the_series_of_times_do_not_grow_with_the_mesh() -> None:
     metrics = Metrics("v", 10)
-    for times in (*metrics.connects.values(), *metrics.lengths.values()):
-        times.observe(0.1)
-    names = ("ztunnel_connect_seconds", "ztunnel_connection_seconds")
-    found = [samples(metrics, name + end) for name in names for end in ("_bucket", "_sum", "_count")]
-    assert sum(len(each) for each in found) == 2 * 4 * (13 + 2)
+    number = 0
+    for family in HISTOGRAMS:
+        for times in metrics.histograms(family).values():
+            times.observe(0.1)
+            number += 1
+    found = [samples(metrics, each.name + end) for each in HISTOGRAMS for end in ("_bucket", "_sum", "_count")]
+    assert sum(len(each) for each in found) == number * (13 + 2)
+    assert number == 15
+
+
+def test_the_configuration_is_on_the_page() -> None:
+    metrics = Metrics("v", 10)
+    metrics.objects = lambda: {"workloads": 3, "services": 2, "policies": 1}
+    metrics.refused = lambda: {"address": 0, "policy": 4}
+    page = metrics.page_with()
+    assert sorted(samples(page, "ztunnel_mesh_objects").values()) == [1, 2, 3]
+    assert sorted(samples(page, "ztunnel_xds_refused_resources").values()) == [0, 4]
+
+
+def test_waits_count_in_vain_too(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        with suppress(TimeoutError), node.waiting("policy"):
+            clock.passed_s = 5.0
+            raise TimeoutError
+        assert node.metrics.waits["policy",].total_s == 5.0
+        node.half_open.finished(0.25, False)
+        assert node.metrics.handshakes["server", "failed"].total_s == 0.25
+
+    with_node(tmp_path, check)
