@@ -2,9 +2,11 @@
 
     python -m bench.instructions [--seconds S] [--json FILE]
 
-Our pair of proxies in an Istio mesh runs twice with new connections, 32 at once: under callgrind, which counts the
-instructions of the process outside the kernel, and under cProfile, which counts calls of functions, those of C
-included. Needs valgrind. What the proxies do without connections is measured for as long, and subtracted.
+Our pair of proxies in an Istio mesh runs twice: under callgrind, which counts the instructions of the process
+outside the kernel, and under cProfile, which counts calls of functions, those of C included. It carries new
+connections, 32 at once, then first connections to a peer, each after the end of the proxies' tunnel connection,
+which is counted as well. Needs valgrind. What the proxies do without connections is measured for as long, and
+subtracted.
 """
 
 import argparse
@@ -29,6 +31,9 @@ _BEGIN, _END = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
 _SIDES = ("client's proxy", "server's proxy")
 #: Of a counting process after it was told to begin or to end, which is slow under callgrind.
 _SETTLE_S = 1.0
+#: First connections that are counted.
+_FIRST = 40
+_CASES = ("new connections, 32 at once", "first connections to a peer")
 
 
 def _profiled() -> None:
@@ -96,7 +101,8 @@ def _calls(folder: Path, made: Chain, work: Callable[[], int]) -> tuple[int, lis
     return connections, found
 
 
-def _measure(unit: str, load: Path, seconds: float) -> list[float]:
+def _measure(unit: str, load: Path, seconds: float) -> list[list[float]]:
+    """Return the count of each side for each of :data:`_CASES`."""
     with tempfile.TemporaryDirectory(prefix=f"bench-{unit}-") as text:
         folder = Path(text)
 
@@ -120,10 +126,20 @@ def _measure(unit: str, load: Path, seconds: float) -> list[float]:
                 time.sleep(seconds)
                 return 0
 
+            def connect_first() -> int:
+                for _ in range(_FIRST):
+                    made.end_tunnels()
+                    time.sleep(_SETTLE_S / 4)
+                    made.ask_once()
+                return _FIRST
+
             count = _instructions if unit == "instructions" else _calls
             _, idle = count(folder, made, rest)
-            connections, busy = count(folder, made, connect)
-    return [(after - before) / connections for after, before in zip(busy, idle, strict=True)]
+            found = [count(folder, made, work) for work in (connect, connect_first)]
+    return [
+        [(after - before) / connections for after, before in zip(busy, idle, strict=True)]
+        for connections, busy in found
+    ]
 
 
 def main() -> int:
@@ -139,10 +155,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as text:
         load = build_load(Path(text))
         found = {unit: _measure(unit, load, args.seconds) for unit in ("instructions", "calls")}
-    print(f"\n{version()}, {hbone.build()} build, istio dialect: new connections, 32 at once, per connection\n")
-    print(f"{'':16}{'instructions, thousand':>24}{'calls':>8}")
-    for place, side in enumerate(_SIDES):
-        print(f"{side:16}{found['instructions'][place] / 1000:>24.0f}{found['calls'][place]:>8.0f}")
+    for number, case in enumerate(_CASES):
+        print(f"\n{version()}, {hbone.build()} build, istio dialect: {case}, per connection\n")
+        print(f"{'':16}{'instructions, thousand':>24}{'calls':>8}")
+        for place, side in enumerate(_SIDES):
+            counts = [found[unit][number][place] for unit in ("instructions", "calls")]
+            print(f"{side:16}{counts[0] / 1000:>24.0f}{counts[1]:>8.0f}")
     if args.json:
         args.json.write_text(json.dumps({"build": hbone.build(), **found}) + "\n")
     return 0
