@@ -47,7 +47,11 @@ def _profiled() -> None:
         stats: dict[Any, Any] = profile.stats
         (folder / "calls").write_text(str(sum(entry[1] for entry in stats.values())))
 
-    signal.signal(_BEGIN, lambda number, frame: profile.enable())
+    def begin(number: int, frame: FrameType | None) -> None:
+        profile.clear()
+        profile.enable()
+
+    signal.signal(_BEGIN, begin)
     signal.signal(_END, end)
     from ztunnel.cli import main as ztunnel
 
