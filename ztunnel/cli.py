@@ -133,6 +133,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         help="take the place of the proxy that runs here, with its open connections [ZTUNNEL_REPLACE]",
     )
     proxy.add_argument(
+        "--hold-sockets",
+        action="store_true",
+        help="keep the listening sockets in a small parent process, which starts the proxy again when it dies, so "
+        "that no connection is refused meanwhile [ZTUNNEL_HOLD_SOCKETS]",
+    )
+    proxy.add_argument(
         "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
     )
     for name, metavar, text in ADDON_FLAGS:
@@ -249,13 +255,18 @@ async def _result(status: Awaitable[int]) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
-    from ztunnel.runtime import descriptors, heap, rotation
+    from ztunnel.runtime import descriptors, heap, process, rotation
 
+    try:
+        own = process.under_holder(os.environ, wanted=args.hold_sockets, serves=not args.validate)
+    except ValueError as error:
+        print(f"ztunnel: {error}", file=sys.stderr)
+        return 2
     rotation.ignore_rotation()  # until there is a loop that handles the signals
     descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*FLAGS, *SWITCH_FLAGS, "envoy_compat")}
-    env = _with_addons(args, os.environ)
+    env = _with_addons(args, own)
     others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
     if not (names_a_source(flags, os.environ) or any(others)):
         given = {FLAGS[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}

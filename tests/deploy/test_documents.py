@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ztunnel.proxy.istio.environment import config_from
+from ztunnel.runtime.process import under_holder
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -37,6 +38,7 @@ class Asked(dict[str, str]):
 def test_the_variables_that_are_ours_alone_are_listed() -> None:
     env = Asked()
     config_from(env, cpus=2, read_file=lambda path: None)
+    under_holder(env, wanted=False, serves=False)
     ours = {name for name in env.names if name.startswith("ZTUNNEL_")} - SHARED
     assert set(re.findall(r"^\| `(ZTUNNEL_\w+)`", RUNNING, re.MULTILINE)) == ours
 

@@ -298,6 +298,7 @@ def test_the_values_are_named_as_in_istios_chart() -> None:
         "prometheusRule",
         "dashboard",
         "handover",
+        "holdSockets",
         "addons",
     }  # our own
 
@@ -324,7 +325,7 @@ def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
     env = text[text.index("        env:\n") : text.index("        volumeMounts:\n")]
     named = set(re.findall(r"- name: ([A-Z_]+)$", env, re.MULTILINE))
     optional = {"LOG_FORMAT", "NETWORK", "CRL_PATH", "ZTUNNEL_RESOURCE_CPU_LIMIT", "POLICY_SYNC"}
-    optional |= {"ZTUNNEL_ADDONS", "ZTUNNEL_ADDON_OPTION"}
+    optional |= {"ZTUNNEL_ADDONS", "ZTUNNEL_ADDON_OPTION", "ZTUNNEL_HOLD_SOCKETS"}
     assert named == {*environment(container), *optional}
 
 

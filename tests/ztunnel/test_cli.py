@@ -258,6 +258,7 @@ def test_a_file_of_tls_that_cannot_be_used_is_a_fault(
 def test_a_file_of_tls_that_is_used_is_told_and_one_that_is_not_there_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("NODE_NAME", "w1")
     good = tmp_path / "root.pem"
     good.write_bytes(Authority().pem)
     monkeypatch.setenv("XDS_ROOT_CA", str(good))
@@ -275,6 +276,7 @@ def test_a_file_of_tls_that_is_used_is_told_and_one_that_is_not_there_is_a_warni
 
 def test_the_default_root_that_is_not_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NODE_NAME", "w1")
     done = ztunnel("proxy", "--validate")
     assert done.returncode == 0
     assert done.stderr.splitlines()[:2] == [
@@ -285,6 +287,7 @@ def test_the_default_root_that_is_not_there_is_a_warning(monkeypatch: pytest.Mon
 
 
 def test_every_fault_of_the_files_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NODE_NAME", "w1")
     for name in ("XDS_ROOT_CA", "CA_ROOT_CA", "CRL_PATH", "LOCAL_XDS_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
     done = ztunnel("proxy", "--validate")

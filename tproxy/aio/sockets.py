@@ -17,6 +17,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from random import choice
 from typing import NamedTuple, TypeAlias
 
+from tproxy.aio.held_sockets import HeldSocket, held
 from tproxy.aio.netns import Netns, entered
 from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused, NeedCapability, PortTaken, TproxyError
 
@@ -102,7 +103,8 @@ def listen(
 ) -> socket.socket:
     """Return a listening, non-blocking TCP socket; the caller closes it.
 
-    On ``::`` it accepts IPv4 too, with mapped addresses (see :func:`canonical`).
+    On ``::`` it accepts IPv4 too, with mapped addresses (see :func:`canonical`). A socket that an earlier process
+    has left for this address takes its place, with connections that wait (:mod:`tproxy.aio.held_sockets`).
 
     Args:
         address: the address to bind.
@@ -123,22 +125,24 @@ def listen(
     """
     where = ip_address(address) if isinstance(address, str) else address
     family = socket.AF_INET if where.version == 4 else socket.AF_INET6
-    sock = _make(family, netns)
+    sock, is_bound = held(_make(family, netns), str(where), port)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(_SOL_IPV6, socket.IPV6_V6ONLY, int(not where.is_unspecified))
+        if not is_bound:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(_SOL_IPV6, socket.IPV6_V6ONLY, int(not where.is_unspecified))
         if freebind:
             sock.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
         if transparent:
             _set_transparent(sock, family)
         if mark is not None:
             _set_mark(sock, mark)
-        for level, name, value in socket_options:
-            sock.setsockopt(level, name, value)
-        sock.bind((str(where), port))
+        if not is_bound:
+            for level, name, value in socket_options:
+                sock.setsockopt(level, name, value)
+            sock.bind((str(where), port))
         if backlog:
             sock.listen(backlog)
     except OSError as error:
@@ -235,11 +239,14 @@ def datagrams(
     """Return a bound, non-blocking UDP socket; arguments and errors as of :func:`listen`."""
     where = ip_address(address) if isinstance(address, str) else address
     family = socket.AF_INET if where.version == 4 else socket.AF_INET6
-    sock = unbound(family, socket.SOCK_DGRAM, mark=mark, netns=netns)
+    sock, is_bound = held(unbound(family, socket.SOCK_DGRAM, mark=mark, netns=netns), str(where), port)
     try:
-        if reuse_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((str(where), port))
+        if not is_bound:
+            if reuse_port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.bind((str(where), port))
+        if isinstance(sock, HeldSocket):
+            sock.hold()
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -5,14 +5,21 @@ import errno
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from ztunnel.runtime.settings import boolean
+
 log = logging.getLogger(__name__)
 
-_PR_SET_DUMPABLE: Final = 4  # prctl(2)
+#: prctl(2)
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
+_HOLD_SOCKETS: Final = "ZTUNNEL_HOLD_SOCKETS"
 
 
 def forbid_core_dumps() -> None:
@@ -29,10 +36,56 @@ def forbid_core_dumps() -> None:
         except ValueError as error:
             raise OSError(errno.EPERM, str(error)) from error
         return
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+    if libc.prctl(option, value, 0, 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) -> Mapping[str, str]:
+    """Put a holder of listening sockets above this process if that is wanted; returns in the process that serves.
+
+    Args:
+        environment: of this process.
+        wanted: by a flag; ``ZTUNNEL_HOLD_SOCKETS`` says it as well.
+        serves: this process is to serve, and not only to check its configuration.
+
+    Returns:
+        The environment without what this has read.
+
+    Raises:
+        ValueError: a variable has no such value, or the holder is none.
+    """
+    text = environment.get(_HOLD_SOCKETS, "")
+    try:
+        wanted = wanted or (bool(text) and boolean(text))
+    except ValueError as error:
+        raise ValueError(f"{_HOLD_SOCKETS}={text}: {error}") from error
+    from tproxy.aio import held_sockets  # the commands that ask have no sockets of this kind
+
+    rest = {
+        name: value for name, value in environment.items() if name not in (_HOLD_SOCKETS, held_sockets.VARIABLE)
+    }
+    if not serves:
+        return rest
+    holder = held_sockets.Holder.of(environment)
+    if holder is not None:
+        os.environ.pop(held_sockets.VARIABLE, None)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # without its holder it would be nobody's to stop
+        try:
+            holder.take()
+        except OSError as error:
+            raise ValueError(f"the holder of listening sockets does not answer: {error}") from error
+        held_sockets.use(holder)
+    elif wanted:
+        program = Path(__file__).with_name("holder.py")
+        command = [sys.executable, "-I", "-S", str(program), sys.executable, *sys.orig_argv[1:]]
+        os.execv(sys.executable, command)
+    return rest
 
 
 def start_again(*more: str) -> int:
@@ -63,9 +116,12 @@ def start_successor(earlier: int | None, *, moves: bool) -> int | None:
     Returns:
         The process id of the successor, or ``earlier`` if none was started. The log has the reason.
     """
+    from tproxy.aio import held_sockets
+
+    first = os.getpid() if held_sockets.holder() is None else os.getppid()
     if not moves:
         log.warning("SIGUSR2 has no effect: connections do not move here (ZTUNNEL_HANDOVER_DIR)")
-    elif os.getpid() == 1:
+    elif first == 1:
         log.warning("SIGUSR2 has no effect in a container: its processes end with this one")
     elif earlier is not None and Path(f"/proc/{earlier}").exists():
         log.warning("SIGUSR2 has no effect: a successor starts already pid=%d", earlier)

@@ -15,6 +15,7 @@ from hbone.aio.connection import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from hbone.settings import server_settings
+from tproxy.aio import held_sockets
 from xds.aio.client import AdsClient, PerTypeClient
 from xds.aio.file import FileSource as FileWatcher
 from xds.dialects.envoy import Surroundings
@@ -420,6 +421,9 @@ class Proxy:
         self.listeners.start()
         heap.settle()
         self._state = State.LIVE
+        holder = held_sockets.holder()
+        if holder is not None:
+            holder.settle()
         startup_ms = int((self.clock.monotonic() - self.started) * 1000)
         self.stats.scope("server").histogram("initialization_time_ms").record(startup_ms)
         log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))

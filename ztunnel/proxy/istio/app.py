@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import ztunnel
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
+from tproxy.aio import held_sockets
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.dataplane.life import Event
@@ -496,10 +497,14 @@ class IstioProxy:
             await stack.enter_async_context(self.pods)
         self.readiness.done(PROXY)
         self.readiness.done(DNS_PROXY)
-        if self.handover is not None:
-            # What a predecessor offers must find its pod here.
+        holder = held_sockets.holder()
+        if holder is not None or self.handover is not None:
+            # What a predecessor offers or has left must find its pod here.
             while self.readiness.pending:  # noqa: ASYNC110  it has no event, and this is once per process
                 await asyncio.sleep(_READY_S)
+        if holder is not None:
+            holder.settle()
+        if self.handover is not None:
             if self.workers is not None:
                 await self.workers.meet_successor()
             self.handover.begin()

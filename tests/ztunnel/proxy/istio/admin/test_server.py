@@ -345,6 +345,7 @@ TOP = [
         "controlPlane",
         "denials",
         "noPolicyMatched",
+        "pending",
         "policies",
         "services",
         "stagedServices",

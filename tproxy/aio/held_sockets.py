@@ -1,0 +1,200 @@
+"""Listening sockets that outlive this process: a holder has a copy of each, and gives them to the next one.
+
+While this process is dead its ports stay open, so connections wait in the queues of the sockets instead of being
+refused. The holder (:mod:`ztunnel.runtime.holder`) is the parent of this process, and its end of the channel is a
+descriptor that ``ZTUNNEL_HOLDER_FD`` names. Each packet of the channel (``SOCK_SEQPACKET``) is a letter and a key:
+
+======  ================  ===============================================================
+letter  sent by           meaning
+======  ================  ===============================================================
+``T``   this process      send everything that you hold; the answer is a ``H`` each, then ``E``
+``H``   the holder        a held socket, with its descriptor
+``E``   the holder        that was all
+``K``   this process      hold a copy of this socket, in place of an older one of this key
+``D``   this process      close your copy
+``R``   this process      ready: from now on an end by an error or signal is a crash
+======  ================  ===============================================================
+
+The key names the network namespace (SO_NETNS_COOKIE, never used twice by a running kernel), protocol, address and
+port.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Final, Self
+
+log = logging.getLogger(__name__)
+
+VARIABLE: Final = "ZTUNNEL_HOLDER_FD"
+TAKE, HELD, END, KEEP, DROP, READY = b"T", b"H", b"E", b"K", b"D", b"R"
+#: Of a packet; keys are shorter.
+MOST_BYTES: Final = 256
+_SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
+_COOKIE: Final = struct.Struct("=Q")
+#: The holder does nothing else, so that it answers at once.
+_ANSWERS_S: Final = 5.0
+
+
+class Holder:
+    """The channel to the holder.
+
+    Args:
+        channel: owned by this object.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel: socket.socket | None = channel
+        channel.settimeout(_ANSWERS_S)
+        self._held: dict[str, socket.socket] = {}
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Self | None:
+        """Return the channel that an environment names, or ``None``. Workers and successors do not inherit it.
+
+        Raises:
+            ValueError: the variable is no descriptor.
+        """
+        text = environment.get(VARIABLE, "")
+        if not text:
+            return None
+        try:
+            os.set_inheritable(int(text), False)
+            return cls(socket.socket(fileno=int(text)))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{VARIABLE}={text}: no descriptor of a holder: {error}") from error
+
+    def take(self) -> int:
+        """Take over the sockets that earlier processes have left, and return their number.
+
+        Raises:
+            OSError: the holder does not answer.
+        """
+        assert self._channel is not None
+        self._channel.send(TAKE)
+        while True:
+            packet, descriptors, _, _ = socket.recv_fds(self._channel, MOST_BYTES, 1)
+            if packet[:1] != HELD:
+                break
+            for number in descriptors:
+                self._held[packet[1:].decode()] = socket.socket(fileno=number)
+        if packet != END:
+            raise ConnectionError("the holder has gone")
+        return len(self._held)
+
+    def claim(self, key: str) -> socket.socket | None:
+        """Return a socket that an earlier process has left, which belongs to the caller now; ``None``: none."""
+        found = self._held.pop(key, None)
+        if found is not None:
+            # Until the caller listens it may close the socket without a word; a copy would keep the port then.
+            self._send(DROP, key)
+        return found
+
+    def keep(self, key: str, sock: socket.socket) -> None:
+        """Have a copy held."""
+        self._send(KEEP, key, sock.fileno())
+
+    def drop(self, key: str) -> None:
+        """Have the copy closed. Connections to an open copy would never be accepted."""
+        self._send(DROP, key)
+
+    def settle(self) -> None:
+        """Report that this process serves, and close the sockets that it has not claimed."""
+        for key, sock in self._held.items():
+            self._send(DROP, key)
+            sock.close()
+        self._held.clear()
+        self._send(READY)
+
+    def close(self) -> None:
+        """Close the channel, as the end of this process does; idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _send(self, letter: bytes, key: str = "", number: int | None = None) -> None:
+        if self._channel is None:
+            return
+        rights = []
+        if number is not None:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [number]))]
+        try:
+            self._channel.sendmsg([letter + key.encode()], rights)
+        except OSError as error:
+            # Its end of the channel is closed, and so are its copies.
+            log.error("the holder of listening sockets has gone: %s", error.strerror or error)
+            self.close()
+
+
+class HeldSocket(socket.socket):
+    """A socket of which the holder has a copy from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
+
+    holder: Holder
+    key: str
+    _kept = False
+
+    def listen(self, *backlog: int) -> None:
+        """See :meth:`socket.socket.listen`."""
+        super().listen(*backlog)
+        self.hold()
+
+    def hold(self) -> None:
+        """Have a copy held from now on."""
+        self._kept = True
+        self.holder.keep(self.key, self)
+
+    def close(self) -> None:
+        """See :meth:`socket.socket.close`."""
+        if self._kept:
+            self._kept = False
+            self.holder.drop(self.key)
+        super().close()
+
+    def detach(self) -> int:
+        """See :meth:`socket.socket.detach`; the copy stays until this process ends."""
+        self._kept = False
+        return super().detach()
+
+
+_holder: Holder | None = None
+
+
+def use(holder: Holder | None) -> None:
+    """Have the sockets of this process held from now on; ``None``: not any more."""
+    global _holder
+    _holder = holder
+
+
+def holder() -> Holder | None:
+    """Return what holds the sockets of this process."""
+    return _holder
+
+
+def held(sock: socket.socket, host: str, port: int) -> tuple[socket.socket, bool]:
+    """Return what takes the place of a new socket that is to be bound, and whether it is bound already.
+
+    Args:
+        sock: owned by the result.
+        host: to bind.
+        port: to bind; 0 is no port that another process could continue.
+    """
+    if _holder is None or not port:
+        return sock, False
+    try:
+        cookie = _COOKIE.unpack(sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, _COOKIE.size))[0]
+    except OSError:
+        return sock, False  # Linux before 5.14
+    kind = "udp" if sock.type & socket.SOCK_DGRAM else "tcp"
+    key = f"{cookie:x}/{kind}/{host}/{port}"
+    found = _holder.claim(key)
+    if found is not None:
+        sock.close()
+    made = HeldSocket(fileno=(sock if found is None else found).detach())
+    made.setblocking(False)
+    made.holder, made.key = _holder, key
+    return made, found is not None

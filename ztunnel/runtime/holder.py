@@ -1,0 +1,223 @@
+"""The parent of a proxy, which starts it again when it dies and keeps its listening sockets meanwhile.
+
+    python -I -S holder.py PROGRAM ARG...
+
+It is a program of its own and imports nothing but modules of the interpreter in C, so that it takes 3.5 MiB beside
+the pages that it shares with the proxy. The protocol of the channel is in :mod:`tproxy.aio.held_sockets`.
+
+When the proxy ends, so does the holder, or it starts the proxy again:
+
+=========================================  ==============================================================
+end of the proxy                           the holder
+=========================================  ==============================================================
+status 0, or after SIGTERM or SIGINT       ends with its status
+an error or signal before it was ready     ends with its status, as without a holder
+an error or signal after it was ready      starts it again, with all sockets that it has had held
+:data:`MOST_CRASHES` of these within       ends with its status, so that a supervisor sees it
+:data:`WINDOW_S`
+=========================================  ==============================================================
+
+A proxy that was started again counts as ready: an error before it serves is another crash. Signals pass through.
+As the first process of a container the holder also reaps orphans.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import posix
+import resource
+import select
+import signal
+import sys
+import time
+
+VARIABLE = "ZTUNNEL_HOLDER_FD"
+MOST_CRASHES = 5
+WINDOW_S = 60.0
+#: Between the crash of a proxy that did not become ready and its next start.
+PAUSE_S = 0.5
+MOST_BYTES = 256
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_INT_BYTES = 4
+
+
+class Holder:
+    """One proxy after the other.
+
+    Args:
+        command: of the proxy.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._held: dict[bytes, int] = {}
+        self._pid = 0
+        self._was_ready = self._is_ready = self._stops = False
+        self._crashes: list[float] = []
+        self._signals: list[int] = []
+        self._woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        for name in _PASSED_ON:
+            signal.signal(getattr(signal, name), lambda number, frame: self._signals.append(number))
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def run(self) -> int:
+        """Return the exit status of the last proxy."""
+        while True:
+            channel = self._start()
+            status = self._watch(channel)
+            channel.close()
+            if not self._starts_again(status):
+                return status
+
+    def _start(self) -> _Channel:
+        here, there = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        self._is_ready = False
+        os.set_inheritable(there.fileno(), True)
+        environment = {**os.environ, VARIABLE: str(there.fileno())}
+        self._pid = os.posix_spawn(self._command[0], self._command, environment)
+        there.close()
+        return _Channel(here)
+
+    def _watch(self, channel: _Channel) -> int:
+        """Serve one proxy to its end, and return its status."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        poll.register(channel.fileno(), select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._pass_on()
+            if channel.fileno() in ready and not self._receive(channel):
+                poll.unregister(channel.fileno())  # its end is closed, and its process ends, too
+            status = self._ended()
+            if status is not None:
+                self._receive(channel)  # what it has sent before its end
+                return status
+
+    def _pass_on(self) -> None:
+        numbers, self._signals = self._signals, []
+        for number in numbers:
+            self._stops = self._stops or number in (signal.SIGTERM, signal.SIGINT)
+            try:
+                os.kill(self._pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _receive(self, channel: _Channel) -> bool:
+        """Handle the packets that are there; return whether the other end is open."""
+        while True:
+            packet, numbers = channel.receive()
+            if packet is None:
+                return True
+            if not packet:
+                return False
+            letter, key = packet[:1], packet[1:]
+            if letter == b"K" and numbers:
+                self._close(self._held.pop(key, None))
+                self._held[key] = numbers.pop()
+            elif letter == b"D":
+                self._close(self._held.pop(key, None))
+            elif letter == b"R":
+                self._was_ready = self._is_ready = True
+            elif letter == b"T":
+                for each, number in self._held.items():
+                    if not channel.send(b"H" + each, number):
+                        break
+                channel.send(b"E")
+            for number in numbers:
+                os.close(number)
+
+    @staticmethod
+    def _close(number: int | None) -> None:
+        if number is not None:
+            os.close(number)
+
+    def _ended(self) -> int | None:
+        """Reap; return the status of the proxy if it has ended, as a shell has it."""
+        status = None
+        while True:
+            try:
+                pid, found = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return status
+            if pid == 0:
+                return status
+            if pid == self._pid:
+                code = os.waitstatus_to_exitcode(found)
+                status = code if code >= 0 else 128 - code
+
+    def _starts_again(self, status: int) -> bool:
+        if status == 0 or self._stops or not self._was_ready:
+            return False
+        now_s = time.monotonic()
+        self._crashes = [each for each in self._crashes if now_s - each < WINDOW_S] + [now_s]
+        how = f"by signal {status - 128}" if status > 128 else f"with status {status}"
+        if len(self._crashes) >= MOST_CRASHES:
+            _log(
+                f"the proxy ended {how}, {len(self._crashes)} times within {WINDOW_S:g} s; it is not started again"
+            )
+            return False
+        _log(f"the proxy ended {how} and is started again sockets={len(self._held)}")
+        if not self._is_ready:
+            time.sleep(PAUSE_S)
+        return True
+
+
+class _Channel:
+    """One end of the channel. Its packets are bytes with at most one descriptor."""
+
+    def __init__(self, sock: _socket.socket) -> None:
+        self._sock = sock
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def receive(self) -> tuple[bytes | None, list[int]]:
+        """Return a packet with its descriptors, ``None`` if there is none now, and empty bytes at the end."""
+        try:
+            packet, ancillary, _, _ = self._sock.recvmsg(
+                MOST_BYTES, _socket.CMSG_SPACE(_INT_BYTES), _socket.MSG_DONTWAIT | _socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None, []
+        except OSError:
+            return b"", []
+        numbers = []
+        for level, kind, data in ancillary:
+            if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
+                whole = len(data) - len(data) % _INT_BYTES
+                numbers += [
+                    int.from_bytes(data[at : at + _INT_BYTES], sys.byteorder) for at in range(0, whole, _INT_BYTES)
+                ]
+        return packet, numbers
+
+    def send(self, packet: bytes, number: int | None = None) -> bool:
+        """Return whether the packet was sent."""
+        rights = []
+        if number is not None:
+            data = number.to_bytes(_INT_BYTES, sys.byteorder)
+            rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, data)]
+        try:
+            self._sock.sendmsg([packet], rights)
+        except OSError:
+            return False
+        return True
+
+
+def _log(text: str) -> None:
+    now_s = time.time()
+    moment = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now_s))}.{int(now_s % 1 * 1e6):06}Z"
+    if os.environ.get("LOG_FORMAT", "").lower() == "json":
+        line = f'{{"level":"warn","time":"{moment}","scope":"holder","message":"{text}"}}\n'
+    else:
+        line = f"{moment}\twarn\tholder\t{text}\n"
+    posix.write(2, line.encode())
+
+
+if __name__ == "__main__":
+    # As many sockets as the proxy may have.
+    _, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_most, _most))
+    sys.exit(Holder(sys.argv[1:]).run())
