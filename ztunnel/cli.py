@@ -17,7 +17,8 @@ from ztunnel.runtime.console.proxy_flags import (
     ADDON_FLAGS,
     ADDON_VARIABLES,
     FLAGS,
-    POLICY_FLAGS,
+    REPLACE,
+    SHARED_FLAGS,
     SWITCH_FLAGS,
     names_a_source,
 )
@@ -267,11 +268,11 @@ def _proxy(args: argparse.Namespace) -> int:
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*FLAGS, *SWITCH_FLAGS, "envoy_compat")}
     env = _with_addons(args, own)
-    others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
+    if args.replace:
+        env = {**env, REPLACE: "true"}
+    others = [value for name, value in flags.items() if name not in SHARED_FLAGS]
     if not (names_a_source(flags, os.environ) or any(others)):
-        given = {FLAGS[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
-        if args.replace:
-            given["ZTUNNEL_REPLACE"] = "true"
+        given = {FLAGS[name][0]: value for name in SHARED_FLAGS if (value := flags[name]) is not None}
         return _istio(args, {**env, **given})
     from ztunnel.proxy.envoy.config.settings import settings_from
 

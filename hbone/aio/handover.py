@@ -81,6 +81,7 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
         first: which end stopped first, 0 or 1. ``None``: neither has.
         open_sinks: for each end, whether its output is not over.
         sent, received: bytes moved until now.
+        quiet, seen: see :class:`hbone.aio.relay.MovedRelay`.
     """
 
     ends: tuple[EndValue, EndValue]
@@ -88,6 +89,8 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
     open_sinks: tuple[bool, bool]
     sent: int
     received: int
+    quiet: int = 0
+    seen: int = -1
 
 
 class CarrierState(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +231,8 @@ def _relay_state(relay: Relay) -> RelayState:
         open_sinks=(a in progress.open_sinks, b in progress.open_sinks),
         sent=relay.counts.sent,
         received=relay.counts.received,
+        quiet=progress.quiet,
+        seen=progress.seen,
     )
 
 
@@ -263,6 +268,7 @@ class Resumed:
         connection: of the unit, if it has one.
         ends: of each relay.
         counts: of each relay.
+        idle_timeouts_s: of each relay; ``None``: none.
         relays: the running relays, none before :meth:`start`.
     """
 
@@ -276,6 +282,7 @@ class Resumed:
         self.connection = connection
         self.ends = ends
         self.counts = counts
+        self.idle_timeouts_s: list[float | None] = [None] * len(ends)
         self.relays: list[Relay] = []
         self._state = state
 
@@ -287,10 +294,13 @@ class Resumed:
         """
         if self.connection is not None:
             self.connection.restart()
-        for (a, b), counts, state in zip(self.ends, self.counts, self._state.relays, strict=True):
+        for (a, b), counts, state, idle_timeout_s in zip(
+            self.ends, self.counts, self._state.relays, self.idle_timeouts_s, strict=True
+        ):
             open_sinks = tuple(end for end, is_open in zip((a, b), state.open_sinks, strict=True) if is_open)
             first = None if state.first is None else (a, b)[state.first]
-            self.relays.append(continued(a, b, counts, MovedRelay(first=first, open_sinks=open_sinks)))
+            moved = MovedRelay(first=first, open_sinks=open_sinks, quiet=state.quiet, seen=state.seen)
+            self.relays.append(continued(a, b, counts, moved, idle_timeout_s))
 
     def discard(self) -> None:
         """Release the sockets without a word on the wire, because the other process keeps them."""

@@ -96,10 +96,14 @@ class MovedRelay:
     Attributes:
         first: the end that stopped first. ``None``: neither has.
         open_sinks: the ends whose output is not over.
+        quiet: the number of eighths of the idle time without bytes.
+        seen: bytes moved in both directions at the last check; -1 before the first.
     """
 
     first: End | None
     open_sinks: tuple[End, ...]
+    quiet: int = 0
+    seen: int = -1
 
 
 class Relay(RelayObserver):
@@ -157,6 +161,7 @@ class Relay(RelayObserver):
         if moved is not None:
             self._first = moved.first
             self._open_sinks = set(moved.open_sinks)
+            self._quiet, self._seen = moved.quiet, moved.seen
             a.restart()
             if self._is_running():
                 b.restart()
@@ -202,12 +207,12 @@ class Relay(RelayObserver):
 
     @property
     def progress(self) -> MovedRelay | None:
-        """The relay's progress; ``None`` if it is about to end, or holds state that cannot leave this process."""
-        if self._error is not None or self._linger is not None or self._idle_timer is not None:
+        """The relay's progress; ``None`` if it is about to end. Idle time and :attr:`on_half_close` stay here."""
+        if self._error is not None or self._linger is not None or not self._is_running():
             return None
-        if self.on_half_close is not None or not self._is_running():
-            return None
-        return MovedRelay(first=self._first, open_sinks=tuple(self._open_sinks))
+        return MovedRelay(
+            first=self._first, open_sinks=tuple(self._open_sinks), quiet=self._quiet, seen=self._seen
+        )
 
     def move_away(self) -> None:
         """Be over without an effect on the ends, because another process continues. Idempotent."""
@@ -302,6 +307,6 @@ def relay(
     return Relay(a, b, counts, idle_timeout_s, on_end)
 
 
-def continued(a: End, b: End, counts: ByteCounts, moved: MovedRelay) -> Relay:
+def continued(a: End, b: End, counts: ByteCounts, moved: MovedRelay, idle_timeout_s: float | None = None) -> Relay:
     """Continue a relay of another process, whose ends are in their states already."""
-    return Relay(a, b, counts, None, None, moved)
+    return Relay(a, b, counts, idle_timeout_s, None, moved)

@@ -265,6 +265,15 @@ async def serve_connection(
     )
     try:
         await connection.establish()
+        await serve_to_end(connection, requests)
+    finally:
+        connection.abort("no longer served")
+        await requests.wait(cancel=True)
+
+
+async def serve_to_end(connection: Connection, requests: Requests) -> None:
+    """Wait until an established connection and all its handlers are over. Cancelling ends both."""
+    try:
         await connection.wait_closed()
         # The connection is gone, but the bytes it brought are not all delivered: an application that reads slowly
         # still gets them, and relays whose tunnel is gone end within their linger.

@@ -119,6 +119,33 @@ async def echoes(a: App, b: App, text: bytes) -> None:
         assert await other.read(len(text)) == text
 
 
+def test_the_idle_time_goes_on_where_it_was() -> None:
+    async def main() -> None:
+        with polling() as here, polling() as there:
+            app, near = tcp_pair()
+            far, other = tcp_pair()
+            running = relay(PlainSocket(near, here), PlainSocket(far, here), ByteCounts(), idle_timeout_s=3600.0)
+            for _ in range(6):
+                running.on_interval()  # the first has no check before it
+            frozen = Frozen([running], None)
+            moved = Unit([running], None).made(frozen, there)
+            frozen.leave()
+            moved.idle_timeouts_s = [3600.0]
+            moved.start()
+            (continued,) = moved.relays
+            for _ in range(2):
+                continued.on_interval()
+                assert continued.ends is not None
+            continued.on_interval()
+            assert (await continued).timed_out
+            for end in moved.ends[0]:
+                end.close()
+            for sock in (app, other):
+                sock.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "cleartext"])
 def test_every_kind_moves_there_and_back(loop: str, tls: bool) -> None:

@@ -64,6 +64,7 @@ class _NoSecrets(SecretStore):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.movable = False
         self.files = SecretFiles()
 
     def find(self, ref: SecretRef) -> Secret | None:

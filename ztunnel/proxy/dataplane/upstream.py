@@ -25,15 +25,17 @@ class Upstream(Generic[LifeT]):
         hops: lives of this process behind the caller's, outermost first. They end with it.
         ended_by_peer: whether the host ended last, or reset. Otherwise this side did. Set before it closes.
         in_use: whether it was still carrying a request when it ended.
+        moved: whether it continues in another process, which counts its end.
     """
 
-    __slots__ = ("_closed", "_closing", "end", "ended_by_peer", "hops", "in_use")
+    __slots__ = ("_closed", "_closing", "end", "ended_by_peer", "hops", "in_use", "moved")
 
     def __init__(self, end: End, *closing: Callable[[], object]) -> None:
         self.end = end
         self.hops: tuple[LifeT, ...] = ()
         self.ended_by_peer = False
         self.in_use = True
+        self.moved = False
         self._closed = False
         self._closing: list[Callable[[], object]] = list(closing)
 

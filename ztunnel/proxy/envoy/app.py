@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ztunnel
 from hbone.aio.connection import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
@@ -67,6 +68,8 @@ from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.addons.process import AddonProcess
+    from ztunnel.proxy.dataplane.handover.service import Handover
+    from ztunnel.proxy.envoy.path.guarded import Enforcer
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.taps import Taps
 
@@ -119,6 +122,8 @@ class Proxy:
         self._build_data_path(table)
         self._build_addons()
         self._build_listeners(table)
+        self.handover = self._build_handover(table)
+        self._successor: int | None = None
         self._server_stats()
 
     def _build_limits(self) -> None:
@@ -153,7 +158,8 @@ class Proxy:
         }
         self.ads = self._ads_client()
         self.sources = Sources(self.ads, self._open_file, self._open_stream)
-        self.secrets = SecretStore(self.sources, self._surroundings, self.stats, self.clock)
+        movable = bool(self.settings.handover_dir)
+        self.secrets = SecretStore(self.sources, self._surroundings, self.stats, self.clock, movable=movable)
 
     def _build_clusters(self) -> None:
         surround = Surround(
@@ -174,6 +180,7 @@ class Proxy:
             from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
 
             self.taps = Taps(self.clock)
+        self._enforcer: Enforcer | None = None
         admit_application: AdmitsApplication | None = None
         admit_host: AdmitsHost | None = None
         if settings.policies is not None:
@@ -182,7 +189,7 @@ class Proxy:
             )
 
             self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico)
-            enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
+            enforcer = self._enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
             admit_application, admit_host = enforcer.admit_application, enforcer.admit_host
         self.tunnel_rules = TunnelRules(
             own_ports=lambda: table.own_ports,
@@ -211,19 +218,21 @@ class Proxy:
             admit=admit_host,
         )
         handshakes = Handshakes(self.half_open)
+        self._proxies = TcpProxies(self.connector, handshakes, self.poller, self.taps)
+        self._tunnels = TunnelServer(
+            self.connections,
+            terminator,
+            handshakes,
+            poller=self.poller,
+            clock=self.clock,
+            timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
+            settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
+            taps=self.taps,
+        )
         self.datapath = Datapath(
             table,
-            TcpProxies(self.connector, handshakes, self.poller, self.taps),
-            TunnelServer(
-                self.connections,
-                terminator,
-                handshakes,
-                poller=self.poller,
-                clock=self.clock,
-                timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
-                settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
-                taps=self.taps,
-            ),
+            self._proxies,
+            self._tunnels,
             connections=self.connections,
             poller=self.poller,
             clock=self.clock,
@@ -256,6 +265,45 @@ class Proxy:
             gate=self.descriptors.share("the proxy", lambda: 0),
             drain_s=self.settings.drain_s,
         )
+
+    def _build_handover(self, table: ListenerTable) -> "Handover | None":
+        settings, enforcer = self.settings, self._enforcer
+        if not settings.handover_dir:
+            return None
+        # Most proxies have no place to meet, and save the memory.
+        from ztunnel.proxy.dataplane.handover.service import Handover, protect_secrets
+        from ztunnel.proxy.envoy.handover.kinds import kinds_of
+        from ztunnel.proxy.envoy.handover.taker import Parts
+
+        protect_secrets()
+        parts = Parts(
+            listeners=table,
+            clusters=self.clusters,
+            connections=self.connections,
+            connector=self.connector,
+            proxies=self._proxies,
+            tunnels=self._tunnels,
+            rules=self.tunnel_rules,
+            poller=self.poller,
+            clock=self.clock,
+            run=self.datapath.run,
+            objection=lambda: "" if enforcer is None or enforcer.in_sync else "policies have not arrived",
+            watch=enforcer.watch if enforcer is not None else None,
+        )
+        return Handover(
+            Path(settings.handover_dir),
+            kinds_of(parts),
+            self.clock,
+            version=ztunnel.__version__,
+            replace=settings.replace,
+            on_take_now=self.shut_down,
+        )
+
+    def _replace_asked(self) -> None:
+        """Handle SIGUSR2."""
+        from ztunnel.runtime.process import start_successor
+
+        self._successor = start_successor(self._successor, moves=self.handover is not None)
 
     def _server_stats(self) -> None:
         scope = self.stats.scope("server")
@@ -335,6 +383,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)
+        loop.add_signal_handler(signal.SIGUSR2, self._replace_asked)
         reopen_on_rotation(self.logs.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.logs.writer.close)
@@ -356,6 +405,8 @@ class Proxy:
             stack.push_async_callback(self.datapath.close)
             stack.push_async_callback(self.clusters.close)
             stack.push_async_callback(self.listeners.close)
+            if self.handover is not None:
+                stack.push_async_callback(self.handover.close)
             stack.push_async_callback(self._tasks.close)
             await stack.enter_async_context(AdminServer(self))
             if self.taps is not None:
@@ -427,6 +478,8 @@ class Proxy:
         startup_ms = int((self.clock.monotonic() - self.started) * 1000)
         self.stats.scope("server").histogram("initialization_time_ms").record(startup_ms)
         log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))
+        if self.handover is not None:
+            self.handover.begin()
         if not self.listeners.active and not self.bootstrap.message.static_resources.listeners:
             node = self.bootstrap.message.node.id or "(no name)"
             log.warning("the control plane has no listener for node %s: is that the name it knows?", node)
@@ -472,6 +525,10 @@ class Proxy:
         await self.listeners.hand_over()
         self.listeners.stop()
         await asyncio.sleep(0)  # connections accepted just now enter the table
+        handover = self.handover
+        if handover is not None:
+            await handover.give()
+            self._tasks.start(handover.give_late(), "late hand-over")
         self.connections.review_all(Event.DRAIN)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(deadline_s - self.clock.monotonic(), 0.0)):

@@ -43,6 +43,10 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
         "ZTUNNEL_RESTART_EPOCH",
         "not 0: start beside the proxy that runs here, to take its place (default 0)",
     ),
+    "handover_dir": (
+        "ZTUNNEL_HANDOVER_DIR",
+        "folder where this proxy meets its successor, to which open connections move (docs/upgrades.md)",
+    ),
     "tap_socket": (
         "ZTUNNEL_TAP_SOCKET",
         "path of the local socket at which root may ask for captures (ztunnel tap); without it none may",
@@ -62,8 +66,12 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
         "allow: pods that these policies do not know are left to the others (default deny)",
     ),
 }
-#: The flags that also go with a proxy of an Istio mesh, which reads their variables.
+#: The flags of Calico's policies.
 POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
+#: The flags that also go with a proxy of an Istio mesh, which reads their variables.
+SHARED_FLAGS: Final = (*POLICY_FLAGS, "handover_dir")
+#: Of ``--replace``, in both dialects.
+REPLACE: Final = "ZTUNNEL_REPLACE"
 
 #: The flags of addons, which can be repeated: flag, metavar, help. They go with both dialects.
 ADDON_FLAGS: Final = (

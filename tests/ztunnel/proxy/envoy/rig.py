@@ -63,6 +63,7 @@ class Rig:
         extend: Callable[[Bootstrap], None] | None,
         policies: PolicySettings | None = None,
         tap_socket: str = "",
+        handover_dir: str = "",
     ) -> None:
         self.folder = folder
         self.answered: list[Answered] = []
@@ -88,6 +89,7 @@ class Rig:
             policies=policies,
             switches=switches,
             tap_socket=tap_socket,
+            handover_dir=handover_dir,
         )
         self.proxy = Proxy(settings, read_bootstrap(bootstrap))
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from ztunnel.proxy.addons.report import page as addon_page
+from ztunnel.proxy.dataplane.handover import page as handover_page
 from ztunnel.proxy.envoy.admin import (
     certs,
     clusters,
@@ -59,7 +60,7 @@ def answer(proxy: InspectedProxy, drain: Drain, live_page: Pages, request: PageR
         return text("invalid path. " + help_text(COMMANDS), 404)
     if command.mutates and request.method != "POST":
         return text(f"Method {printable(request.method)} not allowed, POST required.", 405)
-    return command.answer(Asked(proxy, drain, lambda: live_page(request), request.query))
+    return command.answer(Asked(proxy, drain, lambda: live_page(request), request))
 
 
 # Pages that show
@@ -313,6 +314,10 @@ def _reopen_logs(asked: Asked) -> Page:
     return _ok()
 
 
+def _handover(asked: Asked) -> Page:
+    return handover_page.page(asked.proxy.handover, asked.proxy.shut_down, asked.request)
+
+
 def _quit(asked: Asked) -> Page:
     asked.proxy.shut_down()
     return _ok()
@@ -398,6 +403,7 @@ COMMANDS: tuple[Command, ...] = (
             Parameter("after", "Print only those that ended after this time, in nanoseconds"),
         ),
     ),
+    Command("/handover", "print whether open connections move to a successor; POST moves them now", _handover),
     Command("/healthcheck/fail", "cause the server to fail health checks", _fail_health_checks, mutates=True),
     Command("/healthcheck/ok", "cause the server to pass health checks", _pass_health_checks, mutates=True),
     Command("/help", "print out list of admin commands", _help),

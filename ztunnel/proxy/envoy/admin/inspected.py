@@ -22,11 +22,12 @@ from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors
-from ztunnel.runtime.http.page import Page, Query
+from ztunnel.runtime.http.page import Page, PageRequest, Query
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.addons.process import AddonProcess
+    from ztunnel.proxy.dataplane.handover.service import Handover
 
 
 class InspectedProxy(Protocol):
@@ -60,6 +61,10 @@ class InspectedProxy(Protocol):
     failing_health_checks: bool
 
     @property
+    def handover(self) -> Handover | None:
+        """What moves open connections; ``None`` if they do not move."""
+
+    @property
     def state(self) -> State:
         """The state of the start."""
 
@@ -81,4 +86,9 @@ class Asked:
     proxy: InspectedProxy
     drain: Drain
     live_page: Callable[[], Page | Awaitable[Page]]
-    query: Query
+    request: PageRequest
+
+    @property
+    def query(self) -> Query:
+        """The request's query."""
+        return self.request.query

@@ -75,7 +75,7 @@ class AdminServer:
                 stack,
                 "metrics",
                 proxy.settings.metrics,
-                lambda request: metrics.page(proxy.stats, proxy.account.times, request, proxy.addons),
+                lambda request: metrics.page(proxy, request),
             )
             self._stack = stack.pop_all()
         return self
@@ -88,7 +88,8 @@ class AdminServer:
     ) -> SocketAddress | None:
         if address is None:
             return None
-        alone = self._proxy.settings.restart_epoch == 0
+        settings = self._proxy.settings
+        alone = settings.restart_epoch == 0 and not settings.handover_dir
         server = PageServer(name, address, pages, self._proxy.clock, reuse_port=True, alone=alone)
         try:
             await stack.enter_async_context(server)

@@ -18,13 +18,14 @@ from ztunnel.proxy.addons.settings import OPTIONS_FILE, VARIABLES, AddonSettings
 from ztunnel.proxy.flows.ring import CAPACITY, flow_count
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.proxy.ui.setting import page_setting
-from ztunnel.runtime.console.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
+from ztunnel.runtime.console.proxy_flags import FLAGS, POLICY_FLAGS, REPLACE, SWITCH_FLAGS
 from ztunnel.runtime.settings import (
     SPIN_US,
     SettingsError,
     boolean,
     count,
     duration_s,
+    handover_dir,
     is_service_link,
     plain_reason,
     socket_path,
@@ -79,6 +80,9 @@ class Settings:
         spin_us: time to poll without sleeping after activity; 0 is off.
         restart_epoch: the number of earlier generations; if not 0, start beside the running one.
         policies: where Calico's policies come from; ``None``: there are none.
+        handover_dir: folder in which this process meets its predecessor and its successor, so that open
+            connections move. Empty: they do not move.
+        replace: have the predecessor hand over and end as soon as this process is ready.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
         otlp: where metrics are sent; ``None``: nowhere.
         flows: connections that the flight recorder keeps; 0 keeps none.
@@ -100,6 +104,8 @@ class Settings:
     log_level: str = "info"
     spin_us: int = SPIN_US
     restart_epoch: int = 0
+    handover_dir: str = ""
+    replace: bool = False
     tap_socket: str = ""
     policies: PolicySettings | None = None
     otlp: OtlpSettings | None = None
@@ -154,6 +160,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "log_level": _level,
     "spin_us": count,
     "restart_epoch": count,
+    "handover_dir": handover_dir,
     "tap_socket": socket_path,
     "ui": page_setting,
     "flows": flow_count,
@@ -224,7 +231,15 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     if compat == "true":
         switches |= _COMPAT
     switches |= read(SWITCH_FLAGS, _SWITCH_READERS)
-    known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | {COMPAT_VARIABLE} | VARIABLES
+    replace = env.get(REPLACE, "false")
+    if replace not in ("true", "false"):
+        faults.append(f"{REPLACE}={replace}: must be true or false")
+    elif replace == "true" and not values.get("handover_dir"):
+        faults.append(
+            f"--replace ({REPLACE}) needs --handover-dir (ZTUNNEL_HANDOVER_DIR), where both processes meet"
+        )
+    known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | VARIABLES
+    known |= {COMPAT_VARIABLE, REPLACE}
     faults.extend(
         f"{name}: no such variable; see ztunnel proxy --help"
         for name, value in sorted(env.items())
@@ -241,7 +256,9 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
         faults.append(f"--bootstrap {path}: no such file")
     if faults:
         raise SettingsError(faults)
-    return Settings(**values, switches=Switches(**switches), warnings=tuple(_misspelt(env, known)))
+    return Settings(
+        **values, replace=replace == "true", switches=Switches(**switches), warnings=tuple(_misspelt(env, known))
+    )
 
 
 def _addons(env: Mapping[str, str], faults: list[str]) -> AddonSettings | None:

@@ -240,13 +240,21 @@ class LiveConnectionManager:
         """Count an admitted connection."""
         self.cx_total.value += 1
         self.cx_http2.value += 1
-        self.cx_active.stored += 1
         self.cx_ssl_total.value += secured
+        self.connection_came(secured=secured)
+
+    def connection_came(self, *, secured: bool) -> None:
+        """Count a connection that another process has admitted and counted."""
+        self.cx_active.stored += 1
         self.cx_ssl_active.stored += secured
 
-    def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
-        """Count the end of a connection, which can have open requests."""
+    def connection_went(self, *, secured: bool) -> None:
+        """Count that a connection is not here any more: it has ended, or another process has it."""
         self.cx_active.stored -= 1
+        self.cx_ssl_active.stored -= secured
+
+    def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
+        """Count the end of a connection, which can have open requests. :meth:`connection_went` is called, too."""
         self.cx_destroy.value += 1
         (self.cx_destroy_remote if by_peer else self.cx_destroy_local).value += 1
         if in_use:
@@ -418,6 +426,11 @@ class LiveChain:
             raise Incomplete()
         for limit in self.limits:
             limit.check(info)
+
+    def hold(self, info: StreamInfo) -> None:
+        """Have the limits count a connection that another process has admitted."""
+        for limit in self.limits:
+            limit.hold(info)
 
     def judge(self, info: StreamInfo, *, port_known: bool = True, live: bool = False) -> None:
         """Run the RBAC filters in order.

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hbone.aio.relay import ByteCounts
+from hbone.aio.relay import ByteCounts, Relay
 from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import Abort, Life, Lives, LiveTable
 from ztunnel.proxy.dataplane.reasons import Reason
@@ -30,8 +30,10 @@ from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors
 
 if TYPE_CHECKING:
+    from hbone.aio.connection import Connection
     from xds.model.address import SocketAddress
     from ztunnel.proxy.addons.host import Asked
+    from ztunnel.proxy.dataplane.upstream import Upstream
     from ztunnel.proxy.envoy.listeners.chains import LiveChain
     from ztunnel.proxy.envoy.listeners.listener import LiveListener
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -90,6 +92,9 @@ class LiveHop(Life):
         addons: informed of its end; ``None``: none are loaded, or they are informed by another hop.
         account: counts its end; ``None``: another hop's end is that of the connection.
         asked: what addons have said. ``None`` if none was asked.
+        relay: copies the bytes. ``None`` before it runs, and of hops behind another one.
+        upstream: the relay's upstream, which has the hops behind this one.
+        moved: whether it continues in another process. That process writes the lines and counts the end.
     """
 
     __slots__ = (
@@ -104,8 +109,11 @@ class LiveHop(Life):
         "filter_sinks",
         "info",
         "listener_sinks",
+        "moved",
         "owner",
         "port_known",
+        "relay",
+        "upstream",
     )
 
     def __init__(
@@ -132,6 +140,9 @@ class LiveHop(Life):
         self.addons: HopAddons | None = None
         self.account: HopAccount | None = None
         self.asked: Asked | None = None
+        self.relay: Relay | None = None
+        self.upstream: Upstream[LiveHop] | None = None
+        self.moved = False
 
     def judge(self) -> Verdict:
         """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`: by the chain that would be chosen for it now."""
@@ -209,12 +220,14 @@ class LiveHop(Life):
         try:
             super().close()
         finally:
+            self.relay = self.upstream = None
             info.duration_s = self.clock.monotonic() - info.started
-            if self.addons is not None:
-                self.addons.ended(self)
-            if self.account is not None:
-                self.account.ended(self)
-            write_all((*self.filter_sinks, *self.listener_sinks), info)
+            if not self.moved:
+                if self.addons is not None:
+                    self.addons.ended(self)
+                if self.account is not None:
+                    self.account.ended(self)
+                write_all((*self.filter_sinks, *self.listener_sinks), info)
 
 
 class LiveRequest(LiveHop):
@@ -233,13 +246,15 @@ class LiveConnection(LiveHop):
     Args:
         pod: the address of the pod that it is of: the client's, or where tunnels end.
         release: closes the accepted socket.
+        came: another process has accepted it, and counted it as new.
 
     Attributes:
         id: unique in the process.
         counts: bytes moved so far, while bytes are relayed.
+        tunnels: the HTTP/2 connection, once it serves requests; ``None`` if its chain ends no tunnels.
     """
 
-    __slots__ = ("_pod", "_quota", "counts", "id")
+    __slots__ = ("_pod", "_quota", "counts", "id", "tunnels")
 
     def __init__(
         self,
@@ -250,6 +265,8 @@ class LiveConnection(LiveHop):
         abort: Abort | None,
         pod: str,
         release: Callable[[], object],
+        *,
+        came: bool = False,
     ) -> None:
         self._pod = pod
         self._quota = group.quota
@@ -259,8 +276,14 @@ class LiveConnection(LiveHop):
         self.id = info.connection_id
         self.counts: ByteCounts | None = None
         self.account = group.account
+        self.tunnels: Connection | None = None
         self.listener_sinks = owner.sinks
-        owner.opened()
+        owner.opened(moved=came)
+
+    @property
+    def pod(self) -> str:
+        """The address of the pod that it is of."""
+        return self._pod
 
     @property
     def inner(self) -> Sequence[StreamInfo]:
@@ -280,11 +303,13 @@ class LiveConnection(LiveHop):
         if self.state is State.CLOSED:
             return
         self._quota.leave(self._pod)
+        self.tunnels = None
         try:
             super().close()
         finally:
-            self.owner.closed()
-            self.owner.cx_length.record((self.info.duration_s or 0.0) * 1000)
+            self.owner.closed(moved=self.moved)
+            if not self.moved:
+                self.owner.cx_length.record((self.info.duration_s or 0.0) * 1000)
 
 
 class PodQuota:

@@ -37,6 +37,13 @@ class LiveConnectionLimit:
         self._held += 1
         info.held = (*info.held, self._give_back)
 
+    def hold(self, info: StreamInfo) -> None:
+        """Reserve a place for a connection that another process has admitted, even if there is none."""
+        if self.model.enabled:
+            self._active.stored += 1
+            self._held += 1
+            info.held = (*info.held, self._give_back)
+
     def _ended(self) -> None:
         self._active.stored -= 1
 
@@ -73,6 +80,9 @@ class LiveRateLimit:
             info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)  # sic: Envoy's filter sets no other
             raise TooMany()
         self._tokens -= 1
+
+    def hold(self, info: StreamInfo) -> None:
+        """Do nothing: the process that has admitted the connection took the token."""
 
 
 def live_limit(

@@ -205,15 +205,15 @@ class LiveListener:
         self.filters = [(entry, self.filter_of(entry)) for entry in self.model.listener_filters]
         self.reads_bytes = any(isinstance(found, ReadsBytes) for _, found in self.filters)
 
-    def opened(self) -> None:
-        """Count a new connection."""
-        self.cx_total.value += 1
+    def opened(self, *, moved: bool = False) -> None:
+        """Count a new connection; ``moved``: another process has counted it as new."""
+        self.cx_total.value += not moved
         self.cx_active.stored += 1
 
-    def closed(self) -> None:
-        """Count the end of a connection."""
+    def closed(self, *, moved: bool = False) -> None:
+        """Count the end of a connection here; ``moved``: another process will count its end."""
         self.cx_active.stored -= 1
-        self.cx_destroy.value += 1
+        self.cx_destroy.value += not moved
 
     async def settled(self) -> None:
         """Wait for the secrets of every chain."""

@@ -12,16 +12,17 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, HboneError
 from hbone.pool import PoolFull, PoolSettings
 from tproxy.errors import TproxyError
@@ -76,11 +77,19 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
 #: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
-_Key = PoolKey[LiveContext | None, UpstreamOptions]
+TunnelKey = PoolKey[LiveContext | None, UpstreamOptions]
 #: Labels that a host must have all of, see :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
 #: A further decision about a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
+
+
+class Dialled(NamedTuple):
+    """An open tunnel connection: its cluster, its key in the cluster's pool, and its statistics."""
+
+    cluster: LiveCluster
+    key: TunnelKey
+    counted: CountedConnection
 
 
 class Connector:
@@ -123,6 +132,7 @@ class Connector:
         self._early_data = early_data
         self._admit = admit
         self._pools: dict[LiveCluster, Pool] = {}
+        self._dialled: dict[Connection, Dialled] = {}
 
     # The steps of a TCP proxy
 
@@ -358,23 +368,13 @@ class Connector:
     @staticmethod
     def _account_request(cluster: LiveCluster, host: Host) -> Callable[[], None]:
         """Count an open request; return what counts its end."""
-        stats = cluster.stats
-        stats.rq_total.value += 1
-        stats.rq_active.stored += 1
+        cluster.stats.rq_total.value += 1
         host.rq_total += 1
         host.rq_success += 1
-        host.rq_active += 1
-        cluster.breaker.requests += 1
-
-        def closed() -> None:
-            stats.rq_active.stored -= 1
-            host.rq_active -= 1
-            cluster.breaker.requests -= 1
-
-        return closed
+        return request_open(cluster, host)
 
     def _new_pool(self, cluster: LiveCluster) -> Pool:
-        settings = client_settings(cluster, early_data=self._early_data)
+        settings = self.settings_for(cluster)
 
         async def dial(key: Hashable) -> Connection:
             assert isinstance(key, PoolKey)
@@ -388,7 +388,7 @@ class Connector:
         pool = self._pools[cluster] = Pool(dial, self._poller, limits)
         return pool
 
-    async def _dial_tunnel(self, cluster: LiveCluster, key: _Key, settings: ConnectionSettings) -> Connection:
+    async def _dial_tunnel(self, cluster: LiveCluster, key: TunnelKey, settings: ConnectionSettings) -> Connection:
         """Open one connection for tunnels; the pool calls it."""
         context = key.credentials
         counted = CountedConnection(cluster, self._poller)
@@ -408,15 +408,57 @@ class Connector:
             counted.failed(error)
             raise
         counted.connected()
-
-        def ended(_: object) -> None:
-            counted.ended(by_peer=connection.ended_by_peer, in_use=connection.engine.open_streams > 0)
-
-        connection.wait_closed().add_done_callback(ended)
+        self._follow(cluster, key, connection, counted)
         cluster.stats.cx_http2.value += 1
         if connection.facts is not None:
             cluster.stats.negotiated(connection.facts)
         return connection
+
+    def _follow(
+        self, cluster: LiveCluster, key: TunnelKey, connection: Connection, counted: CountedConnection
+    ) -> None:
+        self._dialled[connection] = Dialled(cluster, key, counted)
+
+        def ended(_: object) -> None:
+            if self._dialled.pop(connection, None) is not None:
+                counted.ended(by_peer=connection.ended_by_peer, in_use=connection.engine.open_streams > 0)
+
+        connection.wait_closed().add_done_callback(ended)
+
+    # Connections of another process: see ztunnel.proxy.envoy.handover
+
+    @property
+    def dialled(self) -> Mapping[Connection, Dialled]:
+        """The open tunnel connections."""
+        return self._dialled
+
+    def idle_s(self, connection: Connection) -> float | None:
+        """Return how many seconds a connection has had no tunnels; ``None`` if its cluster was replaced."""
+        pool = self._pools.get(self._dialled[connection].cluster)
+        return None if pool is None else pool.idle_s(connection)
+
+    def went(self, connection: Connection) -> None:
+        """Count that another process has a connection, which will count its end."""
+        self._dialled.pop(connection).counted.went()
+
+    def settings_for(self, cluster: LiveCluster) -> ConnectionSettings:
+        """Return the settings of tunnel connections to a cluster."""
+        return client_settings(cluster, early_data=self._early_data)
+
+    def adopt(
+        self,
+        connection: Connection,
+        cluster: LiveCluster,
+        key: TunnelKey,
+        tunnels: Iterable[Tunnel],
+        *,
+        idle_s: float,
+        age_s: float,
+    ) -> None:
+        """Share a connection that another process has dialled; see :meth:`hbone.aio.pool.Pool.adopt`."""
+        self._follow(cluster, key, connection, CountedConnection(cluster, self._poller, age_s))
+        pool = self._pools.get(cluster) or self._new_pool(cluster)
+        pool.adopt(key, connection, tunnels, idle_s=idle_s)
 
     def retire(self, cluster: LiveCluster) -> Pool | None:
         """Remove and return a cluster's pool; the caller drains it."""
@@ -426,6 +468,21 @@ class Connector:
     def pools(self) -> dict[LiveCluster, Pool]:
         """Return the pools in use, for statistics and drain."""
         return self._pools
+
+
+def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
+    """Count an open request in what is counted of the moment; return what undoes that."""
+    stats = cluster.stats
+    stats.rq_active.stored += 1
+    host.rq_active += 1
+    cluster.breaker.requests += 1
+
+    def closed() -> None:
+        stats.rq_active.stored -= 1
+        host.rq_active -= 1
+        cluster.breaker.requests -= 1
+
+    return closed
 
 
 def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Coroutine
+from typing import Any
 
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
@@ -219,6 +221,10 @@ class Datapath:
         return chain
 
     # Life
+
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run what carries a connection of another process to its end."""
+        self._tasks.run(self._poller, work, name)
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -190,16 +190,25 @@ class Dialler:
 
 
 class CountedConnection:
-    """A connection in its cluster's statistics, from the first SYN to its end, which is reported once."""
+    """A connection in its cluster's statistics, from the first SYN to its end, which is reported once.
+
+    Args:
+        age_s: for how long another process has had it, which has counted it as new. ``None``: it is new.
+    """
 
     __slots__ = ("_began_s", "_now_s", "_stats")
 
-    def __init__(self, cluster: LiveCluster, poller: Poller) -> None:
+    def __init__(self, cluster: LiveCluster, poller: Poller, age_s: float | None = None) -> None:
         self._stats = cluster.stats
         self._now_s = poller.loop.time
-        self._began_s = self._now_s()
-        self._stats.cx_total.value += 1
+        self._began_s = self._now_s() - (age_s or 0.0)
+        self._stats.cx_total.value += age_s is None
         self._stats.cx_active.stored += 1
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its first SYN."""
+        return self._now_s() - self._began_s
 
     def connected(self) -> None:
         """Count that it may carry something: after TCP, and TLS if the cluster has it."""
@@ -216,6 +225,10 @@ class CountedConnection:
         late = isinstance(error, TimeoutError | ConnectTimedOut | PeerSilent)
         late = late or (isinstance(error, UpstreamFailed) and error.timed_out)
         self.ended(by_peer=isinstance(error, Exception) and not (bind or late), in_use=False)
+
+    def went(self) -> None:
+        """Count that another process has it, which will count its end."""
+        self._stats.cx_active.stored -= 1
 
     def ended(self, *, by_peer: bool, in_use: bool) -> None:
         """Count its end."""
@@ -235,10 +248,14 @@ _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
     """Count an open connection, which is also one request, like in Envoy."""
-    stats = cluster.stats
-    stats.rq_total.value += 1
-    stats.rq_active.stored += 1
+    cluster.stats.rq_total.value += 1
     host.cx_total += 1
+    count_open(cluster, host)
+
+
+def count_open(cluster: LiveCluster, host: Host) -> None:
+    """Count an open connection in what is counted of the moment; another process has counted it as new."""
+    cluster.stats.rq_active.stored += 1
     host.cx_active += 1
     cluster.breaker.connections += 1
 
@@ -248,7 +265,10 @@ def count_end(cluster: LiveCluster, host: Host, counted: CountedConnection, upst
     cluster.stats.rq_active.stored -= 1
     host.cx_active -= 1
     cluster.breaker.connections -= 1
-    counted.ended(by_peer=upstream.ended_by_peer, in_use=upstream.in_use)
+    if upstream.moved:
+        counted.went()
+    else:
+        counted.ended(by_peer=upstream.ended_by_peer, in_use=upstream.in_use)
 
 
 def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:

@@ -90,6 +90,25 @@ class Enforcer:
         if denial is not None:
             raise denial
 
+    @property
+    def in_sync(self) -> bool:
+        """Whether the policies have arrived."""
+        return self._policies.source.in_sync
+
+    def watch(self, hop: LiveHop, host: Host) -> None:
+        """Have a hop of another process judged as long as it lives, by the host that it has."""
+        info, address = hop.info, host.endpoint.address
+        chain = hop.chain
+        assert chain is not None
+        if not isinstance(address, SocketAddress):
+            return
+        if chain.proxy is not None:
+            questions = _where_it_begins(info, chain.proxy, address, self._policies.guard.knows)
+        else:
+            own = info.tls.local_uri_sans if info.tls is not None else ()
+            questions = _at_its_end(info, address, own)
+        hop.also = (partial(self._verdict, questions, info),)
+
     def _denial(self, questions: tuple[_Question, ...], info: StreamInfo) -> Denied | None:
         for direction, flow in questions:
             decision = self._policies.guard.check(direction, flow, counted=False)

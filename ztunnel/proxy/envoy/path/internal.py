@@ -100,7 +100,7 @@ class InternalListeners:
         hop = LiveHop(self.connections.hops, info, listener, self.clock)
         hop.listener_sinks = listener.sinks
         listener.opened()
-        hop.own(listener.closed)
+        hop.own(lambda: listener.closed(moved=hop.moved))
         try:
             for name, found in due(listener.filters, info):
                 annotate(found, info, name)

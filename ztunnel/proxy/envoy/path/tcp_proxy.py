@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hbone.aio.deadline import Deadline
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
-from hbone.aio.relay import ByteCounts, RelayEnd, relay
+from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
@@ -93,6 +93,27 @@ class TcpProxies:
         finally:
             upstream.close()
 
+    async def carry_moved(
+        self, connection: LiveConnection, proxy: LiveTcpProxy, ends: tuple[End, End], running: Relay
+    ) -> None:
+        """Carry a connection that another process has opened, and whose relay runs, to its end.
+
+        Args:
+            connection: its ``upstream`` is that of the relay.
+            proxy: of its chain.
+            ends: of the relay, the client's first.
+            running: the relay.
+        """
+        info, upstream = connection.info, connection.upstream
+        assert upstream is not None
+        opened_s = info.started + (info.ready_s or 0.0)
+        try:
+            await self._follow(
+                connection, proxy, ends[0], upstream, running, connection.clock.monotonic() - opened_s
+            )
+        finally:
+            upstream.close()
+
     async def _relay(
         self,
         connection: LiveConnection,
@@ -102,12 +123,25 @@ class TcpProxies:
     ) -> None:
         """Relay until both directions have ended, then count the bytes of every hop."""
         counts = ByteCounts()
-        settings = proxy.model
         hops = (connection, *upstream.hops)
         application = upstream.end
         if self._taps is not None:
             application = application_of(self._taps, hops[-1].info, upstream)
-        running = relay(downstream, application, counts, idle_timeout_s=settings.idle_timeout_s or None)
+        running = relay(downstream, application, counts, idle_timeout_s=proxy.model.idle_timeout_s or None)
+        await self._follow(connection, proxy, downstream, upstream, running, 0.0)
+
+    async def _follow(
+        self,
+        connection: LiveConnection,
+        proxy: LiveTcpProxy,
+        downstream: End,
+        upstream: ClusterUpstream,
+        running: Relay,
+        elapsed_s: float,
+    ) -> None:
+        """Wait for the end of a relay, which has run for ``elapsed_s`` in other processes."""
+        counts, settings, hops = running.counts, proxy.model, (connection, *upstream.hops)
+        connection.relay, connection.upstream = running, upstream
         connection.opened(running.abort, finish=running.finish)
         for inner in upstream.hops:
             inner.opened(running.abort, state=State.JOINED, finish=running.finish)
@@ -117,7 +151,8 @@ class TcpProxies:
         connection.counts = counts
         limit = None
         if settings.max_duration_s:
-            limit = self._poller.loop.call_later(settings.max_duration_s, running.abort, "max duration")
+            left_s = max(0.0, settings.max_duration_s - elapsed_s)
+            limit = self._poller.loop.call_later(left_s, running.abort, "max duration")
         try:
             ended = await running
         finally:
@@ -128,10 +163,10 @@ class TcpProxies:
                 each.info.bytes_received = received
                 each.info.bytes_sent = sent
                 if each.cluster is not None:
-                    each.cluster.stats.cx_tx_bytes.value += received
-                    each.cluster.stats.cx_rx_bytes.value += sent
-            proxy.rx_bytes.value += received
-            proxy.tx_bytes.value += sent
+                    each.cluster.stats.cx_tx_bytes.value += counts.sent_here
+                    each.cluster.stats.cx_rx_bytes.value += counts.received_here
+            proxy.rx_bytes.value += counts.sent_here
+            proxy.tx_bytes.value += counts.received_here
         _note_end(hops, proxy, ended, upstream)
         upstream.relayed(ended, downstream)
 

@@ -16,13 +16,15 @@ from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.end import End
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
-from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.relay import ByteCounts, Relay, relay
+from hbone.aio.server import Request, Requests, serve_connection, serve_to_end
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken, TunnelClosed
+from xds.model.http import Route
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.lives import Abort
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest
@@ -46,6 +48,44 @@ class Timeouts:
 
     route_s: float | None = None
     stream_idle_s: float | None = None
+
+
+class Served:
+    """A tunnel connection, and what its requests have in common.
+
+    Args:
+        chain: its filter chain.
+
+    Attributes:
+        connection: its life; set before the first request.
+        carried: its open requests.
+    """
+
+    __slots__ = ("carried", "chain", "connection")
+
+    def __init__(self, chain: LiveChain) -> None:
+        self.chain = chain
+        self.connection: LiveConnection | None = None
+        self.carried: dict[LiveRequest, None] = {}
+
+    @property
+    def manager(self) -> LiveConnectionManager:
+        """The connection manager of its chain."""
+        assert self.chain.manager is not None
+        return self.chain.manager
+
+    def opened(self, tunnels: Connection) -> None:
+        """Have the connection's life end with ``tunnels``, and its requests for the same reason."""
+
+        def ended(reason: str, *, finish: bool = False) -> None:
+            for life in list(self.carried):
+                life.end(reason)
+            tunnels.close() if finish else tunnels.abort(reason)
+
+        assert self.connection is not None
+        self.connection.tunnels = tunnels
+        self.connection.account = None  # its requests have their own
+        self.connection.opened(ended, leave=tunnels.drain, finish=partial(ended, finish=True))
 
 
 class TunnelServer:
@@ -93,13 +133,12 @@ class TunnelServer:
         Raises:
             Refused: it ended before its first request could be answered.
         """
-        manager, info = chain.manager, connection.info
-        assert manager is not None
+        served, info = Served(chain), connection.info
+        served.connection = connection
         connection.port_known = not self._terminator.rules.judge_ports
         context = context_of(listener, chain)
         denied: list[Refused] = []
-        served: list[Connection] = []
-        carried: dict[LiveRequest, None] = {}
+        admitted: list[Connection] = []
         pending: PendingHandshake | None = None
 
         def established(tunnels: Connection) -> None:
@@ -115,17 +154,9 @@ class TunnelServer:
                 denied.append(error)
                 raise
             chain.set_filter_state(info)
-            served.append(tunnels)
-            connection.account = None  # its requests have their own
-            manager.connection_began(secured=tunnels.facts is not None)
-
-            def ended(reason: str, *, finish: bool = False) -> None:
-                """End the connection, and what it carries for the same reason."""
-                for life in list(carried):
-                    life.end(reason)
-                tunnels.close() if finish else tunnels.abort(reason)
-
-            connection.opened(ended, leave=tunnels.drain, finish=partial(ended, finish=True))
+            admitted.append(tunnels)
+            served.manager.connection_began(secured=tunnels.facts is not None)
+            served.opened(tunnels)
 
         sock = end.detach()
         try:
@@ -134,9 +165,9 @@ class TunnelServer:
             await serve_connection(
                 sock,
                 context,
-                self._settings_for(chain, manager),
+                self.settings_for(chain),
                 self._poller,
-                lambda request: self._request(connection, carried, chain, request),
+                lambda request: self._request(served, request),
                 on_established=established,
             )
         except HboneError as error:
@@ -145,17 +176,26 @@ class TunnelServer:
         finally:
             if pending is not None:
                 pending.ended()
-            for tunnels in served:
+            for tunnels in admitted:
                 if pending is not None and tunnels.ended_by_limit:
                     pending.offended()
-                manager.connection_ended(by_peer=tunnels.ended_by_peer, in_use=tunnels.engine.open_streams > 0)
-                manager.cx_ssl_active.stored -= info.tls is not None
-                manager.cx_length.record((self._clock.monotonic() - info.started) * 1000)
-                manager.cx_protocol_error.value += isinstance(tunnels.error, RemoteProtocolError)
+                self._count_end(served, tunnels)
         if denied:
             raise denied[0]
 
-    def _settings_for(self, chain: LiveChain, manager: LiveConnectionManager) -> ConnectionSettings:
+    def _count_end(self, served: Served, tunnels: Connection) -> None:
+        connection, manager = served.connection, served.manager
+        assert connection is not None
+        manager.connection_went(secured=connection.info.tls is not None)
+        if not connection.moved:
+            manager.connection_ended(by_peer=tunnels.ended_by_peer, in_use=tunnels.engine.open_streams > 0)
+            manager.cx_length.record((self._clock.monotonic() - connection.info.started) * 1000)
+            manager.cx_protocol_error.value += isinstance(tunnels.error, RemoteProtocolError)
+
+    def settings_for(self, chain: LiveChain) -> ConnectionSettings:
+        """Return the settings of tunnel connections to a chain."""
+        manager = chain.manager
+        assert manager is not None
         wanted = manager.model.http2
         settings = self._settings
         if chain.model.transport_connect_timeout_s:
@@ -171,18 +211,70 @@ class TunnelServer:
             http2 = replace(http2, max_header_list_bytes=manager.model.max_request_headers_kb * 1024)
         return settings if http2 is settings.http2 else replace(settings, http2=http2)
 
+    # A connection of another process: see ztunnel.proxy.envoy.handover
+
+    def requests_of(self, served: Served) -> Requests:
+        """Return what takes the requests of a connection."""
+        return Requests(lambda request: self._request(served, request))
+
+    async def serve_moved(self, served: Served, requests: Requests, tunnels: Connection) -> None:
+        """Serve a connection that another process has accepted and admitted, until it ends.
+
+        Args:
+            served: its life is registered, and closed by the caller.
+            requests: of :meth:`requests_of`, which ``tunnels`` was made with.
+            tunnels: belongs to this call. Its open tunnels have other owners.
+        """
+        assert served.connection is not None
+        served.manager.connection_came(secured=served.connection.info.tls is not None)
+        served.opened(tunnels)
+        try:
+            await serve_to_end(tunnels, requests)
+        finally:
+            self._count_end(served, tunnels)
+
+    async def carry_moved(
+        self, served: Served, hop: LiveRequest, tunnel: Tunnel, running: Relay, route: Route | None
+    ) -> None:
+        """Carry a request that another process has answered, and whose relay runs, to its end.
+
+        Args:
+            served: its connection.
+            hop: its ``upstream`` is that of the relay. Closed by this call.
+            tunnel: the client's end of the relay.
+            running: the relay.
+            route: of the request; ``None``: there is none any more.
+        """
+        upstream = hop.upstream
+        assert upstream is not None
+        served.manager.rq_active.stored += 1
+        try:
+            try:
+                await self._follow(hop, served.manager, route, tunnel, upstream, running)
+            finally:
+                upstream.close()
+        except asyncio.CancelledError:
+            self._note_cancelled(hop)
+            raise
+        finally:
+            self._request_ended(hop, served.manager)
+
     # A request
 
-    async def _request(
-        self,
-        connection: LiveConnection,
-        carried: dict[LiveRequest, None],
-        chain: LiveChain,
-        request: Request,
-    ) -> None:
+    def register(self, served: Served, info: StreamInfo, abort: Abort | None) -> LiveRequest:
+        """Return the life of a request, which is registered with its connection."""
+        assert served.connection is not None
+        hop = LiveRequest(self._connections.hops, info, served.connection.owner, self._clock, abort)
+        hop.chain = served.chain
+        hop.filter_sinks, hop.account = served.manager.sinks, self._connections.account
+        served.carried[hop] = None
+        hop.own(partial(served.carried.pop, hop))
+        return hop
+
+    async def _request(self, served: Served, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
-        head, base, manager = request.head, connection.info, chain.manager
-        assert manager is not None
+        assert served.connection is not None
+        head, base, manager = request.head, served.connection.info, served.manager
         info = StreamInfo(
             connection_id=base.connection_id,
             facts=base.facts,
@@ -203,23 +295,18 @@ class TunnelServer:
             request_headers=tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers]),
             manager=manager.model,
         )
-        cancel = current(self._poller).cancel
-        hop = LiveRequest(self._connections.hops, info, connection.owner, self._clock, cancel)
-        hop.chain = chain
-        hop.filter_sinks = manager.sinks
-        hop.addons, hop.account = self._connections.addons, self._connections.account
-        carried[hop] = None
-        hop.own(partial(carried.pop, hop))
+        hop = self.register(served, info, current(self._poller).cancel)
+        hop.addons = self._connections.addons
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
         try:
             if head.protocol is not None:
                 raise RequestRefused(Answer(404, "route_not_found"))
-            route, upstream = await self._terminator.open(hop, chain)
+            route, upstream = await self._terminator.open(hop, served.chain)
             try:
                 tunnel = request.accept(self._response_headers(manager))
                 info.response_code, info.response_details = 200, "via_upstream"
-                await self._carry_tunnel(hop, manager, route.timeout_s, route.idle_timeout_s, tunnel, upstream)
+                await self._carry_tunnel(hop, manager, route, tunnel, upstream)
             finally:
                 upstream.close()
         except RequestRefused as refusal:
@@ -232,18 +319,31 @@ class TunnelServer:
             if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
                 # A verdict while the application was dialled, handled like one before it.
                 self._refuse(request, info, manager, Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE))
-            elif hop.reason:
-                info.response_details = hop.reason
             else:
-                info.flags.add(Flag.DOWNSTREAM_TERMINATED)
-                info.failure = Reason.CLIENT_GONE
+                self._note_cancelled(hop)
             raise
         finally:
-            hop.close()
-            if info.response_code:
-                manager.rq_by_class[min(5, max(2, info.response_code // 100))].value += 1
-            manager.rq_active.stored -= 1
-            manager.rq_time.record((info.duration_s or 0.0) * 1000)
+            self._request_ended(hop, manager)
+
+    @staticmethod
+    def _note_cancelled(hop: LiveRequest) -> None:
+        if hop.reason:
+            hop.info.response_details = hop.reason
+        else:
+            hop.info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+            hop.info.failure = Reason.CLIENT_GONE
+
+    @staticmethod
+    def _request_ended(hop: LiveRequest, manager: LiveConnectionManager) -> None:
+        """Close a request's life and count its end."""
+        info = hop.info
+        hop.close()
+        manager.rq_active.stored -= 1
+        if hop.moved:
+            return
+        if info.response_code:
+            manager.rq_by_class[min(5, max(2, info.response_code // 100))].value += 1
+        manager.rq_time.record((info.duration_s or 0.0) * 1000)
 
     def _refuse(self, request: Request, info: StreamInfo, manager: LiveConnectionManager, answer: Answer) -> None:
         info.response_code, info.response_details = answer.status, answer.details
@@ -261,23 +361,39 @@ class TunnelServer:
         self,
         hop: LiveRequest,
         manager: LiveConnectionManager,
-        route_timeout_s: float | None,
-        route_idle_s: float | None,
+        route: Route,
         tunnel: Tunnel,
         upstream: ClusterUpstream,
     ) -> None:
-        info = hop.info
-        idle = route_idle_s if route_idle_s is not None else manager.model.stream_idle_timeout_s
-        if idle is None:
-            idle = self._timeouts.stream_idle_s
-        limit = route_timeout_s if route_timeout_s is not None else self._timeouts.route_s
-        counts = ByteCounts()
+        info, counts = hop.info, ByteCounts()
         manager.cx_upgrades_total.value += 1
-        manager.cx_upgrades_active.stored += 1
         application = upstream.end
         if self._taps is not None:
             application = application_of(self._taps, info, upstream, tunnel)
-        running = relay(tunnel, application, counts, idle_timeout_s=idle or None)
+        running = relay(tunnel, application, counts, idle_timeout_s=self.idle_timeout_s(manager, route))
+        await self._follow(hop, manager, route, tunnel, upstream, running)
+
+    def idle_timeout_s(self, manager: LiveConnectionManager, route: Route | None) -> float | None:
+        """Return how long a request's relay can be idle; ``None``: for ever."""
+        idle_s = route.idle_timeout_s if route is not None else None
+        if idle_s is None:
+            idle_s = manager.model.stream_idle_timeout_s
+        return (idle_s if idle_s is not None else self._timeouts.stream_idle_s) or None
+
+    async def _follow(
+        self,
+        hop: LiveRequest,
+        manager: LiveConnectionManager,
+        route: Route | None,
+        tunnel: Tunnel,
+        upstream: ClusterUpstream,
+        running: Relay,
+    ) -> None:
+        """Wait for the end of a request's relay."""
+        info, counts = hop.info, running.counts
+        limit = route.timeout_s if route is not None and route.timeout_s is not None else self._timeouts.route_s
+        hop.relay, hop.upstream = running, upstream
+        manager.cx_upgrades_active.stored += 1
         hop.opened(running.abort, finish=running.finish)
         if hop.asked is not None:
             hop.asked.opened(hop, counts)
@@ -296,7 +412,8 @@ class TunnelServer:
             for timer in timers:
                 timer.cancel()
             manager.cx_upgrades_active.stored -= 1
-            info.bytes_received, info.bytes_sent = received, sent = counts.sent, counts.received
+            info.bytes_received, info.bytes_sent = counts.sent, counts.received
+            received, sent = counts.sent_here, counts.received_here
             manager.cx_rx_bytes.value += received
             manager.cx_tx_bytes.value += sent
             if hop.cluster is not None:

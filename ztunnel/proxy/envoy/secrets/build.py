@@ -47,10 +47,13 @@ _NOTHING = Validation()
 Find = Callable[[SecretRef], Secret | None]
 
 
-def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Validation | None] | None:
+def build(
+    role: Role, model: ContextModel, find: Find, *, movable: bool = False
+) -> tuple[TlsContext, Validation | None] | None:
     """Return the context and how it verifies its peer; ``None`` while a secret is missing.
 
-    The validation has its SDS part merged in, and only the roots that can be used.
+    The validation has its SDS part merged in, and only the roots that can be used. For ``movable`` see
+    :class:`hbone.tls_context.TlsSettings`.
 
     Raises:
         ConfigError: no handshake could succeed with it. The error has the field, and the file or secret if there
@@ -66,7 +69,7 @@ def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Vali
     if validation is not None:
         validation = with_usable_roots(validation)
     try:
-        return TlsContext(role, _settings(model, own, validation)), validation
+        return TlsContext(role, _settings(model, own, validation, movable=movable)), validation
     except ValueError as error:
         # Key material that parses but that OpenSSL refuses: keys below its security level.
         raise ConfigError(str(error), _certificate_path(model)) from None
@@ -135,7 +138,9 @@ def _check_validation(model: ContextModel, validation: Validation | None) -> Non
         )
 
 
-def _settings(model: ContextModel, own: Sequence[Certificate], validation: Validation | None) -> TlsSettings:
+def _settings(
+    model: ContextModel, own: Sequence[Certificate], validation: Validation | None, *, movable: bool
+) -> TlsSettings:
     validation = validation or _NOTHING
     plain = [unlocked(certificate) for certificate in own]
     modern, older = _split(model.cipher_suites)
@@ -158,6 +163,7 @@ def _settings(model: ContextModel, own: Sequence[Certificate], validation: Valid
         verify=peer_verifier(validation),
         any_chain=validation.pins,
         key_log=_key_log(model.key_log_path),
+        movable=movable,
     )
 
 

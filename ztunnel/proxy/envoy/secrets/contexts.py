@@ -109,7 +109,7 @@ class LiveContext:
         self._unfollow: Callable[[], None] = lambda: None
         # Checked before subscribing, so that a refused context requests nothing. Static and earlier secrets are
         # available.
-        self._use(build(role, model, secrets.find))
+        self._use(build(role, model, secrets.find, movable=secrets.movable))
         try:
             for ref in model.secret_refs:
                 self._handles.append(secrets.acquire(ref, self))
@@ -145,6 +145,20 @@ class LiveContext:
         if validation is None or validation.crl_pem is None or not chain:
             return False
         return _lists(validation.crl_pem).is_revoked(chain)
+
+    def trusts(self, peer: PeerFacts) -> bool:
+        """Return whether this context accepts the certificates of a server, which another process has verified.
+
+        ``False`` also if only a handshake can decide: pinned keys, revocation lists. The time is not judged,
+        because an open connection can outlive its certificates.
+        """
+        if self._role is not Role.CLIENT or self.party is None:
+            return False
+        if self.party.credentials.anchors is None:
+            return True
+        shown = Credentials(peer.chain, None)
+        found = self.party.credentials.verified(shown, Role.SERVER)
+        return isinstance(found, Verified) and self.party.accepts(shown.names)
 
     def presented_in(self, handshake: PeerFacts) -> Presented:
         """Return which of its certificates a handshake showed to the peer."""
@@ -204,7 +218,7 @@ class LiveContext:
             model = replace(model, validation=reread(model.validation, read))
         if model == self.model:
             return False
-        built = build(self._role, model, self._secrets.find)
+        built = build(self._role, model, self._secrets.find, movable=self._secrets.movable)
         self.model = model
         self._use(built)
         self._on_update()
@@ -228,7 +242,7 @@ class LiveContext:
             return secret if handle.answers(ref) else self._secrets.find(ref)
 
         try:
-            built = build(self._role, self.model, find)
+            built = build(self._role, self.model, find, movable=self._secrets.movable)
         except ConfigError as error:
             raise error.under(self._owner) if self._owner else error from error.__cause__
 

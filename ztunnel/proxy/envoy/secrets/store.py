@@ -71,10 +71,14 @@ class SecretStore:
     """All secrets in use. A secret is subscribed to while it has users.
 
     Attributes:
+        movable: connections of contexts with these secrets can move to another process.
         files: the files of secrets and contexts; the owner runs it.
     """
 
-    def __init__(self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock) -> None:
+    def __init__(
+        self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock, *, movable: bool = False
+    ) -> None:
+        self.movable = movable
         self._sources = sources
         self._surroundings = surroundings
         self._stats = stats

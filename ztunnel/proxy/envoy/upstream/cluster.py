@@ -648,11 +648,30 @@ class LiveCluster:
             address = SocketAddress(address.host, config.port_override)
         return address
 
+    def host_at(self, endpoint: Endpoint) -> Host:
+        """Return the host that a connection of another process goes to; one of its own if it is not known here."""
+        if self.model.discovery is not Discovery.ORIGINAL_DST:
+            return self.hosts.get(endpoint.address) or Host(endpoint)
+        now = self._surround.clock.monotonic()
+        found, _ = self._original.get(endpoint.key, (None, now))
+        if found is None:
+            found = Host(replace(endpoint, hostname=f"{self.model.name}{endpoint.key}"), added_at=now)
+            self.hosts.changes += 1
+        self._original[endpoint.key] = (found, now)
+        return found
+
     def transport(self, host: Host) -> LiveTransport:
         """Return the transport socket for a host, and count the match that chose it."""
         name, model = self.model.transport_socket_for(host.endpoint.metadata)
         if name:
             self.stats.scope.counter(f"{name}.total_match_count").value += 1
+        return self._live(model)
+
+    def transport_of(self, host: Host) -> LiveTransport:
+        """Return the transport socket for a host, for a connection that another process has counted."""
+        return self._live(self.model.transport_socket_for(host.endpoint.metadata)[1])
+
+    def _live(self, model: TransportSocket) -> LiveTransport:
         found = self._transports.get(id(model))
         if found is None:
             security = security_of(model)

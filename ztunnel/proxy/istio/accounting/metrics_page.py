@@ -7,15 +7,12 @@ Import this module with the first scrape, see :mod:`ztunnel.runtime.http.exposit
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 import hbone
 from ztunnel import __version__
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.addons.families import addon_families
-from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.dataplane.handover.families import handover_families
 from ztunnel.proxy.flows.families import histograms, time_families
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
@@ -100,7 +97,6 @@ _REPORTER = ("reporter",)
 _DNS = ("request_query_type", "request_protocol", "source_canonical_service", "source_canonical_revision")
 _ON_DEMAND = (*(f"source_{name}" for name in SIDE_LABELS), "hostname")
 _DURATION = "istio_dns_upstream_request_duration_seconds"
-_PAUSE = "ztunnel_handover_pause_seconds"
 
 
 def _by_one(read: Callable[[Metrics], Mapping[str, float]], *, zeros: bool = True) -> _Samples:
@@ -176,9 +172,6 @@ _AFTER_DURATIONS: tuple[_Row, ...] = (
     ("ztunnel_otlp_dropped", "counter",
      "What no OpenTelemetry collector got: access lines, spans, and requests of metrics", ("signal",),
      _by_one(lambda m: m.exports_dropped)),
-    ("ztunnel_handover_connections", "counter",
-     "Connections that moved to a successor or from a predecessor, and that did not", ("result", "reason"),
-     lambda m: list(m.handovers.connections.items())),
     ("ztunnel_loop_stalls", "counter", "Times that an event loop stood still for more than a second", (),
      _one(lambda m: m.loop.stalls.value)),
     ("ztunnel_loop_late_seconds", "counter", "Seconds that a timer of two beats a second was late, in all", (),
@@ -192,9 +185,7 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
     yield histograms(_DURATION, text, _DNS, metrics.dns_durations)
     yield from _of_rows(_AFTER_DURATIONS, metrics)
     yield from time_families(metrics)
-    if metrics.handovers.offers:
-        pauses = Metric(_PAUSE, "How long connections stood still that moved (unstable).", "histogram", "seconds")
-        yield Family(pauses, _pauses(metrics.handovers))
+    yield from handover_families(metrics.handovers)
     for name, gauge in metrics.gauges.items():
         yield family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
     yield from addon_families(metrics.addons)
@@ -204,10 +195,3 @@ def _of_rows(rows: Iterable[_Row], metrics: Metrics) -> Iterator[Family]:
     for name, kind, text, labels, samples in rows:
         unit = next((unit for unit in ("bytes", "seconds") if name.endswith(f"_{unit}")), "")
         yield family(name, kind, f"{text} (unstable)", samples(metrics), labels, unit)
-
-
-def _pauses(counts: HandoverCounts) -> Iterator[Sample]:
-    for bound, count in counts.cumulative():
-        yield Sample(f"{_PAUSE}_bucket", {"le": bound}, count)
-    yield Sample(f"{_PAUSE}_count", {}, counts.offers)
-    yield Sample(f"{_PAUSE}_sum", {}, counts.paused_s)

@@ -224,6 +224,7 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
         "  /denials",
         "  /explain",
         "  /flows",
+        "  /handover",
         "  /policies",
         "  /policies/explain",
         "  /rbac",

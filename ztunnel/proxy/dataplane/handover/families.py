@@ -1,0 +1,29 @@
+"""The metrics of hand-overs, for the pages of both dialects."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.runtime.http.exposition import Family, family
+
+_PAUSE: Final = "ztunnel_handover_pause_seconds"
+_CONNECTIONS: Final = "Connections that moved to a successor or from a predecessor, and that did not (unstable)"
+
+
+def handover_families(counts: HandoverCounts) -> Iterator[Family]:
+    """Yield the counter of results and, after the first offer, the histogram of pauses."""
+    results = list(counts.connections.items())
+    yield family("ztunnel_handover_connections", "counter", _CONNECTIONS, results, ("result", "reason"))
+    if counts.offers:
+        pauses = Metric(_PAUSE, "How long connections stood still that moved (unstable).", "histogram", "seconds")
+        yield Family(pauses, _pauses(counts))
+
+
+def _pauses(counts: HandoverCounts) -> Iterator[Sample]:
+    for bound, count in counts.cumulative():
+        yield Sample(f"{_PAUSE}_bucket", {"le": bound}, count)
+    yield Sample(f"{_PAUSE}_count", {}, counts.offers)
+    yield Sample(f"{_PAUSE}_sum", {}, counts.paused_s)

@@ -1,0 +1,26 @@
+"""What Envoy's dialect gives to :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
+
+from __future__ import annotations
+
+import socket
+
+from ztunnel.proxy.dataplane.handover import messages
+from ztunnel.proxy.dataplane.handover.service import Kinds
+from ztunnel.proxy.envoy.handover.messages import from_giver
+from ztunnel.proxy.envoy.handover.taker import Parts, Pending, make
+from ztunnel.proxy.envoy.handover.units import survey
+
+
+def kinds_of(parts: Parts) -> Kinds:
+    """Return how the connections of a process move."""
+
+    async def made(offer: messages.Offer, socks: list[socket.socket]) -> Pending:
+        return await make(parts, offer, socks)
+
+    return Kinds(
+        dialect="envoy",
+        read=from_giver,
+        survey=lambda: survey(parts.connections, parts.connector),
+        make=made,
+        carried=lambda: len(parts.listeners),
+    )

@@ -1,0 +1,135 @@
+"""The offers of a hand-over in Envoy's dialect; see :mod:`ztunnel.proxy.dataplane.handover.messages`. Pure.
+
+A value names what belongs to the configuration: listeners, filter chains, clusters and hosts. The taker looks the
+names up in its own configuration, and declines what it does not have.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+from msgspec import Struct
+
+from hbone.tls_state import FactsState
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from ztunnel.proxy.dataplane.handover import messages
+from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
+
+AddressValue: TypeAlias = tuple[str, ...]
+"""The kind of an endpoint's address, and its parts."""
+Plain: TypeAlias = dict[str, dict[str, Any]]
+"""Metadata in plain dictionaries."""
+
+
+class Kind(StrEnum):
+    """What a hop is."""
+
+    CONNECTION = "connection"  # accepted by a listener
+    INNER = "inner"  # behind an internal listener
+    JOINED = "joined"  # the inbound half of a tunnel within the node
+    REQUEST = "request"  # of an accepted tunnel connection
+
+
+class TlsValue(Struct, frozen=True, kw_only=True):
+    """A :class:`~ztunnel.proxy.envoy.stream.stream_info.TlsFacts`: certificates in DER, our own in PEM."""
+
+    version: str
+    cipher: str
+    peer_subject: str
+    peer_chain: tuple[bytes, ...]
+    local_pem: bytes | None
+    peer_uri_sans: tuple[str, ...]
+    peer_dns_sans: tuple[str, ...]
+    local_uri_sans: tuple[str, ...]
+
+
+class InfoValue(Struct, frozen=True, kw_only=True):
+    """A :class:`~ztunnel.proxy.envoy.stream.stream_info.StreamInfo` without bytes and configuration.
+
+    Attributes:
+        age_s: since the start of the hop.
+        texts: its attributes that are text, without empty ones.
+        endpoint: address of the host of the last attempt.
+        failed: addresses of hosts of earlier attempts.
+        upstream_pem: our certificate towards the host, without its key.
+    """
+
+    age_s: float
+    started_at: float
+    facts: ConnectionFacts
+    texts: dict[str, str]
+    options: UpstreamOptions
+    restored: bool
+    attempts: int
+    connected: bool
+    response_code: int
+    ready_s: float | None
+    flags: tuple[str, ...]
+    request_headers: tuple[tuple[str, str], ...]
+    response_headers: tuple[tuple[str, str], ...]
+    direct_local: AddressValue | None
+    endpoint: AddressValue | None
+    failed: tuple[AddressValue, ...]
+    tls: TlsValue | None
+    upstream_tls: FactsState | None
+    upstream_uri_sans: tuple[str, ...]
+    upstream_own_uri_sans: tuple[str, ...]
+    tunnelled: bool
+    failure: str
+    upstream_pem: bytes | None
+    upstream_metadata: Plain
+    route_metadata: Plain
+    virtual_host_metadata: Plain
+
+
+class HopValue(Struct, frozen=True, kw_only=True):
+    """A :class:`~ztunnel.proxy.envoy.listeners.connections.LiveHop`.
+
+    Attributes:
+        pod: of an accepted connection, the address of the pod that it is of.
+        application: that a tunnel's request names.
+    """
+
+    kind: Kind
+    info: InfoValue
+    pod: str = ""
+    application: SocketAddress | None = None
+
+
+class DialledValue(Struct, frozen=True, kw_only=True, tag="dialled"):
+    """A tunnel connection of a cluster's pool.
+
+    Attributes:
+        address, options: of its key in the pool.
+        idle_s: for how many seconds it has had no tunnels.
+        age_s: since its first SYN.
+    """
+
+    cluster: str
+    address: SocketAddress
+    options: UpstreamOptions
+    idle_s: float
+    age_s: float
+
+
+class AcceptedValue(Struct, frozen=True, kw_only=True, tag="accepted"):
+    """A tunnel connection that a listener has accepted."""
+
+    hop: HopValue
+
+
+class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
+    """One unit.
+
+    Attributes:
+        carrier: its tunnel connection, if it has one.
+        relays: the hops of each relay, the outermost first.
+    """
+
+    carrier: DialledValue | AcceptedValue | None
+    relays: tuple[tuple[HopValue, ...], ...]
+
+
+from_giver: Final = messages.reader_of(Offer)

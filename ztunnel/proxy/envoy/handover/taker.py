@@ -1,0 +1,462 @@
+"""The process that replaces another one, in Envoy's dialect: makes the units of offers, and continues them.
+
+Names of a value are looked up in the configuration of this process. A unit is declined if a listener, its filter
+chain or its cluster is missing, or if the chain has become one of another kind. A unit that is taken is judged by
+the filters and policies of now as soon as it continues.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from hbone.aio.connection import Connection, ConnectionSettings, default_client
+from hbone.aio.end import End
+from hbone.aio.handover import Resumed, resumed
+from hbone.aio.poller import Poller
+from hbone.aio.relay import Relay
+from hbone.aio.server import Requests
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import ConnectionBroken
+from xds.model.address import InternalAddress
+from xds.model.cluster import Endpoint
+from xds.model.http import Route
+from ztunnel.proxy.dataplane.handover import messages
+from ztunnel.proxy.dataplane.handover.taker import Declining
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.pool_key import PoolKey
+from ztunnel.proxy.dataplane.upstream import Upstream
+from ztunnel.proxy.envoy.handover.messages import AcceptedValue, DialledValue, HopValue, Kind, Offer
+from ztunnel.proxy.envoy.handover.values import info_of
+from ztunnel.proxy.envoy.listeners.chains import LiveChain
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveHop, LiveRequest
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.path.connect import Connector, TunnelKey, request_open
+from ztunnel.proxy.envoy.path.dial import ClusterUpstream, CountedConnection, count_end, count_open
+from ztunnel.proxy.envoy.path.internal import takes_internal
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
+from ztunnel.proxy.envoy.path.terminate import RequestRefused, TunnelRules, tunnel_route
+from ztunnel.proxy.envoy.path.tunnel_server import Served, TunnelServer
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.upstream.host import Host
+from ztunnel.proxy.envoy.upstream.manager import ClusterManager
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+_CHANGED = "its filter chain has changed"
+
+#: Has further judges look at a hop whose chain, cluster and host are known; see
+#: :meth:`ztunnel.proxy.envoy.path.guarded.Enforcer.watch`.
+Watch = Callable[[LiveHop, Host], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The objects of this process that carry connections.
+
+    Attributes:
+        listeners, clusters: by name.
+        connections: the table of all.
+        connector: has the pools.
+        proxies, tunnels: continue what chains carry.
+        rules: for what requests name.
+        run: runs what carries a connection to its end.
+        objection: returns why nothing can be taken now. Empty if something can.
+        watch: has Calico's policies judge; ``None``: there are none.
+    """
+
+    listeners: ListenerTable
+    clusters: ClusterManager
+    connections: Connections
+    connector: Connector
+    proxies: TcpProxies
+    tunnels: TunnelServer
+    rules: TunnelRules
+    poller: Poller
+    clock: Clock
+    run: Callable[[Coroutine[Any, Any, None], str], object]
+    objection: Callable[[], str]
+    watch: Watch | None
+
+
+class Hop(NamedTuple):
+    """A hop that can continue here: its value, what is known of it, and the configuration that it has here."""
+
+    value: HopValue
+    info: StreamInfo
+    listener: LiveListener
+    chain: LiveChain
+    cluster: LiveCluster | None
+    host: Host | None
+
+    @property
+    def place(self) -> tuple[LiveCluster, Host]:
+        """Its cluster and host.
+
+        Raises:
+            ValueError: it has none, as the connection of tunnels.
+        """
+        if self.cluster is None or self.host is None:
+            raise ValueError("a relay to no host")
+        return self.cluster, self.host
+
+
+async def make(parts: Parts, offer: messages.Offer, socks: list[socket.socket]) -> Pending:
+    """Return the unit of an offer with its sockets; see :data:`ztunnel.proxy.dataplane.handover.taker.Make`."""
+    if not isinstance(offer, Offer):
+        raise Declining("an offer of another dialect")
+    objection = parts.objection()
+    if objection:
+        raise Declining(objection)
+    _check(offer)
+    carrier = offer.carrier
+    served: Served | None = None
+    requests: Requests | None = None
+    accepted: Hop | None = None
+    key: tuple[LiveCluster, TunnelKey] | None = None
+    settings: ConnectionSettings = default_client()
+    if isinstance(carrier, AcceptedValue):
+        accepted = _hop(parts, carrier.hop, None)
+        served = Served(accepted.chain)
+        requests = parts.tunnels.requests_of(served)
+        settings = parts.tunnels.settings_for(accepted.chain)
+    hops = [[_hop(parts, value, accepted) for value in values] for values in offer.relays]
+    unit: Resumed
+    if isinstance(carrier, DialledValue):
+        cluster = _cluster(parts, carrier.cluster)
+        settings = parts.connector.settings_for(cluster)
+        unit = resumed(offer.unit, socks, settings, parts.poller, None)
+        try:
+            assert unit.connection is not None
+            key = cluster, _key(cluster, carrier, unit.connection)
+        except BaseException:
+            _give_back(unit, socks)
+            raise
+    else:
+        unit = resumed(offer.unit, socks, settings, parts.poller, requests)
+    try:
+        return Pending(parts, unit, hops, carrier, served, accepted, requests, key)
+    except BaseException:
+        _give_back(unit, socks)
+        raise
+
+
+def _give_back(unit: Resumed, socks: list[socket.socket]) -> None:
+    unit.discard()
+    socks.clear()
+
+
+def _check(offer: Offer) -> None:
+    """Refuse an offer whose parts contradict each other.
+
+    Raises:
+        ValueError: they do.
+    """
+    carrier, unit = offer.carrier, offer.unit
+    if len(offer.relays) != len(unit.relays) or (carrier is None) != (unit.carrier is None):
+        raise ValueError("other relays or tunnel connections than the unit's")
+    if carrier is None and len(offer.relays) != 1:
+        raise ValueError("several relays of plain sockets")
+    first = Kind.REQUEST if isinstance(carrier, AcceptedValue) else Kind.CONNECTION
+    for values in offer.relays:
+        if not values or values[0].kind is not first:
+            raise ValueError("a relay of no connection")
+        if any(value.kind not in (Kind.INNER, Kind.JOINED) for value in values[1:]):
+            raise ValueError("a relay of several connections")
+        if any(value.kind is Kind.JOINED for value in values[1:-1]) or (
+            carrier and values[-1].kind is Kind.JOINED
+        ):
+            raise ValueError("a tunnel within the node that leads on")
+    if isinstance(carrier, AcceptedValue) and carrier.hop.kind is not Kind.CONNECTION:
+        raise ValueError("a tunnel connection that nothing has accepted")
+
+
+def _cluster(parts: Parts, name: str) -> LiveCluster:
+    cluster = parts.clusters.get(name)
+    if cluster is None:
+        raise Declining("its cluster is not known")
+    return cluster
+
+
+def _hop(parts: Parts, value: HopValue, accepted: Hop | None) -> Hop:
+    """Return a hop with its configuration; ``accepted`` is the connection of a request.
+
+    Raises:
+        Declining: this process has none for it.
+        ValueError: the value cannot be read.
+    """
+    connection_id = accepted.info.connection_id if accepted is not None else parts.connections.next_id()
+    info = info_of(value.info, connection_id, parts.clock.monotonic())
+    if accepted is not None:
+        listener, chain = accepted.listener, accepted.chain
+        info.tls = accepted.info.tls
+        if info.facts == accepted.info.facts:
+            info.facts = accepted.info.facts  # the requests of a connection share them
+    else:
+        listener, chain = _place(parts, value.kind, info)
+    info.listener_metadata, info.chain_metadata = listener.model.metadata, chain.model.metadata
+    info.manager = chain.manager.model if value.kind in (Kind.REQUEST, Kind.JOINED) and chain.manager else None
+    if not info.cluster:
+        return Hop(value, info, listener, chain, None, None)
+    cluster = _cluster(parts, info.cluster)
+    info.cluster_metadata = cluster.model.metadata
+    if info.endpoint is None:
+        raise ValueError("a hop to a cluster without a host")
+    host = cluster.host_at(info.endpoint)
+    info.endpoint = host.endpoint
+    return Hop(value, info, listener, chain, cluster, host)
+
+
+def _place(parts: Parts, kind: Kind, info: StreamInfo) -> tuple[LiveListener, LiveChain]:
+    """Return the listener and the filter chain of a hop, as they are now.
+
+    Raises:
+        Declining: there is none any more, or of another kind.
+    """
+    inner = kind is Kind.INNER
+    listener = parts.listeners.internal(info.listener) if inner else parts.listeners.get(info.listener)
+    if listener is None:
+        raise Declining("its listener is not known")
+    chain = listener.chain_for(info.facts)
+    if chain is None:
+        raise Declining("no filter chain for it")
+    if not chain.is_complete:
+        raise Declining("a filter of its chain has not arrived")
+    if chain.name != info.chain or (chain.tls is None) is not (info.tls is None):
+        raise Declining(_CHANGED)
+    tunnels = kind is Kind.JOINED or info.protocol == "HTTP/2"
+    if (chain.manager is None) is tunnels or (inner and not takes_internal(chain)):
+        raise Declining(_CHANGED)
+    return listener, chain
+
+
+def _key(cluster: LiveCluster, carrier: DialledValue, connection: Connection) -> TunnelKey:
+    """Return the key of a connection in its cluster's pool.
+
+    Raises:
+        Declining: the cluster has no such host any more, or its peer cannot be trusted.
+    """
+    host = cluster.host_at(Endpoint(address=carrier.address))
+    context, facts = cluster.transport_of(host).context, connection.facts
+    if (context is None) is not (facts is None):
+        raise Declining("its cluster's transport socket has changed")
+    generation = 0
+    if context is not None and facts is not None:
+        if context.has_revoked(facts.chain):
+            raise Declining("its peer is revoked")
+        # A connection whose peer only a handshake could accept now carries on, without new tunnels.
+        generation = context.generation if context.trusts(facts) else -1
+    return PoolKey(carrier.address, context, generation, carrier.options)
+
+
+class Pending:
+    """A unit that was offered and does not begin yet. Either :meth:`start` or :meth:`discard` is called, once."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        unit: Resumed,
+        hops: list[list[Hop]],
+        carrier: AcceptedValue | DialledValue | None,
+        served: Served | None,
+        accepted: Hop | None,
+        requests: Requests | None,
+        key: tuple[LiveCluster, TunnelKey] | None,
+    ) -> None:
+        self._parts = parts
+        self._unit = unit
+        self._hops = hops
+        self._carrier = carrier
+        self._served = served
+        self._accepted = accepted
+        self._requests = requests
+        self._key = key
+        self._routes = [self._route_of(each[0]) for each in hops]
+        for index, each in enumerate(hops):
+            for hop in each:
+                _ = hop.place  # nothing fails in start()
+            unit.idle_timeouts_s[index] = self._idle_timeout_s(each[0], self._routes[index])
+
+    @property
+    def entries(self) -> int:
+        """How many connections of pods it has."""
+        return len(self._hops)
+
+    def _route_of(self, hop: Hop) -> Route | None:
+        manager = hop.chain.manager
+        if hop.value.kind is not Kind.REQUEST or manager is None:
+            return None
+        try:
+            return tunnel_route(manager.model, manager.routes, hop.info)
+        except RequestRefused:
+            return None  # routes are for new requests
+
+    def _idle_timeout_s(self, hop: Hop, route: Route | None) -> float | None:
+        manager, proxy = hop.chain.manager, hop.chain.proxy
+        if manager is not None:
+            return self._parts.tunnels.idle_timeout_s(manager, route)
+        assert proxy is not None
+        return proxy.model.idle_timeout_s or None
+
+    def discard(self) -> None:
+        """Forget the unit: the other process keeps it."""
+        self._unit.discard()
+
+    def start(self) -> None:
+        """Continue the unit: it belongs to this process from now on."""
+        unit, parts = self._unit, self._parts
+        life = self._register_accepted()
+        # Registered before they are judged: what a review finds, and what ends until then, is accounted for.
+        lives = [self._register(hops, ends) for hops, ends in zip(self._hops, unit.ends, strict=True)]
+        try:
+            unit.start()
+        except ConnectionBroken as error:
+            log.error("a connection was taken and is lost error=%s", error)
+            unit.discard()
+        self._serve_connection(life)
+        for number, (first, ends) in enumerate(zip(lives, unit.ends, strict=True)):
+            relay = unit.relays[number] if number < len(unit.relays) else None
+            self._serve_relay(number, first, ends, relay)
+        for first in lives:
+            upstream = first.upstream
+            for hop in (first, *(upstream.hops if upstream is not None else ())):
+                _judge(parts.connections, hop)
+        if life is not None:
+            _judge(parts.connections, life)
+
+    # The tunnel connection
+
+    def _register_accepted(self) -> LiveConnection | None:
+        hop, served, connection = self._accepted, self._served, self._unit.connection
+        if hop is None or served is None or connection is None:
+            return None
+        life = self._connection(hop, partial(connection.abort, "no longer served"))
+        life.port_known = not self._parts.rules.judge_ports
+        served.connection = life
+        return life
+
+    def _serve_connection(self, life: LiveConnection | None) -> None:
+        connection, parts = self._unit.connection, self._parts
+        if connection is None:
+            return
+        if life is not None:
+            assert self._served is not None
+            assert self._requests is not None
+            work = _then_close(life, parts.tunnels.serve_moved(self._served, self._requests, connection))
+            parts.run(work, f"{life.id} moved")
+        elif isinstance(self._carrier, DialledValue) and self._key is not None:
+            tunnels = [end for pair in self._unit.ends for end in pair if isinstance(end, Tunnel)]
+            cluster, key = self._key
+            parts.connector.adopt(
+                connection, cluster, key, tunnels, idle_s=self._carrier.idle_s, age_s=self._carrier.age_s
+            )
+
+    # A relay
+
+    def _register(self, hops: Sequence[Hop], ends: tuple[End, End]) -> LiveHop:
+        """Register the hops of a relay, and return the first one, whose ``upstream`` has the others."""
+        lives = [self._life(hop, ends) for hop in hops]
+        for outer, inner in pairwise(hops):
+            outer.info.behind = inner.info
+        upstream: ClusterUpstream = Upstream(ends[1])
+        upstream.hops = tuple(lives[1:])
+        for index in reversed(range(len(hops))):
+            upstream.on_close(self._counted(hops, index, upstream))
+            if index:
+                upstream.on_close(lives[index].close)
+        lives[0].upstream = upstream
+        return lives[0]
+
+    def _life(self, hop: Hop, ends: tuple[End, End]) -> LiveHop:
+        """Register one hop."""
+        parts, info, listener, chain = self._parts, hop.info, hop.listener, hop.chain
+        life: LiveHop
+        match hop.value.kind:
+            case Kind.CONNECTION:
+                life = self._connection(hop, ends[0].close)
+            case Kind.REQUEST:
+                assert self._served is not None
+                life = parts.tunnels.register(self._served, info, None)
+            case Kind.INNER:
+                life = LiveHop(parts.connections.hops, info, listener, parts.clock)
+                life.listener_sinks = listener.sinks
+                listener.opened(moved=True)
+                life.own(lambda: listener.closed(moved=life.moved))
+            case Kind.JOINED:
+                port_known = not parts.rules.judge_ports
+                life = LiveHop(parts.connections.hops, info, listener, parts.clock, port_known=port_known)
+                life.account = parts.connections.account
+                assert chain.manager is not None
+                chain.manager.rq_active.stored += 1
+                life.own(chain.manager.request_ended)
+        life.chain, life.cluster, life.application = chain, hop.cluster, hop.value.application
+        if hop.value.kind is not Kind.CONNECTION and hop.value.kind is not Kind.REQUEST:
+            life.filter_sinks = chain.sinks
+            chain.hold(info)
+        if parts.watch is not None and hop.host is not None:
+            parts.watch(life, hop.host)
+        return life
+
+    def _connection(self, hop: Hop, release: Callable[[], object]) -> LiveConnection:
+        parts, info, chain = self._parts, hop.info, hop.chain
+        life = LiveConnection(
+            parts.connections, info, hop.listener, parts.clock, None, hop.value.pod, release, came=True
+        )
+        life.chain = chain
+        if chain.manager is None:
+            life.filter_sinks = chain.sinks
+        chain.hold(info)
+        return life
+
+    def _counted(self, hops: Sequence[Hop], index: int, upstream: ClusterUpstream) -> Callable[[], object]:
+        """Count what a hop has open in its cluster; return what counts the end."""
+        hop = hops[index]
+        cluster, host = hop.place
+        within = index + 1 < len(hops) and hops[index + 1].value.kind is Kind.JOINED
+        if within or (isinstance(upstream.end, Tunnel) and not isinstance(host.endpoint.address, InternalAddress)):
+            return request_open(cluster, host)
+        count_open(cluster, host)
+        counted = CountedConnection(cluster, self._parts.poller, hop.value.info.age_s)
+        return lambda: count_end(cluster, host, counted, upstream)
+
+    def _serve_relay(self, number: int, first: LiveHop, ends: tuple[End, End], relay: Relay | None) -> None:
+        parts, info = self._parts, first.info
+        if relay is None:
+            info.termination_details = info.response_details = "connection lost on its way from another process"
+            upstream = first.upstream
+            assert upstream is not None
+            upstream.close()
+            first.close()
+        elif isinstance(first, LiveRequest):
+            tunnel, requests, served = ends[0], self._requests, self._served
+            assert isinstance(tunnel, Tunnel)
+            assert requests is not None
+            assert served is not None
+            requests.adopt(tunnel, parts.tunnels.carry_moved(served, first, tunnel, relay, self._routes[number]))
+        elif isinstance(first, LiveConnection) and first.chain is not None and first.chain.proxy is not None:
+            work = parts.proxies.carry_moved(first, first.chain.proxy, ends, relay)
+            parts.run(_then_close(first, work), f"{first.id} moved")
+
+
+async def _then_close(life: LiveConnection, work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    finally:
+        life.close()
+
+
+def _judge(connections: Connections, life: LiveHop) -> None:
+    if life.state is State.CLOSED:
+        return
+    if isinstance(life, LiveConnection):
+        connections.judge(life)
+    else:
+        connections.hops.judge(life)

@@ -1,0 +1,129 @@
+"""What of a process's live connections moves together in Envoy's dialect: :func:`survey` walks its tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hbone.aio.connection import Connection
+from hbone.aio.handover import Frozen, UnitState, Unmovable
+from hbone.aio.relay import Relay
+from hbone.aio.tunnel import Tunnel
+from ztunnel.proxy.envoy.handover.messages import AcceptedValue, DialledValue, Offer
+from ztunnel.proxy.envoy.handover.values import hop_value
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveHop, LiveRequest
+from ztunnel.proxy.envoy.path.connect import Connector
+
+Hops = tuple[LiveHop, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Unit:
+    """See :class:`ztunnel.proxy.dataplane.handover.giver.Unit`.
+
+    Attributes:
+        connector: has the tunnel connections that were dialled here.
+        connection: the tunnel connection; ``None`` without one.
+        accepted: its life, if it was accepted.
+        relays: each with its hops, the outermost first.
+    """
+
+    connector: Connector
+    connection: Connection | None = None
+    accepted: LiveConnection | None = None
+    relays: list[tuple[Relay, Hops]] = field(default_factory=list)
+
+    @property
+    def key(self) -> int:
+        """The same in each survey while it lives."""
+        return id(self.connection or self.relays[0][0])
+
+    @property
+    def entries(self) -> int:
+        """How many connections of pods it has."""
+        return len(self.relays)
+
+    def freeze(self) -> Frozen:
+        """Stop it and read its state.
+
+        Raises:
+            Unmovable: it cannot move, or not now.
+        """
+        for relay, _ in self.relays:
+            progress = relay.progress
+            if relay.on_half_close is not None and progress is not None and progress.first is not None:
+                raise Unmovable("its route timeout runs")
+        return Frozen([relay for relay, _ in self.relays], self.connection)
+
+    def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
+        """Return the offer of the frozen unit."""
+        relays = tuple(tuple(hop_value(hop, now_s) for hop in hops) for _, hops in self.relays)
+        return Offer(number=number, unit=state, carrier=self._carrier_value(now_s), relays=relays)
+
+    def _carrier_value(self, now_s: float) -> AcceptedValue | DialledValue | None:
+        if self.connection is None:
+            return None
+        if self.accepted is not None:
+            return AcceptedValue(hop=hop_value(self.accepted, now_s))
+        dialled = self.connector.dialled[self.connection]
+        return DialledValue(
+            cluster=dialled.cluster.model.name,
+            address=dialled.key.address,
+            options=dialled.key.options,
+            idle_s=self.connector.idle_s(self.connection) or 0.0,
+            age_s=dialled.counted.age_s,
+        )
+
+    def went(self) -> None:
+        """Have the other process write the lines and count the ends."""
+        for _, hops in self.relays:
+            for hop in hops:
+                hop.moved = True
+            upstream = hops[0].upstream
+            assert upstream is not None
+            upstream.moved = True
+        if self.accepted is not None:
+            self.accepted.moved = True
+        elif self.connection is not None:
+            self.connector.went(self.connection)
+
+
+def survey(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
+    """Return the units of the process, and the number of connections that belong to none, by reason."""
+    stays = Counter[str]()
+    carriers: dict[int, Unit] = {}
+    for life in connections:
+        if life.tunnels is not None and not life.reason:
+            carriers[id(life.tunnels)] = Unit(connector=connector, connection=life.tunnels, accepted=life)
+    for connection in connector.dialled:
+        if connector.idle_s(connection) is not None:
+            carriers[id(connection)] = Unit(connector=connector, connection=connection)
+    found = list(carriers.values())
+    for relay, hops in _relays(connections, stays):
+        tunnels = [end for end in relay.ends or () if isinstance(end, Tunnel)]
+        if any(hop.asked is not None for hop in hops):
+            stays["watched by an addon"] += 1
+        elif not tunnels:
+            found.append(Unit(connector=connector, relays=[(relay, hops)]))
+        elif len(tunnels) == 1 and (unit := carriers.get(id(tunnels[0].connection))) is not None:
+            unit.relays.append((relay, hops))
+        else:
+            stays["of a kind that does not move"] += 1
+    return found, +stays
+
+
+def _relays(connections: Connections, stays: Counter[str]) -> Iterator[tuple[Relay, Hops]]:
+    """Iterate over the relays that run, each with its hops."""
+    for first in (*connections, *connections.hops):
+        relay, upstream = first.relay, first.upstream
+        if relay is not None and upstream is not None:
+            hops = (first, *upstream.hops)
+            if relay.ends is None or any(hop.reason for hop in hops):
+                stays["about to end"] += 1
+            else:
+                yield relay, hops
+        elif isinstance(first, LiveConnection):
+            stays["being opened"] += first.tunnels is None
+        elif isinstance(first, LiveRequest):
+            stays["being opened"] += 1
