@@ -1,4 +1,4 @@
-"""Compute the operations that lead from the found state to the wanted one. Equal states need none.
+"""Compute the operations that lead from the found state to the desired one. Equal states need none.
 
 A resource is removed by not wanting it. The order of the operations keeps every intermediate state safe for
 traffic:
@@ -58,9 +58,9 @@ from tproxy.resources import (
 
 
 def diff(found: State, wanted: State) -> tuple[Operation, ...]:
-    """Return the operations, in order, that make ``found`` equal to ``wanted``.
+    """Return the operations, in order, that turn the found state into the desired one.
 
-    A namespace missing from one of them counts as empty there.
+    A namespace missing from either state counts as empty there.
     """
     names = list(wanted.namespaces) + [name for name in found.namespaces if name not in wanted.namespaces]
     stale = sorted(found.pairs - wanted.pairs, key=repr)
@@ -188,7 +188,7 @@ def _nft_steps(found: Iterable[Table], wanted: Iterable[Table]) -> Iterator[NftS
 
 
 def table_steps(found: Table | None, wanted: Table | None) -> tuple[NftStep, ...]:
-    """Return the steps of one transaction that change a table to the wanted one. None is no table."""
+    """Return the steps of one transaction that change a table to the desired one. None is no table."""
     if wanted is None:
         return (DeleteTable(found.family, found.name),) if found is not None else ()
     return tuple(_nft_steps((found,) if found is not None else (), (wanted,)))
@@ -213,9 +213,9 @@ def _change(have: Table, want: Table) -> Iterator[NftStep]:
 
     All rules of a changed chain are rewritten. The transaction makes that invisible to packets.
     """
-    # References decide the order: rules are removed before the chains and sets that they name, and added after
-    # them. So are elements of verdict maps, which name chains. An unchanged set keeps its other elements, so that
-    # a new member costs one element, not the whole set. Identical objects on both sides are not compared.
+    # References decide the order: rules are removed before the chains and sets that they name, and added
+    # afterwards. So are elements of verdict maps, which name chains. An unchanged set keeps its other elements, so
+    # that a new member costs one element, not the whole set. Identical objects on both sides are not compared.
     where = (want.family, want.name)
     old = {chain.name: chain for chain in have.chains}
     new = {chain.name: chain for chain in want.chains}

@@ -1,7 +1,7 @@
 """The expressions of an nftables rule: programs on registers, exactly as the kernel runs and reports them.
 
-A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the wanted
-one is ``==``, without interpreting text. The kernel's definitions are in
+A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the
+desired one is ``==``, without interpreting text. The kernel's definitions are in
 ``include/uapi/linux/netfilter/nf_tables.h``. A load writes a register, later expressions test or store it, and a
 failed test ends the rule. The functions at the end build common sequences (``source_in(Family.IPV4,
 "mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
@@ -221,7 +221,7 @@ class SocketLookup:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A dumped expression that this module does not define. It never equals a wanted one."""
+    """A dumped expression that this module does not define. It never equals a desired expression."""
 
     name: str
     data: bytes
@@ -416,8 +416,8 @@ def verdict_by_address(family: Family, map_name: str, *, source: bool) -> Phrase
     return (*family_is(family), load, Lookup(map_name, dreg=VERDICT_REGISTER))
 
 
-# A concatenation fills consecutive 32-bit registers. The kernel reports registers that start a 128-bit register
-# under its number (nft_dump_register): 1 and 2, otherwise 8 plus the position, so that 9 is the second.
+# A concatenation fills consecutive 32-bit registers. The kernel reports a register at the start of a 128-bit
+# register by the latter's number (nft_dump_register): 1 and 2, otherwise 8 plus the position, so 9 is the second.
 
 
 def address_and_port_in(family: Family, set_name: str, *, source: bool, negate: bool = False) -> Phrase:
@@ -537,7 +537,7 @@ def drop() -> Phrase:
 
 
 def goto(chain: str) -> Phrase:
-    """Evaluate another chain instead of the rest of this one."""
+    """Evaluate another chain instead of this one's remaining rules."""
     return (Verdict(VerdictCode.GOTO, chain),)
 
 

@@ -1,4 +1,4 @@
-"""The wanted resources of a pod whose TCP and DNS pass through a proxy with sockets in the pod's own namespace.
+"""The desired resources of a pod whose TCP and DNS pass through a proxy with sockets in the pod's own namespace.
 
 The proxy listens inside the pod. nftables in the pod redirects the application's outgoing connections to 15001
 and incoming ones to 15006. Tunnels arrive at 15008 and are not redirected. Packets with the proxy's mark 0x539
@@ -20,9 +20,9 @@ The node has one table, for probes: connections of its kubelet to captured pods 
 rules accept. nftables cannot match the sending process, only its user. So all connections of that user to pods
 bypass the mesh.
 
-Rules and numbers are those of istio-cni's nftables variant, in one table for both IP versions, so that a change of
-rules is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three exceptions: the
-two ``accept`` for replies (nat chains see only the first packet of a tracked connection) and the zone of answers.
+Rules and numbers equal istio-cni's nftables variant, in one table for both IP versions, so that a change of rules
+is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three exceptions: the two
+``accept`` for replies (nat chains see only the first packet of a tracked connection) and the zone of answers.
 These are kept for equality with istio-cni.
 """
 
@@ -141,7 +141,7 @@ class Probed:
 
 
 def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = PROBE_SOURCES) -> State:
-    """Return the wanted resources of the node, in the namespace ``HOST``.
+    """Return the desired resources of the node, in the namespace ``HOST``.
 
     Args:
         pods: the captured pods of this node.
@@ -177,12 +177,12 @@ def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = P
 
 
 def _comment(uid: str) -> str:
-    # Uids that Kubernetes generates are much shorter, but those of static pods are free text.
+    # Uids that Kubernetes generates are much shorter, but a static pod's uid is free text.
     return f"uid {uid}".encode("ascii", "replace")[:_COMMENT_BYTES].decode()
 
 
 def pod(wanted: Capture) -> State:
-    """Return the wanted resources of one pod, in the namespace ``POD``."""
+    """Return the desired resources of one pod, in the namespace ``POD``."""
     rules = {
         IpRule(version=version, priority=RETURN_PRIORITY, mark=RETURN_MARK, mask=MASK, table=RETURN_TABLE)
         for version in wanted.versions

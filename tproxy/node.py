@@ -1,4 +1,4 @@
-"""The wanted resources of a node whose member pods' TCP passes through one ztunnel in a separate namespace.
+"""The desired resources of a node whose member pods' TCP passes through one ztunnel in a separate namespace.
 
 This is the layout of the early ambient releases, with a veth pair in place of each Geneve tunnel. Packets from
 members are routed to the proxy's namespace ("out"), packets to members too ("in"). Replies to connections that the
@@ -122,7 +122,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node and its members. An IP version is served if the node and its ztunnel both have an address of it."""
+    """A node and its members. An IP version is served if the node and its ztunnel both have such an address."""
 
     host_addresses: tuple[IpAddress, ...]
     ztunnel_addresses: tuple[IpAddress, ...]
@@ -143,7 +143,7 @@ class Node:
 
 
 def node(wanted: Node) -> State:
-    """Return the wanted resources of one node, in the namespaces ``HOST`` and ``ZTUNNEL``."""
+    """Return the desired resources of one node, in the namespaces ``HOST`` and ``ZTUNNEL``."""
     pairs = frozenset(
         VethPair(End(HOST, near), End(ZTUNNEL, far)) for near, far in ((_IN, _PEER_IN), (_OUT, _PEER_OUT))
     )

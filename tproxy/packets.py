@@ -46,7 +46,8 @@ class Packet:
     Attributes:
         state: of its connection, ``CT_*``.
         tcp_flags: of a TCP packet.
-        icmp_type, icmp_code: of an ICMP or ICMPv6 packet. A conntrack flow has those of its first packet.
+        icmp_type, icmp_code: of an ICMP or ICMPv6 packet. A conntrack flow has the addresses and ports of its
+        first packet.
     """
 
     source: IpAddress

@@ -1,4 +1,4 @@
-"""Kernel resources as values. A :class:`State` is wanted or found, and two states can be compared.
+"""Kernel resources as values. A :class:`State` is desired or found, and two states can be compared.
 
 A state covers several network namespaces, named by the caller ("host", "ztunnel"), and the veth pairs
 between them. All values are frozen and have an order only where the kernel has one. So two states are equal
@@ -182,7 +182,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address of one of our devices. IPv6 addresses skip duplicate address detection, because a pair has only
+    """An address on one of our devices. IPv6 addresses skip duplicate address detection, because a pair has only
     two ends.
     """
 
@@ -229,9 +229,9 @@ class SysctlKey:
 class Namespace:
     """Our resources in one network namespace.
 
-    ``remembered`` has the values of sysctls before ours. It is found, never wanted. It is stored in the kernel, in
-    an nftables table, so that any later process can restore the values, even after a crash. A file has a copy in
-    case another program flushes the ruleset.
+    ``remembered`` has the values of sysctls before ours. It is found, never desired. It is stored in the kernel,
+    in an nftables table, so that any later process can restore the values, even after a crash. A file has a copy
+    in case another program flushes the ruleset.
     """
 
     tables: tuple[Table, ...] = ()

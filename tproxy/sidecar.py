@@ -1,16 +1,15 @@
-"""The wanted rules of a pod with a proxy beside the application. The proxy needs no capability, because the rules
+"""The desired rules of a pod with a proxy beside the application. The proxy needs no capability, because the rules
 match its user.
 
 An application's connections are redirected to 15001, connections to the pod to 15006, unless excluded. The proxy
 runs as its own user, whose packets pass. To the application the proxy connects from 127.0.0.6 or
-::6 (``PASSTHROUGH``), which the rules let pass as well; without that source a connection of the proxy to the pod's
+::6 (``PASSTHROUGH``), which the rules accept as well; without that source a connection of the proxy to the pod's
 own address would count as the application's call of itself through a service, and come back to 15006.
 
-Rules, their order and their numbers are those of ``istio-iptables`` with REDIRECT, including flags and
-annotations, so that a pod written for Istio's sidecar keeps its exceptions. With several users or groups one rule
-lets the loopback traffic of all other users pass. Upstream has one such rule per user, and the first also matches
-traffic meant for the others. IPv6 is captured if the namespace has it, and not only if the pod's first address is
-IPv6.
+Rules, their order and their numbers equal ``istio-iptables`` with REDIRECT, including flags and annotations, so
+that a pod written for Istio's sidecar keeps its exceptions. With several users or groups one rule lets the
+loopback traffic of all other users pass. Upstream has one such rule per user, and the first also matches traffic
+meant for later rules. IPv6 is captured if the namespace has it, and not only if the pod's first address is IPv6.
 
 The steps are data with two readers: :func:`sidecar` makes an nftables table for both IP versions, and
 ``render/iptables.py`` makes the text that reviewers of iptables know.
@@ -82,7 +81,7 @@ class Sidecar:
         include_networks: destinations that are captured; ``None``: every one.
         exclude_networks: destination networks that are not captured.
         include_inbound: ports of the pod whose connections are captured; ``None``: all.
-        exclude_inbound: ports that are not captured if all others are.
+        exclude_inbound: ports that are not captured although ``include_inbound`` is ``None``.
         include_outbound: destination ports that are captured even outside ``include_networks``.
         exclude_outbound: ports that are never captured.
         virtual_interfaces: devices whose incoming connections, of a virtual machine, count as sent by the pod.
@@ -118,7 +117,7 @@ class Sidecar:
     drop_invalid: bool = False
 
 
-# The tests of a step, all of which must match.
+# The conditions of a step. All must match.
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +331,7 @@ def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
 
 
 # The proxy forwards queries that it got by a redirect. The application's flow and the proxy's can have equal
-# tuples, and conntrack would drop one of them, so each has its own zone.
+# tuples, and conntrack would drop one flow, so each has its own zone.
 
 
 def _asked_dns(wanted: Sidecar) -> Iterator[Step]:
@@ -357,7 +356,7 @@ def _answered_dns(wanted: Sidecar) -> Iterator[Step]:
 
 
 def sidecar(wanted: Sidecar) -> Table:
-    """Return the wanted table of the pod. Besides it, the pod only needs ``::6`` on ``lo``."""
+    """Return the desired table of the pod. Besides it, the pod only needs ``::6`` on ``lo``."""
     sets: dict[str, Set] = {}
     chains = []
     for chain in steps(wanted):

@@ -1,7 +1,7 @@
 """Takes over istio-cni's rules and routes in a pod's network namespace without breaking connections.
 
-istio-cni's routes and policy rules are those of :mod:`tproxy.inpod` under another protocol number. A route is
-replaced in one request. A policy rule cannot be replaced, so a rule of ours is added beside it first.
+istio-cni's routes and policy rules equal :mod:`tproxy.inpod`'s under another protocol number. A route is
+replaced in one request. A policy rule cannot be replaced, so our rule is added first.
 
 Its nftables tables, or its chains in the tables of ``iptables-nft``, are removed after our table was added. Open
 connections survive: conntrack keeps their translation and their mark, and translates as long as any nat chain is
@@ -44,13 +44,12 @@ _GET_INFO, _GET_ENTRIES, _NAME_BYTES, _INFO_BYTES = 64, 65, 32, 84
 
 
 def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
-    """Make routes and policy rules ours that differ from the wanted ones in their protocol number only.
+    """Take ownership of routes and policy rules that differ from the desired ones in their protocol number only.
     Idempotent.
 
     Args:
         netns: the pod's namespace.
-        wanted: the pod's resources.
-        protocol: our number.
+        wanted: the pod's desired state. protocol: our number.
 
     Returns:
         The number of routes and rules that were taken over.
@@ -149,7 +148,7 @@ def remove_chains(netns: Netns) -> set[str]:
         The names of the removed chains.
 
     Raises:
-        TproxyError: the kernel refused, and nothing was changed.
+        TproxyError: the kernel refused, and its state is unchanged.
     """
     with NetlinkSocket(NETLINK_NETFILTER, netns) as link:
         chains = _chains(link)

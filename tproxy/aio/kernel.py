@@ -1,10 +1,10 @@
-"""Read our resources from the kernel, apply the wanted state, and watch for changes by others.
+"""Read our resources from the kernel, apply the desired state, and watch for changes by others.
 
 :class:`Kernel` owns one thread. Netlink, sysctls and namespace changes happen only there, one after the
 other, so the event loop never waits for the kernel's RTNL or nftables lock. :class:`BlockingKernel` does the
 same work without a loop.
 
-Every apply ends with a read-back that is compared with the wanted state. A kernel that acknowledges a rule and
+Every apply ends with a read-back that is compared with the desired state. A kernel that acknowledges a rule and
 stores a different one is therefore an error of the apply, not a fault discovered later through traffic.
 """
 
@@ -146,7 +146,7 @@ class BlockingKernel:
     def read(self, wanted: State | None = None) -> State:
         """Return our resources as the kernel holds them.
 
-        Sysctls have no owner in the kernel, so only those named by ``wanted`` or by the memory table are read.
+        Sysctls have no owner in the kernel, so only names in the desired state or in the memory table are read.
 
         Raises:
             DumpInterrupted: others change the same tables faster than they can be read.
@@ -174,7 +174,7 @@ class BlockingKernel:
         ]
         pairs = set()
         used: set[tuple[NamespaceName, str]] = set()
-        # Later namespaces are the "left" ends, like in the wanted states.
+        # Later namespaces are the "left" ends, like in the desired states.
         for name, link in reversed(ours):
             if (name, link.name) in used:
                 continue
@@ -227,8 +227,8 @@ class BlockingKernel:
             message = nftables.nft_message(kind, family, nftables.DUMP, *filters, about="read nftables")
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
-        # Dumps of chains and sets return those of every table, including kube-proxy's thousands. So tables are
-        # dumped first, and without a table of ours no more is requested.
+        # Dumps of chains and sets cover every table, including kube-proxy's with thousands of chains. So tables
+        # are dumped first, and without a table of ours no more is requested.
         tables = get(nftables.NFT_GETTABLE)
         if not tables:
             return nftables_dump.NftDump((), (), (), (), {})
@@ -248,7 +248,7 @@ class BlockingKernel:
         return nftables_dump.NftDump(tables, get(nftables.NFT_GETCHAIN), rules, sets, elements)
 
     def apply(self, wanted: State) -> tuple[Operation, ...]:
-        """Change the kernel's state to ``wanted`` and return the operations that were needed. Idempotent.
+        """Change the kernel's state to the desired one and return the operations. Idempotent.
 
         Raises:
             TproxyError: the first operation that failed. Earlier ones stay applied, and the next call
@@ -259,7 +259,7 @@ class BlockingKernel:
         # proves that the kernel stored the sent values. Further rounds are needed if others change the same
         # resources meanwhile, and if one operation removes another's result: without its last IPv4 address a
         # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that remains after
-        # four rounds is a resource that the kernel stores in another form, and more rounds would not change that.
+        # four rounds is a resource stored by the kernel in another form, and more rounds would not change that.
         for _ in range(_MAX_ROUNDS):
             operations = diff(self.read(wanted), wanted)
             if not operations:
@@ -272,7 +272,7 @@ class BlockingKernel:
         raise KernelRefused(f"to keep {'; '.join(operation_text(operations[0]))}", errno.EAGAIN)
 
     def _wait_until_running(self, wanted: State) -> None:
-        """Wait until the wanted devices are operational, for at most ``_RUNNING_S``."""
+        """Wait until the desired devices are operational, for at most ``_RUNNING_S``."""
         # IFF_UP is administrative. A veth device passes packets once linkwatch has activated its queue; until then
         # its noop qdisc drops them. linkwatch handles a device at once only if its carrier is urgent
         # (linkwatch_urgent_event in net/core/link_watch.c), and all others once a second. Without this wait the
@@ -364,7 +364,7 @@ class BlockingKernel:
         try:
             place.route.request(message(place))
         except UnknownInterface:
-            # The device was removed, and its resources with it.
+            # The device was removed together with its resources.
             if not removes:
                 raise
         except KernelRefused as error:
@@ -473,23 +473,23 @@ class Kernel:
         return await self._in_thread(lambda: blocking.read(wanted))
 
     async def apply(self, wanted: State) -> tuple[Operation, ...]:
-        """See :meth:`BlockingKernel.apply`. Cancelling it does not stop an apply that the thread has begun."""
+        """Run :meth:`BlockingKernel.apply` in the thread. Cancelling it does not stop an apply that is already
+        running in the thread."""
         blocking = self._ready()
         return await self._in_thread(lambda: blocking.apply(wanted))
 
     async def keep(
         self, wanted: Callable[[], State], *, recheck_s: float = 5.0, changed: asyncio.Event | None = None
     ) -> AsyncGenerator[tuple[Operation, ...] | TproxyError, None]:
-        """Apply ``wanted()`` now, after every change that the kernel reports, and every ``recheck_s`` seconds.
+        """Apply the desired state now, after every change reported by the kernel, and every ``recheck_s`` seconds.
 
-        Yields the operations of each apply that changed the kernel's state, or the error that prevented it. The
+        Yields the operations of each apply that changed the kernel's state, or the error of an apply. The
         next change or recheck tries again. The kernel does not report changes of sysctls, so these wait for the
         recheck.
 
         Args:
-            wanted: called before each apply.
-            recheck_s: see above.
-            changed: set by the caller when the result of ``wanted`` has possibly changed. Cleared here.
+            wanted: returns the desired state, before each apply. recheck_s: seconds between checks. changed: set
+            by the caller when the desired state has possibly changed. Cleared here.
         """
         changed = changed or asyncio.Event()
         with contextlib.ExitStack() as stack:

@@ -72,7 +72,7 @@ class NetlinkSocket:
         self._await_acks([message])
 
     def batch(self, messages: Sequence[Message]) -> None:
-        """Send an nftables transaction in one piece. If a message is refused, all of it is undone.
+        """Send an nftables transaction in one piece. If the kernel refuses one message, it undoes the whole batch.
 
         Raises:
             NeedCapability: EPERM or EACCES.
@@ -121,9 +121,9 @@ class NetlinkSocket:
         missing = set(range(first, first + len(messages))) if only is None else {first + only}
         # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with the requested
         # acknowledgements. If a message is refused, it rolls back and sends errors for the refused messages and,
-        # for a fault of the batch as a whole, one with the sequence number of its begin. Which others are
-        # acknowledged then depends on the kernel. So after a failure the queue is drained, not counted: the
-        # answers were queued before sendmsg returned.
+        # for a fault of the batch as a whole, one with the sequence number of its begin. Whether it acknowledges
+        # further messages depends on the kernel. So after a failure the queue is drained, not counted: the answers
+        # were queued before sendmsg returned.
         failure: TproxyError | None = None
         while missing:
             for kind, _, sequence, body in self._receive():
@@ -157,7 +157,7 @@ class NetlinkSocket:
 
     def _pending(self) -> bool:
         """Return whether more answers are queued."""
-        # MSG_DONTWAIT has no effect here: a Python socket with a timeout polls first, whatever the flags.
+        # MSG_DONTWAIT has no effect here: a Python socket with a timeout polls first, regardless of the flags.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

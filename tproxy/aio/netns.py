@@ -177,7 +177,7 @@ class Netns:
             NeedCapability: no CAP_SYS_ADMIN.
         """
         # The thread's own namespace is opened once, and its descriptor kept. That saves an open and a close per
-        # socket, of which a busy node creates thousands a second. Inside another block the previous namespace is
+        # socket. A busy node creates thousands of sockets a second. Inside another block the previous namespace is
         # that block's, which only /proc names.
         inner = _thread.depth > 0
         if inner:

@@ -205,7 +205,7 @@ def join_bridge(index: int, bridge: int) -> Message:
 
 
 def delete_link(index: int) -> Message:
-    """Return the request to delete a device. The other end of a veth is deleted with it."""
+    """Return the request to delete a device. The kernel also deletes the other end of a veth."""
     return _link(RTM_DELLINK, 0, index=index)
 
 

@@ -35,9 +35,9 @@ _BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
 _SOL_IPV6 = socket.IPPROTO_IPV6
 _TYPE = int(socket.SOCK_STREAM)
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-#: Source ports for connections in a client's name. Connection tracking cannot distinguish such a connection from
-#: one that the client itself opens to the same destination from the same port, and delivers the second one's
-#: packets to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when
+#: Source ports for connections in a client's name. The client itself can open a connection to the same destination
+#: from the same port. Connection tracking cannot distinguish the two, and delivers the packets of the second
+#: connection to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when
 #: those are used up (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORTS_TRIED = 8
@@ -168,8 +168,8 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
         KernelRefused: any other refusal.
     """
     # Without a filter the kernel hashes connections over all sockets of the group, and closing one resets the
-    # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group that
-    # returns the index of the socket to use, in the order in which they joined (reuseport_select_sock in
+    # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group. It
+    # returns the index of the socket to use, in the order of joining (reuseport_select_sock in
     # net/core/sock_reuseport.c). This program always returns 1, the second socket. For an index outside the group
     # the kernel hashes as before, so the filter, which stays with the group, is harmless when one socket is left.
     instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 1))
@@ -184,7 +184,7 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
 
 
 def accept(listener: socket.socket, family: int) -> tuple[socket.SocketType, tuple[str, int]]:
-    """Accept a connection by TCP; the caller owns the socket, which is non-blocking only once it is told to be.
+    """Accept a connection by TCP; the caller owns the socket, and has to make it non-blocking.
 
     Args:
         listener: the listening socket.
@@ -192,7 +192,7 @@ def accept(listener: socket.socket, family: int) -> tuple[socket.SocketType, tup
 
     The socket is of the base class: every method of the subclass that :meth:`socket.socket.accept` makes is an
     indirection, and making it reads family, type and protocol from the kernel's numbers through enumerations. That
-    was an eighth of the calls of a connection.
+    was an eighth of a connection's calls.
 
     Raises:
         OSError: see accept(2).
@@ -315,8 +315,8 @@ def connect_at_once(
     source: str | None = None,
     own_source: bool = False,
 ) -> bool:
-    """Connect an unconnected socket by TCP, and return whether that is done; otherwise it goes on, see
-    :func:`finish_connect`. The caller closes the socket, also after an error.
+    """Connect an unconnected socket by TCP, and return whether that is done; otherwise :func:`finish_connect`
+    completes it. The caller closes the socket, also after an error.
 
     Args:
         sock: see :func:`prepared`.
@@ -325,8 +325,8 @@ def connect_at_once(
         own_source: see :func:`connect`.
 
     Raises:
-        ConnectFailed, KernelRefused, NeedCapability: see :func:`connect`. A port that is taken at the source is an
-            error, too: the next socket gets another one.
+        ConnectFailed, KernelRefused, NeedCapability: see :func:`connect`. A port in use at the source is an error,
+            too: the next socket gets another port.
     """
     if source is not None:
         port = 0 if own_source else choice(_FOREIGN_PORTS)
@@ -335,7 +335,7 @@ def connect_at_once(
 
 
 async def finish_connect(sock: socket.SocketType, destination: tuple[str, int], timeout_s: float) -> None:
-    """Wait for what :func:`connect_at_once` has begun.
+    """Wait for the connect started by :func:`connect_at_once`.
 
     Raises:
         ConnectTimedOut, ConnectFailed: see :func:`connect`.
@@ -351,7 +351,8 @@ def prepared(
     netns: Netns | None = None,
     socket_options: Iterable[SocketOption] = (),
 ) -> list[socket.SocketType]:
-    """Return sockets for :func:`connect_at_once`, with TCP_NODELAY; one pair of setns(2) makes all of them.
+    """Return sockets for :func:`connect_at_once`, with TCP_NODELAY; all are made within a single pair of setns(2)
+    calls.
 
     Args:
         count: how many.
@@ -508,7 +509,7 @@ def original_destination(sock: socket.SocketType) -> OriginalDestination:
         OSError: the socket is closed.
     """
     # conntrack answers for every tracked connection, translated or not, so an answer that equals the socket's own
-    # name proves nothing. TPROXY does not translate, so there the socket's own name is the destination, with and
+    # name is no proof. TPROXY does not translate, so there the socket's own name is the destination, with and
     # without conntrack.
     own = local_address(sock)
     tracked = conntrack_destination(sock, own.ip.version)

@@ -1,9 +1,9 @@
 """Values that sysctls had before ours, in a file: the second memory beside the nftables table.
 
-``nft flush ruleset`` by another program deletes the table, and with it the values that a later removal must
-restore. The file is named by the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``,
-Linux 5.14; an older kernel gets no file), and is in a folder that a reboot clears. The file is optional: if its
-folder is not writable, only the table remembers.
+``nft flush ruleset`` by another program deletes the table, including the values that a later removal must restore.
+The file is named by the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``, Linux
+5.14; older kernels get no file), and is in a folder that a reboot clears. The file is optional: if its folder is
+not writable, only the table remembers.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Keeps one nftables table in its wanted state with minimal changes, and detects changes by others.
+"""Keeps one nftables table in its desired state with minimal changes, and detects changes by others.
 
 :class:`~tproxy.aio.kernel.BlockingKernel` reads all resources before and after each change, which is right for a
 few dozen rules. A table of policies has thousands of sets: this class remembers the table's content, sends the
@@ -64,7 +64,7 @@ class BlockingTable:
 
     @property
     def port(self) -> int:
-        """The number by which notifications identify the author of a change."""
+        """The number that identifies the author of a change in notifications."""
         return self._nft.port
 
     def close(self) -> None:
@@ -113,11 +113,11 @@ class BlockingTable:
         return self._nft.dump(message)
 
     def apply(self, wanted: Table | None) -> tuple[NftStep, ...]:
-        """Make the table equal to ``wanted``, with None for no table, and return the steps. Idempotent.
+        """Make the table equal to the desired one, with None for no table, and return the steps. Idempotent.
 
         Raises:
-            TproxyError: nothing was changed. Or, if the kernel stored other values than those sent (KernelRefused
-                with EAGAIN), the next call starts by reading the whole table.
+            TproxyError: the table is unchanged. Or, if the kernel stored other values than those sent
+                (KernelRefused with EAGAIN), the next call starts by reading the whole table.
         """
         if not self._known:
             self._found = self.read()
@@ -189,7 +189,7 @@ def _touched(steps: tuple[NftStep, ...]) -> tuple[set[str], set[str]]:
 
 
 def _table_of(body: bytes) -> str:
-    """Return the table of a message: attribute 1 of all messages except those of generations."""
+    """Return the table of a message: attribute 1 of all messages except generation messages."""
     return read_text(attribute_map(body[4:]).get(nf.NFTA_TABLE_NAME, b""))
 
 
@@ -199,8 +199,8 @@ class KeptTable:
     Use it as ``async with KeptTable(...) as table``.
 
     Attributes:
-        disturbed: set when another program has changed the table. :meth:`apply` then reads all of it. The user
-            clears it.
+        disturbed: set when another program has changed the table. :meth:`apply` then reads the whole table. The
+            user clears it.
     """
 
     def __init__(self, name: str, netns: Netns | None = None) -> None:
@@ -250,7 +250,7 @@ class KeptTable:
         return await self.in_thread(self._ready().read)
 
     async def apply(self, wanted: Table | None) -> tuple[NftStep, ...]:
-        """See :meth:`BlockingTable.apply`. Cancelling it does not stop a transaction that has begun."""
+        """Run :meth:`BlockingTable.apply` in the thread. Cancelling it does not stop a running transaction."""
         blocking = self._ready()
         if self._stale:
             self._stale = False

@@ -48,7 +48,8 @@ def nft_message(kind: int, family: Family | int, flags: int, *attributes: bytes,
 
 
 def nft_batch(steps: Iterable[NftStep]) -> Sequence[Message]:
-    """Return the messages of one transaction, including begin and end. The kernel applies all of it or none."""
+    """Return the messages of one transaction, including begin and end. The kernel applies the whole batch or
+    nothing."""
     header = struct.pack("!BBH", 0, 0, NFT_SUBSYSTEM)
     set_ids = count(1)
     messages = [Message(BATCH_BEGIN, REQUEST, header)]
@@ -159,7 +160,7 @@ def _chunks(elements: Sequence[Element]) -> Iterator[Sequence[Element]]:
 
 
 def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
-    """Yield an element in the kernel's form. An interval is two elements, of which the second marks its end."""
+    """Yield an element in the kernel's form. An interval is two elements; the second marks its end."""
     parts = [nest(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, item.key))]
     if item.verdict is not None:
         parts.append(nest(nf.NFTA_SET_ELEM_DATA, verdict_data(item.verdict)))
@@ -205,7 +206,7 @@ def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, 
 
 
 def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: bool) -> tuple[NftStep, ...]:
-    """Return the steps that delete saved values, or with ``everything`` the whole memory table."""
+    """Return the steps that delete saved values, or the whole memory table."""
     if everything:
         return (DeleteTable(Family.INET, table),)
     return tuple(

@@ -57,10 +57,10 @@ def _name(parts: Mapping[int, bytes], kind: int) -> str:
 
 
 def set_key(body: bytes) -> tuple[int, str, str]:
-    """Return family, table and name of a dumped set, by which its elements are requested.
+    """Return family, table and name of a dumped set, the key for requesting its elements.
 
     Raises:
-        MalformedDump: one of them is missing.
+        MalformedDump: an attribute is missing.
     """
     family, parts = nft_parts(body)
     return family, _name(parts, nf.NFTA_SET_TABLE), _name(parts, nf.NFTA_SET_NAME)

@@ -1,7 +1,7 @@
 """Print resources for operators: tables as nft prints them, rules and routes as ip does.
 
 Register programs are translated back into nft's language by tracking the content of each register. The result is
-valid input for ``nft -f``. A program that cannot be expressed in that language is printed like nft's own debug
+valid input for ``nft -f``. Where the language has no words for a program, it is printed like nft's own debug
 output, in brackets.
 """
 
