@@ -1,4 +1,4 @@
-"""What control planes say, and the mesh they describe. Knows nothing of sockets that carry traffic."""
+"""What control planes say, and the mesh they describe. Has no part in sockets that carry traffic."""
 
 import pkgutil
 

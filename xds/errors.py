@@ -7,7 +7,7 @@
 
 
 class XdsError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Root of all exceptions that this package raises on purpose."""
 
 
 class ConfigError(XdsError):
@@ -15,8 +15,7 @@ class ConfigError(XdsError):
 
     Attributes:
         path: where, as field names and indices from the resource's root (``filter_chains[0].filters[1]``);
-            empty for the resource itself.
-        reason: what is wrong, without the path.
+            the resource itself has an empty path. reason: the fault, without the path.
     """
 
     def __init__(self, reason: str, path: str = "") -> None:
@@ -34,4 +33,5 @@ class ConfigError(XdsError):
 
 
 class Unsupported(ConfigError):
-    """A field or extension that Envoy has and this proxy does not; obeying half of it would be a lie."""
+    """A field or extension of Envoy that this proxy does not implement. To obey it in part would mislead its
+    author."""

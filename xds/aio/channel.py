@@ -3,8 +3,8 @@
 :class:`Channel` owns one connection at a time and those it replaced, until their calls have ended. The protocol's
 decisions are in :mod:`xds.grpc.connection`; here are sockets, time and waiting tasks.
 
-No HTTP proxy is used, whatever ``http_proxy``, ``grpc_proxy`` or ``no_proxy`` contain: a node proxy must not reach
-its control plane through a proxy that it might be serving itself. ``GRPC_*`` variables have no effect either.
+No HTTP proxy is used, and ``http_proxy``, ``grpc_proxy`` and ``no_proxy`` are ignored: a node proxy must not reach
+its control plane through a proxy served by itself. ``GRPC_*`` variables have no effect either.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ _CLOSE_S: Final = 1.0
 #: connection at the third (proposal A8). The extra tenth allows for varying delays on the network.
 _DEFAULT_PING_S: Final = 330.0
 #: TCP's own probes detect a lost host, and servers do not count them. The values are seconds until the first
-#: probe, seconds between probes, and their number. Probes pause while sent bytes are unacknowledged, for which the
-#: last value is the limit in milliseconds.
+#: probe, seconds between probes, and their number. Probes pause while sent bytes are unacknowledged; the last
+#: value limits that time, in milliseconds.
 _TCP_PROBES: Final = (
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
@@ -63,7 +63,7 @@ _TCP_PROBES: Final = (
 class Keepalive:
     """PINGs to one server, over all its connections.
 
-    While a call is open, a server that was quiet for ``interval_s`` is sent a PING, and must send anything within
+    During a call a server that was quiet for ``interval_s`` gets a PING, and must send at least one byte within
     ``timeout_s``. After a complaint (``too_many_pings``) the interval is doubled, as in gRPC's proposal A8. A
     client that reconnects to a server keeps this object for the new connection.
     """
@@ -113,7 +113,7 @@ class Call:
         return message
 
     async def write(self, message: bytes, *, ended: bool = False) -> None:
-        """Send a message. Return when the connection has accepted all of it.
+        """Send a message. Return when the connection has accepted the whole message.
 
         Args:
             message: any length up to 4 GiB.
@@ -132,12 +132,12 @@ class Call:
             self.end()
 
     def end(self) -> None:
-        """Send the end of our messages. Does nothing if the call is over."""
+        """Send the end of our messages. Without effect after the call's end."""
         if not self.over:
             self._connection.end(self._id)
 
     def cancel(self) -> None:
-        """Cancel the call with CANCEL. Idempotent; does nothing if the call is over."""
+        """Cancel the call with CANCEL. Idempotent, and without effect after the call's end."""
         if not self.over:
             self._connection.cancel(self._id)
             self.ended(RpcFailed(Status.CANCELLED, "given up by us"))

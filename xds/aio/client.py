@@ -14,7 +14,7 @@ is tried again after a back-off. So is a bug of our own, which is logged with it
 serves with its current configuration.
 
 While the control plane is unreachable, the last configuration stays current. One log line reports the loss and
-what to check, another one the recovery.
+what to check, and a second line the recovery.
 """
 
 import asyncio
@@ -198,8 +198,7 @@ class _Stream:
                 await feed.deliver_forever()
             except Exception:
                 # A bug of ours. The current response was neither accepted nor refused, and the server can be
-                # waiting for that before it sends more. A new stream, after its back-off, starts with the current
-                # state.
+                # waiting for the answer. A new stream, after its back-off, starts with the current state.
                 logger.exception("delivery of configuration failed target=%s", self._name)
                 if self._call is not None:
                     self._call.cancel()
@@ -211,7 +210,7 @@ class _Stream:
                 await self._stream_until_it_ends()
             except Exception:
                 # A bug of ours in the handling of a stream's end. A failure of this task would end its group and
-                # with it the process, which must continue with its current configuration.
+                # so the process, which must continue with its current configuration.
                 logger.exception("the end of a stream was not handled target=%s", self._name)
             self._wake.set()
             await asyncio.sleep(self._backoff.next(random.random()))
@@ -472,14 +471,15 @@ class AdsClient:
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
-        """Request names of an on-demand type. The wildcard's receiver gets those that exist."""
+        """Request names of an on-demand type. The wildcard's receiver gets the existing ones."""
         self._stream.ask(type_url, names)
 
 
 class PerTypeClient:
     """One stream of the type's own service per subscription, such as SDS from an agent's Unix socket.
 
-    Arguments and rules are those of :class:`AdsClient`, but ``subscribe`` must be called inside ``async with``.
+    Arguments and rules are the same as in :class:`AdsClient`, but ``subscribe`` must be called inside ``async
+    with``.
     """
 
     def __init__(
@@ -520,7 +520,7 @@ class PerTypeClient:
         initial_fetch_timeout_s: float = 15.0,
         on_initial_timeout: Callable[[], None] | None = None,
     ) -> GrpcSubscription:
-        """See :meth:`xds.protocol.resource.ResourceSource.subscribe`.
+        """Subscribe, as :class:`~xds.protocol.resource.ResourceSource` defines.
 
         Raises:
             ConfigError: the type has no service of its own.

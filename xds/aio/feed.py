@@ -1,10 +1,10 @@
-"""One type on one stream: its subscriptions, the updates that wait for them, and the task that delivers these.
+"""One type on one stream: its subscriptions, their waiting updates, and the task that delivers updates.
 
 Receivers are called one after the other, so calls of one subscription never overlap. The stream sends its ACK or
-NACK after all of them have returned. If resources of the response are still warming then, the ACK waits for them,
-so that a server that sends clusters before their listeners can rely on the order. The wait ends when the next
-response of the type arrives, which is applied at once, and after :data:`_HELD_S`, because many servers send
-nothing more before an ACK.
+NACK after the last receiver has returned. While resources of the response are still warming, the ACK waits. So a
+server can send clusters before their listeners and rely on the order. The wait ends when the next response of the
+type arrives, which is applied at once, and after :data:`_HELD_S`, because many servers send no further response
+before an ACK.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from xds.protocol.resource import Receive, Settling, SubscriptionStats, Update, 
 logger = logging.getLogger(__name__)
 
 
-#: Receivers called in one loop iteration: a mesh sends tens of thousands of updates in one response.
+#: Receivers called in one loop iteration: a response can have tens of thousands of updates.
 _AT_ONCE = 20
 
 #: Resources of an update released in one turn: all 200,000 of a mesh at once would take a tenth of a second.
@@ -35,7 +35,7 @@ _HELD_S = 1.0
 
 
 class GrpcSubscription:
-    """See :class:`xds.protocol.resource.Subscription`."""
+    """A :class:`xds.protocol.resource.Subscription` of this stream."""
 
     __slots__ = ("_feed", "initial_fetch", "on_close", "receive", "stats")
 
@@ -116,7 +116,7 @@ class Feed:
         return self._interest.subscribers()
 
     def tell(self) -> None:
-        """Pass the wanted names to the protocol. The stream calls it before it fetches the next request."""
+        """Pass the requested names to the protocol. The stream calls it before fetching the next request."""
         change = self._interest.tell()
         type_url = self._interest.type_url
         if change.everything or (self._again and self._interest.wants_all):

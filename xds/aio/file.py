@@ -29,7 +29,7 @@ OnUnknownFields = Callable[[int], None]
 
 
 class FileSubscription:
-    """See :class:`xds.protocol.resource.Subscription`."""
+    """A :class:`xds.protocol.resource.Subscription` of a file."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class FileAt:
         initial_fetch_timeout_s: float = 15.0,
         on_initial_timeout: Callable[[], None] | None = None,
     ) -> FileSubscription:
-        """See :meth:`xds.protocol.resource.ResourceSource.subscribe`; inside ``async with`` of the source.
+        """Subscribe, inside ``async with`` of the source.
 
         Raises:
             ConfigError: the directory cannot be watched.

@@ -115,7 +115,7 @@ class GrpcServer:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(self._stop_grace_s)
-            # gRPC cancels streams and does not wait for them. If the loop ends meanwhile, it cancels them a second
+            # gRPC cancels streams without waiting. If the loop ends meanwhile, it cancels them a second
             # time, and gRPC reports each as an error with a traceback.
             if self._handler.running:
                 await asyncio.wait(self._handler.running, timeout=_ENDED_S)
@@ -170,7 +170,7 @@ class _Methods(grpc.GenericRpcHandler):
         self.running: set[asyncio.Task[Any]] = set()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """See :class:`grpc.GenericRpcHandler`: the handler of a method, None for UNIMPLEMENTED."""
+        """Return the handler of a method, None for UNIMPLEMENTED."""
         path = handler_call_details.method
         answer = self._unary.get(path)
         if answer is not None:
@@ -216,8 +216,8 @@ def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
     """Return a server of gRPC's library that can be stopped and dropped safely.
 
     At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. The object that then
-    occupies the same memory is finalized as a server: one interpreter crashed, another one found a future there.
-    One additional reference that is never released prevents that. A process has only a few such servers.
+    occupies the same memory is finalized as a server: one interpreter crashed, and in another a future was at the
+    address. One additional reference, never released, prevents that. A process has only a few such servers.
     """
     server = grpc.aio.server(options=tuple(options))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(server)["_server"]))

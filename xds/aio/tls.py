@@ -14,17 +14,13 @@ READ_BYTES: Final = 64 * 1024
 class Transport(Protocol):
     """The part of :class:`asyncio.Transport` that a connection uses, with TLS or without."""
 
-    def write(self, data: bytes | memoryview) -> None:
-        """See :class:`asyncio.WriteTransport`."""
+    def write(self, data: bytes | memoryview) -> None: ...
 
-    def close(self) -> None:
-        """See :class:`asyncio.BaseTransport`."""
+    def close(self) -> None: ...
 
-    def abort(self) -> None:
-        """See :class:`asyncio.WriteTransport`."""
+    def abort(self) -> None: ...
 
-    def get_write_buffer_size(self) -> int:
-        """See :class:`asyncio.WriteTransport`."""
+    def get_write_buffer_size(self) -> int: ...
 
 
 class Inner(Protocol):
@@ -36,20 +32,17 @@ class Inner(Protocol):
     def received(self, data: memoryview) -> None:
         """Plaintext, at most :data:`READ_BYTES`; the view is valid during the call only."""
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
+    def connection_lost(self, exc: Exception | None) -> None: ...
 
-    def pause_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
+    def pause_writing(self) -> None: ...
 
-    def resume_writing(self) -> None:
-        """See :class:`asyncio.BaseProtocol`."""
+    def resume_writing(self) -> None: ...
 
 
 class Plain(asyncio.BufferedProtocol):
     """A connection in plain text, read in slices.
 
-    A slice is the work of one loop iteration. A transport alone does not bound it: libuv, and with it uvloop,
+    A slice is the work of one loop iteration. A transport alone has no such bound: libuv, and therefore uvloop,
     reads up to 32 times in a row while bytes keep arriving. After a full slice, reading pauses until the next
     iteration.
     """
@@ -93,7 +86,7 @@ class Plain(asyncio.BufferedProtocol):
 class Secured(Plain):
     """A connection over TLS. ``inner`` is notified when the handshake is done, and gets plaintext only.
 
-    The dial that created it limits the duration of the handshake, and aborts the transport after that.
+    The dial limits the duration of the handshake, and aborts the transport at the limit.
 
     Attributes:
         established: done when the handshake is; its exception is ``TlsError``, or ``OSError`` of the network.

@@ -5,9 +5,9 @@ name, and sends :meth:`ClientConnection.data_to_send` after every other method.
 
 States of a connection::
 
-    OPENING  the server's SETTINGS have not come: no calls yet
-    OPEN     calls may be opened, as many as :attr:`ClientConnection.calls_possible` says
-    DRAINING the server sent GOAWAY: calls up to its last stream go on, new ones need another connection
+    OPENING  the server's SETTINGS have not arrived: no calls yet
+    OPEN     up to :attr:`ClientConnection.calls_possible` more calls can be opened
+    DRAINING the server sent GOAWAY: calls up to its last stream continue, new calls need a new connection
     CLOSED   the connection is of no more use; :attr:`ClientConnection.reason` says why
 
 The server is trusted: there is no budget of frames that a busy control plane could exceed. Memory is bounded
@@ -182,7 +182,7 @@ class ClientConnection:
         return call_id
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Queue as much of ``data`` as flow control allows, and return the number of bytes. 0 for a call that has
+        """Queue ``data`` up to the limit of flow control, and return the number of bytes. 0 for a call that has
         ended.
 
         After less than all, try again at :class:`WritePossible`; after a limit of one step, at once.
@@ -198,7 +198,7 @@ class ClientConnection:
         return sent
 
     def end(self, call_id: int) -> None:
-        """Queue the end of our messages. Does nothing for a call that has ended."""
+        """Queue the end of our messages. Without effect on a call that has ended."""
         if call_id in self._calls:
             self._h2.end_stream(call_id)
 
@@ -327,7 +327,7 @@ class ClientConnection:
         failure = failure_of_fields(call.trailers)
         if not call.reader.between:
             failure = failure or RpcFailed(Status.INTERNAL, "the stream ended inside a message")
-        # Our side can still be open, and the server will not read from it any more. NO_ERROR ends it without
+        # Our side can still be open, but the server no longer reads. NO_ERROR ends it without
         # blame.
         self._fail(call_id, failure, ErrorCodes.NO_ERROR, events)
 

@@ -26,7 +26,7 @@ def request_fields(
     """Return the head of a request, in the protocol's order.
 
     Raises:
-        ValueError: metadata that HTTP/2 cannot carry, or that belongs to the transport. The text names fields
+        ValueError: metadata outside HTTP/2's syntax, or reserved for the transport. The text names fields
         only, because values can be secrets.
     """
     fields: list[Header] = [

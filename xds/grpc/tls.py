@@ -17,8 +17,8 @@ def client_tls(
     """Return the context of a client that believes one server.
 
     Args:
-        root_pem: one or more certificates. The server's chain must end in one of them.
-        names: the server's host names or IP addresses. Its certificate must be valid for one of them. The first is
+        root_pem: one or more certificates. The server's chain must end in a root of these. names: the server's
+        host names or IP addresses. Its certificate must be valid for at least one. The first is
             sent as SNI if it is a host name.
         tls_1_2: whether TLS 1.2 is accepted.
         groups: key exchange groups in order of preference. None leaves the choice to OpenSSL.

@@ -72,7 +72,7 @@ class AccessLog:
 
     Attributes:
         path: a file; ``/dev/stdout`` and ``/dev/stderr`` are the process's own.
-        omit_empty: leave out empty JSON fields, and print nothing instead of ``-`` in text.
+        omit_empty: leave out empty JSON fields, and print an empty text instead of ``-``.
         filter: selects the lines to write. None writes all.
     """
 

@@ -1,4 +1,4 @@
-"""Calico's policy as PolicySync sends it: endpoints, tiers, policies, rules, IP sets, and updates of them.
+"""Calico's policy as PolicySync sends it: endpoints, tiers, policies, rules, IP sets, and their updates.
 
 These are PolicySync's messages (package ``felix``) as values. A rule has every clause of Calico's API in compiled
 form: pod selectors became IP sets, and rules carry the sets' ids. A rule matches if all its clauses match. An
@@ -81,7 +81,7 @@ class EndpointId:
 class PathMatch:
     """A path of an HTTP clause. With ``prefix`` it also matches every path below it.
 
-    See :mod:`ztunnel.policy.calico.http_path`.
+    A path of an HTTP rule, read by :mod:`ztunnel.policy.calico.http_path`.
     """
 
     path: str
@@ -109,16 +109,16 @@ class PeerMatch:
     """The clauses of a rule about one of the two ends, its source or its destination.
 
     Attributes:
-        nets: networks; the address must be in one of them. None marks a text that is not a network.
+        nets: networks; the address must be in at least one. None marks a text that is not a network.
         ports: inclusive ranges. The port must be in one of these ranges or in a set of ``named_ports``.
         named_ports: ids of sets whose members are address, protocol and port.
         ip_sets: ids of sets that all contain the address.
-        not_ip_sets: ids of sets, none of which contains the address.
+        not_ip_sets: ids of sets without the address.
         ip_port_sets: ids of sets that all contain address, protocol and port; of destinations only.
         selector: the pod selector, which ``ip_sets`` realises; its presence confines the peer to a namespace.
         not_selector: like it, realised by ``not_ip_sets``.
         namespace_selector: selects the labels of the peer's namespace.
-        account_names: names of service accounts, one of which must match.
+        account_names: names of service accounts; at least one must match.
         account_selector: selects the labels of the peer and its service account.
     """
 
@@ -143,8 +143,8 @@ class Rule:
     """One rule.
 
     Attributes:
-        protocol: number or name. None matches any; an unknown name matches nothing.
-        not_protocol: number or name of an excluded protocol. An unknown name excludes nothing.
+        protocol: number or name. None matches any, and an unknown name matches no packet.
+        not_protocol: number or name of an excluded protocol. An unknown name excludes no packet.
         ip_version: 4, 6, or 0 for both.
         icmp: ICMP packets of this type. Without a protocol, it applies to both IP versions.
         not_icmp: packets of the rule's protocol, except this type of ICMP.
@@ -194,7 +194,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A workload's endpoint: its addresses, and the tiers and then the profiles that are evaluated for it."""
+    """A workload's endpoint: its addresses, and the tiers and then the profiles to evaluate."""
 
     name: str = ""
     addresses: tuple[IpNetwork, ...] = ()

@@ -25,7 +25,7 @@ class SourceType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainMatch:
-    """The match criteria of one chain. An empty criterion matches anything, with the lowest specificity."""
+    """The match criteria of one chain. An empty criterion always matches, with the lowest specificity."""
 
     destination_port: int | None = None
     destination: tuple[IpNetwork, ...] = ()

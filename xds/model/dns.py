@@ -10,7 +10,7 @@ class DnsResolver:
     """``CaresDnsResolverConfig``, or what the host does with names; the defaults are the host's.
 
     Attributes:
-        servers: name servers. Empty means those of ``/etc/resolv.conf``.
+        servers: name servers. Empty means the servers in ``/etc/resolv.conf``.
         servers_are_fallback: ``servers`` are for hosts without a name server in ``/etc/resolv.conf``.
         tcp: queries go by TCP.
         search: names are completed by the search list of ``/etc/resolv.conf``.

@@ -169,7 +169,7 @@ class ConnectionLimit:
     """``envoy.filters.network.connection_limit``: connections of a chain at once.
 
     Attributes:
-        delay_s: how long a connection above the limit is held before it is closed.
+        delay_s: the time from accepting a connection above the limit to closing it.
     """
 
     stat_prefix: str
@@ -279,7 +279,7 @@ class DiscoveredChainFilter(Discovered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterChain:
-    """A transport socket, filters that authorise or annotate, and the filter that receives the bytes.
+    """A transport socket, filters to authorise or annotate, and the filter that receives the bytes.
 
     Attributes:
         discovered: filters from ECDS, which come behind inline ones of their kind.

@@ -1,7 +1,7 @@
 """The unified matcher (``xds.type.matcher.v3.Matcher``), compiled.
 
-A tree of nodes whose leaves name filter chains. Evaluation follows current Envoy: if a nested matcher finds
-nothing, the ``on_no_match`` of the enclosing level is tried (Envoy of 2022 ended the search there). The tree that
+A tree of nodes whose leaves name filter chains. Evaluation follows current Envoy: if a nested matcher has no
+match, the ``on_no_match`` of the enclosing level is tried (Envoy of 2022 ended the search there). The tree that
 ambient control planes send (port, source, destination, port) has exact maps only, so a decision takes four
 dictionary look-ups for any number of pods and services.
 """

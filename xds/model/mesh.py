@@ -8,9 +8,9 @@ How it is laid out, since memory is most of what a big mesh costs:
 * A workload is the value its dialect made; indexes hold that value itself, not its name. A key that one value
   has, which is nearly every address, holds it bare (:class:`_Shared`).
 * A service and its endpoints share one :class:`_Entry`, which exists as soon as either came. Endpoints of a
-  service that has not come, or went, are what dumps call staged.
-* Unhealthy endpoints are stored beside the healthy ones, so that a service that starts to accept them has them at
-  once (the Rust ztunnel drops them until their workloads are sent again).
+  service that is not (or no longer) known are called staged in dumps.
+* Unhealthy endpoints are stored beside the healthy ones, so that a service can start to accept unhealthy endpoints
+  at once (the Rust ztunnel drops them until their workloads are sent again).
 """
 
 import ipaddress
@@ -85,9 +85,8 @@ class WorkloadPolicies:
 
     Attributes:
         enforced: deny policies, then allow policies, in Istio's order. A missing policy denies every connection,
-            in its own name.
-        dry_run_deny, dry_run_allow: policies that are only reported.
-        missing: policies that the workload names but that have not arrived. Until they arrive, no connection is
+        in its own name. dry_run_deny, dry_run_allow: policies that are only reported. missing: policies named by
+        the workload but not yet received. Until they arrive, no connection is
             allowed.
     """
 
@@ -246,7 +245,7 @@ _Pair = tuple[str, tuple[PolicyKey, ...]]
 
 
 class _Authorization:
-    """The policies by scope, with the values compiled from them."""
+    """The policies by scope, and their compiled values."""
 
     def __init__(self) -> None:
         self.policies: dict[PolicyKey, AuthorizationPolicy] = {}

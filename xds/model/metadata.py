@@ -36,5 +36,5 @@ def value_key(value: object) -> Hashable:
 
 
 def has_values(metadata: Struct, wanted: Struct) -> bool:
-    """Return whether ``metadata`` has each name in ``wanted`` with an equal value."""
+    """Return whether ``metadata`` has every required name with an equal value."""
     return all(name in metadata and value_key(metadata[name]) == value_key(wanted[name]) for name in wanted)

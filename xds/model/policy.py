@@ -1,4 +1,4 @@
-"""Authorization policies of all sources in one form: lists of tiers of policies, with one condition language.
+"""Authorization policies of all sources in one form: lists of tiers, whose policies share one condition language.
 
 Envoy's RBAC filters, Istio's policies, Kubernetes NetworkPolicy and Calico's tiers each compile to one
 :class:`PolicyList`; all lists of a connection must allow it. The judge is ``ztunnel.policy.engine``.

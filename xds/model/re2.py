@@ -3,7 +3,7 @@
 The two share most of their syntax and differ silently in the rest: ``[[:alpha:]]`` is a set of six characters and
 a bracket to Python, ``\\w`` and ``\\d`` match letters and digits of any script, and RE2 rejects ``(?>...)`` and
 ``a++``. A policy that is read in another sense than its author's can admit an attacker, so each construct is
-parsed here and unknown ones are refused. Only full matches are needed, for which greediness has no effect.
+parsed here and unknown ones are refused. Only full matches are needed, and greediness has no effect on these.
 """
 
 import re
@@ -177,7 +177,7 @@ class _Parser:
         return "".join(f"(?{ignored}:{re.escape(char)})" for char in literal)
 
     def _escape(self) -> str:
-        r"""Read what follows a backslash outside a set; empty for ``\Q``."""
+        r"""Read an escape outside a set; ``\Q`` returns an empty text."""
         char = self._pattern[self._at : self._at + 1]
         if char == "Q":
             self._at += 1

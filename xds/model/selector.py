@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, assert_never
 
 from xds.errors import XdsError
 
-#: The nesting limit of parentheses. People nest at most three; a hostile text must not reach Python's recursion
+#: The nesting limit of parentheses. People nest at most three. Hostile texts must not reach Python's recursion
 #: limit.
 MAX_DEPTH: Final = 64
 
@@ -60,7 +60,7 @@ class Has:
 class Compare:
     """A comparison of a label with a string; ``operator`` as the canonical text spells it.
 
-    A missing label differs from every string (``!=``). Every other comparison with it is false.
+    A missing label differs from every string (``!=``). Every other comparison with a missing label is false.
     """
 
     label: str

@@ -39,7 +39,7 @@ ConfigSource = AdsSource | FileSource | GrpcSource
 
 @dataclass(frozen=True, slots=True)
 class SecretRef:
-    """A secret's name, its source, and the longest wait for it in seconds. 0 means no limit."""
+    """A secret's name, its source, and the longest time to wait in seconds. 0 means no limit."""
 
     name: str
     source: ConfigSource

@@ -1,10 +1,10 @@
 """What both client halves of the protocol share: their events, their contract, names, lifetimes, back-off.
 
-A client half is a value with methods. Its owner reports the wanted names (:meth:`ClientState.want`), the opening
-and closing of streams, and the received messages. The client half answers with events, and after every call holds
-the requests to write. A :class:`Received` stays open until its owner answers it with ``accept`` or ``reject``.
-Other types continue in the meantime. No request of its own type is sent while it is open, like in Envoy, so a
-change of names is sent together with the answer.
+A client half is a value with methods. Its owner reports the requested names (:meth:`ClientState.want`), the
+opening and closing of streams, and the received messages. The client half answers with events, and after every
+call holds the requests to write. A :class:`Received` stays open until its owner answers it with ``accept`` or
+``reject``. Other types continue in the meantime. No request of its own type is sent while it is open, like in
+Envoy, so a change of names is sent together with the answer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -32,7 +32,7 @@ class Received:
 
     Attributes:
         nonces: of all the responses in here, oldest first.
-        stream: the stream that brought it. After a reconnect an answer changes the state but sends nothing.
+        stream: the stream that brought it. After a reconnect an answer changes the state but sends no request.
         arrived_s: when the newest came; times to live count from then.
         versions: the resources' versions by name, if they were already collected. This saves collecting them in
             one go.
@@ -95,7 +95,7 @@ class ClientState(Protocol[Request, Response]):
     """Identifier the server gave of itself, empty until it did."""
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """Replace the wanted names of one type. ``None`` subscribes to all names, an empty set to none.
+        """Replace the requested names of one type. ``None`` subscribes to all names, an empty set to none.
 
         ``again`` names resources to be sent once more although the server sent them already.
         """
@@ -103,10 +103,9 @@ class ClientState(Protocol[Request, Response]):
     def change(
         self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
     ) -> None:
-        """Add names to the wanted ones and remove others. The cost depends on the change, not on the number of
-        wanted names.
+        """Add and remove requested names. The cost depends on the change, not on the number of requested names.
 
-        Not for a type whose wildcard is wanted.
+        Not for a type whose wildcard is requested.
         """
 
     def stream_opened(self) -> None:
@@ -116,7 +115,7 @@ class ClientState(Protocol[Request, Response]):
         """Nothing is sent until the next stream; versions, names and lifetimes are kept."""
 
     def receive(self, response: Response, now_s: float) -> Received | Refused | None:
-        """Process one response. Return None if there is nothing to apply (heartbeats, types without a
+        """Process one response. Return None for a response without resources to apply (heartbeats, types without a
         subscription).
         """
 
@@ -145,7 +144,7 @@ class BadResponse(Exception):
 
 @dataclass(slots=True)
 class Lifetimes:
-    """Times to live of resources of all types. The caller supplies the clock."""
+    """Times to live for resources of all types. The caller supplies the clock."""
 
     _held: dict[tuple[str, str], tuple[float, Resource]]
 
@@ -225,7 +224,7 @@ class Dialect:
 
 ENVOY = Dialect()
 
-#: The protocol between the Rust ztunnel and istiod, the only one that istiod is tested with.
+#: The protocol between the Rust ztunnel and istiod. Istiod is tested with no other.
 ISTIO = Dialect(
     nack_code=0, node_per_type=True, one_by_one=True, keeps_bodies=False, response_limit_bytes=200 * 2**20
 )

@@ -2,12 +2,12 @@
 
 Per type and stream:
 
-* The first request subscribes to all wanted names, or to no name if all resources are wanted. On a stream that
-  replaces another, it lists the versions of all held resources, so that the server sends differences only.
+* The first request subscribes to all requested names, or to no name if all resources are requested. On a stream
+  that replaces another, it lists the versions of all held resources, and the server sends differences only.
 * A later request changes the subscription, with an empty nonce, or answers a response with its nonce and, for a
   refusal, an error. One request can do both.
-* Versions are those of accepted responses: after a NACK the old versions are still sent, except for resources that
-  were accepted although others of their response were refused.
+* Versions come from accepted responses: after a NACK the old versions are still sent, except for the accepted
+  resources of a partly refused response.
 
 The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client.Dialect`: the node in the first
 request of each type, types on demand, and requested names without an answer, which are sent with an empty version.
@@ -351,8 +351,8 @@ class DeltaClient:
     def _contents(
         self, response: DeltaDiscoveryResponse, state: _Type
     ) -> tuple[list[Resource], list[tuple[str, float | None]], list[str]]:
-        """Return the wanted resources, the names and times to live of heartbeats, and the wanted names that were
-        removed.
+        """Return the requested resources, the names and times to live of heartbeats, and the requested names that
+        were removed.
         """
         resources: list[Resource] = []
         heartbeats: list[tuple[str, float | None]] = []

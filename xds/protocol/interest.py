@@ -1,8 +1,8 @@
 """Many subscriptions of one type over one stream: the union to ask for, and who gets what arrives.
 
 A server sends a resource once, when its name is first requested. A later subscription to the same name gets the
-resource from here. So accepted resources are kept while a subscription wants them (the bodies are shared with the
-receivers' dumps, not copied).
+resource from here. So accepted resources are kept while a subscription includes them (the bodies are shared with
+the receivers' dumps, not copied).
 
 A mesh can have a subscription per cluster. So the cost of each operation except :meth:`Interest.union` is
 proportional to the names that it concerns.
@@ -20,10 +20,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Change:
-    """Names that were added to and removed from the wanted ones since the last request.
+    """Names added to and removed from the request since the last one was sent.
 
     Attributes:
-        everything: whether the wildcard was added or removed. :meth:`Interest.union` returns the names now wanted.
+        everything: whether the wildcard was added or removed. :meth:`Interest.union` returns the names requested
+        now.
     """
 
     added: set[str] = field(default_factory=set)
@@ -59,7 +60,7 @@ class Interest(Generic[Key]):
         return tuple(self._wants)
 
     def set(self, key: Key, names: Iterable[str] | None) -> None:
-        """Add a subscriber or replace its names. ``None`` wants all."""
+        """Add a subscriber or replace its names. ``None`` requests all."""
         wanted = None if names is None else frozenset(names)
         before = self._wants.get(key)
         if key in self._wants and before is None:
@@ -102,7 +103,7 @@ class Interest(Generic[Key]):
         """Return what the next request must say, and count it as said; names without a subscription are forgotten.
 
         Call it when the request is written, not before. A subscription that was closed and reopened in between is
-        served from here, because the server sees no change and sends nothing.
+        served from here, because the server sees no change and sends no response.
         """
         change = Change(everything=bool(self._all) != self._told_all)
         for name in self._touched:
@@ -126,7 +127,7 @@ class Interest(Generic[Key]):
         return change
 
     def known(self, key: Key) -> Update | None:
-        """Return the known resources of the names that ``key`` wants, or None if none is known."""
+        """Return the known resources of the names requested by ``key``, or None if none is known."""
         if key not in self._wants:
             return None
         wanted = self._wants[key]

@@ -1,4 +1,4 @@
-"""The values that sources of configuration deliver, whatever their transport.
+"""The values that sources of configuration deliver, over any transport.
 
 A source is an ADS stream (state of the world or delta), a per-type stream over a Unix socket, or a
 watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
@@ -18,7 +18,7 @@ class Resource:
     ``name`` comes from the wrapper if there is one (delta, ``envoy.service.discovery.v3.Resource``), otherwise
     from the message's own name field. ``version`` is the resource's own version in delta, and the response's
     version in state of the world. ``body`` is stored as sent: dumps print it, and its unknown fields survive.
-    ``aliases`` are other names by which the resource can be requested (delta).
+    ``aliases`` are other names for requesting the resource (delta).
     """
 
     name: str

@@ -5,10 +5,10 @@ returns the next response. Its rules:
 
 * One response per type is unanswered at a time. Changes made in the meantime are sent once, after its ACK or NACK.
 * what a client refused is not sent again until it changes;
-* Requests with a stale nonce answer nothing. In the incremental variant their subscriptions still count.
+* Requests with a stale nonce get no response. In the incremental variant their subscriptions still count.
 * Types are sent in the order CDS, EDS, LDS, RDS, SDS, so that referenced resources come first.
 * In the incremental variant a resource can have aliases and companions: a client that requests an address gets its
-  workload or service, a service's workloads with the service, and changes of all of them from then on.
+  workload or service, a service's workloads with the service, and from then on the changes of all these resources.
 
 Times to live are passed on but not renewed: a resource that has one expires at the client unless a later
 snapshot changes it.
@@ -40,10 +40,10 @@ from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A message without its own name, such as those of Istio's node proxies (incremental variant only).
+    """A message without its own name, such as the resources of Istio's node proxies (incremental variant only).
 
     Attributes:
-        aliases: other names by which it can be requested. Several resources can share one.
+        aliases: other names for requesting it. Several resources can share one.
         companions: names of resources that are sent together with this one.
     """
 

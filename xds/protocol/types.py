@@ -18,7 +18,7 @@ RTDS: Final = _PREFIX + "envoy.service.runtime.v3.Runtime"
 ADDRESS: Final = _PREFIX + "istio.workload.Address"
 AUTHORIZATION: Final = _PREFIX + "istio.security.Authorization"
 
-#: A state-of-the-world response of these types is complete; resources missing from it were removed.
+#: A state-of-the-world response of these types is complete; missing resources were removed.
 COMPLETE_TYPES: Final = frozenset((LDS, CDS))
 
 #: These types are requested by name. An empty list of names requests none, not all.

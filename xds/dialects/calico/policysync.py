@@ -69,7 +69,7 @@ def _ip_set(message: pb.IPSetUpdate) -> c.Update:
     try:
         kind = c.IpSetType(message.type)
     except ValueError:
-        # No set is stored: clauses that name it fail, and a rule with such a clause allows nothing.
+        # No set is stored: clauses that name it fail, and a rule with such a clause allows no connection.
         return c.IpSetRemove(_id(message.id))
     return c.IpSetUpdate(_id(message.id), kind, tuple(message.members))
 

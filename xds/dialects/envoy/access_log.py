@@ -50,7 +50,7 @@ DEFAULT_FORMAT = (
     '"%REQ(X-FORWARDED-FOR)%" "%REQ(USER-AGENT)%" "%REQ(X-REQUEST-ID)%" "%REQ(:AUTHORITY)%" '
     '"%UPSTREAM_HOST%"\n'
 )
-#: Envoy's names. This proxy never sets several of them.
+#: Envoy's names. This proxy never sets several flags.
 _FLAGS = frozenset(
     {
         "LH",

@@ -31,7 +31,7 @@ ATTRIBUTES: Final = {
         "subject_peer_certificate",
     ),
 }
-#: The syntax of functions; a target is the first operand. Envoy has no comprehensions, concatenation or conversion
+#: The syntax of functions. A target is the first operand. Envoy has no comprehensions, concatenation or conversion
 #: to strings. Arithmetic is useless with the port as the only number.
 FUNCTIONS: Final = {
     **{f"_{operator}_": f"({{}} {operator} {{}})" for operator in ("&&", "||", "==", "!=", "<", "<=", ">", ">=")},

@@ -145,7 +145,7 @@ def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> mo
     values = []
     for index, value in enumerate(message.on_new_connection):
         with at("on_new_connection", index):
-            # This proxy never sets filter state a second time, so all of it is read-only.
+            # This proxy never sets filter state a second time, so every value is read-only.
             only(value, "object_key", "format_string", "read_only", "shared_with_upstream", "skip_if_empty")
             required(value, "object_key")
             with at("format_string"):
@@ -353,7 +353,7 @@ def _routes(
 
 
 def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
-    """Accept the router only: an unknown filter could be the one that authorises requests."""
+    """Accept the router only: an unknown filter could be meant to authorise requests."""
     present = [(index, config) for index, config in enumerate(filters) if not config.disabled]
     for index, config in present:
         with at("http_filters", index, "typed_config"):

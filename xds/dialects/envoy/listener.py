@@ -155,7 +155,7 @@ def compile_listener(
 
 
 def _frame_digest(message: proto.Listener) -> str:
-    """Return the digest of the parts that cannot change in place, that is, without chains and matcher."""
+    """Return the digest of the immutable parts: all except chains and matcher."""
     frame = proto.Listener()
     for field, value in message.ListFields():
         if field.name in _IN_PLACE:

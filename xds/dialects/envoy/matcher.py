@@ -9,7 +9,7 @@ from xds.proto.well_known import StringValue
 from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as proto
 
-#: The largest number of entries of a map whose bytes are looked up (a service's ports). A guess.
+#: The most entries in a map whose bytes are looked up (a service's ports). A guess.
 _FEW = 64
 
 

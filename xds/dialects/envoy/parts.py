@@ -1,7 +1,7 @@
 """Parts of a listener by content, so that a new version compiles only what is new in it.
 
 The outbound listener of the ambient dialect has a chain per service and an entry per service and per pod. The
-control plane sends all of it after each change of one of them.
+control plane sends the whole listener after each change of one chain.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from xds.model.matcher import OnMatch
 
 
 class Parts:
-    """The compiled parts of one version of a listener. Pass the previous version's parts, and keep these for the
+    """The compiled parts of a listener, in one version. Pass the previous version's parts, and keep these for the
     next version.
 
     Values are immutable, so versions share them. A chain is given out once per version: chains are

@@ -38,7 +38,7 @@ from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_matcher
 from xds.proto.xds.type.v3 import type_pb2 as xds_type
 
-# Imported here and not during the first update, because a configuration of this dialect needs most of them.
+# Imported here and not during the first update, because most configurations of this dialect need these modules.
 registry.import_all()
 
 M = TypeVar("M", bound=Message)
@@ -117,7 +117,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
     For people who check a configuration: without this a compilation ends at its first fault. Not reentrant.
 
     Returns:
-        Returns: the result, if there is no fault, and the faults in the order in which they were found.
+        Returns: the result, if there is no fault, and the faults in the order of their places.
     """
     global _collector  # passing it on would be an argument of every compiler
     assert _collector is None

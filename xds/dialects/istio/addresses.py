@@ -1,8 +1,8 @@
 """``istio.workload.Address``: a workload or a service, or why it is refused.
 
 An unknown enum number refuses the resource, because a partial description could send traffic in plain text that
-must be encrypted. Unknown fields are ignored, as istiod expects of older proxies. Refusing one resource does not
-affect others.
+must be encrypted. Unknown fields are ignored; istiod relies on that in older proxies. Refusing one resource does
+not affect others.
 """
 
 from collections.abc import Iterable, Mapping

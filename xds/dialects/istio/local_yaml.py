@@ -13,7 +13,7 @@ import yaml
 from xds.dialects.istio.rules import Comparison, Text
 from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES, resolvers
 
-#: Texts that are kept to be shared. What repeats in a large mesh (names of nodes, services, keys) repeats early.
+#: Texts that are kept to be shared. Repeated texts of a large mesh (names of nodes, services, keys) occur early.
 _MOST_KEPT: Final = 65_536
 
 _TAG: Final = "tag:yaml.org,2002:"

@@ -22,7 +22,7 @@ from xds.model.workload import (
     ServiceKey,
 )
 
-#: Entries of each cache of shared values. Further distinct values are not shared. A guess.
+#: Entries per cache of shared values. Further distinct values are not shared. A guess.
 _SHARED = 65536
 
 

@@ -1,9 +1,9 @@
 """Authorization rules from any source: their meaning, and their form in ``/config_dump``.
 
-A policy is a list of rules of clauses of matches. It needs any rule, all clauses of the rule, any match of a
-clause, and every attribute of the match: conditions of :mod:`xds.model.policy` nested three deep, with negation at
-the bottom only. That is why a part that cannot be understood can be replaced alone: with :class:`Never` in its
-place the policy can only match less, with :class:`Always` only more.
+A policy is a list of rules; a rule has clauses, and a clause has matches. It needs any rule, all clauses of the
+rule, any match of a clause, and every attribute of the match: conditions of :mod:`xds.model.policy` nested three
+deep, with negation at the bottom only. That is why a part that cannot be understood can be replaced alone: with
+:class:`Never` in its place the policy can only match less, with :class:`Always` only more.
 
 Empty lists: a policy without rules never matches, a rule without clauses does, a clause without matches does, and
 a match without attributes does not.
