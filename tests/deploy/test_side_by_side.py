@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.wheels import build, copy_sources
+from deploy.wheels import build
 from tests.generated import every_example
 
 ROOT = Path(__file__).parents[2]
@@ -104,15 +104,7 @@ def wheel(environment: Environment, tmp_path_factory: pytest.TempPathFactory) ->
     """What ``pip install .`` would install; after ``environment``, which skips where nothing can be fetched."""
     del environment
     folder = tmp_path_factory.mktemp("wheel")
-    if every_example():
-        return build(sys.executable, folder, compiled=False)
-    # The same from this interpreter's packages: a second environment takes half a minute.
-    copy_sources(folder / "tree")
-    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
-    wheel += ["--no-build-isolation", "-w", str(folder / "made"), str(folder / "tree")]
-    subprocess.run(wheel, check=True, timeout=WAIT_S)
-    (path,) = (folder / "made").iterdir()
-    return path
+    return build(sys.executable, folder, compiled=False)
 
 
 def works(environment: Environment, *, beside: bool) -> None:
@@ -124,6 +116,7 @@ def works(environment: Environment, *, beside: bool) -> None:
         environment.run(THEIRS + OURS + BOTH)
 
 
+@pytest.mark.skipif(not every_example(), reason="half a minute of pip: make nightly")
 @pytest.mark.timeout(WAIT_S)
 def test_in_every_order_of_installing_and_removing(environment: Environment, wheel: Path) -> None:
     others = ("--no-deps", "--require-hashes", "-r", ROOT / "requirements/rivals.lock")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.generated import at_night
 from tests.interop.apps import HTTP, dial, get
 from tests.interop.case import Case
 from tests.interop.checklist import gone
@@ -21,7 +22,7 @@ COLUMNS = (
     Pairing(worker1=Kind.ENVOY, worker2=Kind.NATIVE, source="delta"),
 )
 HEADINGS = ("envoy to ours, SotW", "ours to envoy, SotW", "envoy to ours, delta", "ours to envoy, delta")
-ABSENT_S = {"sotw": 60.0, "delta": 8.0}
+ABSENT_S = {"sotw": at_night(60.0, 8.0), "delta": 8.0}
 """How long the control plane is away, by source."""
 
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from tests.generated import every_example
 from tests.interop import (
     checklist,
     chosen,
@@ -21,8 +22,9 @@ from tests.interop import istio_inbound as ambient_inbound
 from tests.interop import istio_outbound as ambient_outbound
 from tests.interop import istio_waypoints as ambient_waypoints
 from tests.interop.case import Case
-from tests.interop.istio_site import IstioSite
-from tests.interop.site import Site
+from tests.interop.istio_site import IstioSite, Setting
+from tests.interop.proxies import Kind
+from tests.interop.site import Pairing, Site
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,25 @@ class Table:
     columns: tuple[Any, ...]
     headings: tuple[str, ...]
     site: Callable[[Any], AbstractContextManager[Any]] = Site
+
+    @property
+    def tested(self) -> tuple[Any, ...]:
+        """The columns of this run's tests; ``make nightly`` has all.
+
+        Envoy alone changes with its version only. Worker processes run the code of the column without them, and
+        ``tests/netns/test_istio_workers.py`` tests the rest.
+        """
+        return tuple(column for column in self.columns if every_example() or not _nightly(column))
+
+
+def _nightly(column: Any) -> bool:
+    match column:
+        case Pairing(worker1=Kind.ENVOY, worker2=Kind.ENVOY) | "envoy":
+            return True
+        case Setting(workers=workers):
+            return workers > 1
+        case _:
+            return False
 
 
 _VERSIONS = (ambient_outbound.COLUMNS, ambient_outbound.HEADINGS, IstioSite)

@@ -24,7 +24,7 @@ _ROWS = [
         marks=pytest.mark.xdist_group(f"{table.title}-{column}".replace(" ", "_")),
     )
     for table in LOOPBACK
-    for column in table.columns
+    for column in table.tested
     for case in table.cases
 ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.generated import every_example
 from tests.programs import needed
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,7 @@ def judge(done: subprocess.CompletedProcess[str]) -> None:
     assert re.search(r"connecting +[1-9]\d* calls, [\d.]+ us each: none [1-9]", said), said
 
 
+@pytest.mark.skipif(not every_example(), reason="as an ordinary user in each run: make nightly")
 def test_the_walk_through_as_root(folder: Path) -> None:
     needed("make")
     judge(walked(folder))

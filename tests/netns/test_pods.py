@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from tests.generated import at_night
 from tests.programs import needed
 from tests.ztunnel.proxy.istio.zds.agents import INFO, Agent, open_descriptors
 from tproxy.aio.netns import Netns
@@ -24,6 +25,7 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[2]
 PORTS = (15008, 15006, 15001)
+PODS = at_night(10_000, 3_000)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -93,14 +95,14 @@ def test_a_missing_capability_is_named(dropped: str, missing: str) -> None:
     assert f"needs {missing}; run as root, or add {missing}" in done.stderr.splitlines()[-1]
 
 
-def test_ten_thousand_pods_come_and_go_and_leave_nothing() -> None:
+def test_thousands_of_pods_come_and_go_and_leave_nothing() -> None:
     # In a process of its own: in this one the allocator's arenas are those of the tests before, holes and all.
     program = "from tests.netns.test_pods import come_and_go; come_and_go()"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=110, check=True)
 
 
 def come_and_go() -> None:
-    """Ten thousand pods, one after the other; what is more afterwards fails."""
+    """Add and remove :data:`PODS` pods, one after the other; what is more afterwards fails."""
 
     async def main(spaces: list[Netns]) -> None:
         async with Agent() as agent, PodManager(agent.path, start) as manager:
@@ -116,15 +118,15 @@ def come_and_go() -> None:
             await pods(0, 1_000)  # caches and the allocator have what they want to keep
             gc.collect()
             descriptors, tasks, memory = open_descriptors(), len(asyncio.all_tasks()), resident_bytes()
-            await pods(1_000, 10_000)
-            while manager.proxies_stopped < 10_000:
+            await pods(1_000, PODS)
+            while manager.proxies_stopped < PODS:
                 await asyncio.sleep(0)
             gc.collect()
             # Fewer may be there: gRPC's library, used by earlier tests, closes its own by and by.
             assert open_descriptors() - descriptors == set()
             assert len(asyncio.all_tasks()) == tasks
             assert resident_bytes() - memory < 4 << 20
-            assert manager.proxies_started == manager.proxies_stopped == 10_000
+            assert manager.proxies_started == manager.proxies_stopped == PODS
             assert manager.states() == {}
             assert [ports_bound(space) for space in spaces] == [set()] * len(spaces)
 
