@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from statistics import linear_regression
 
+from tests.handover import envoy
 from tests.handover.generations import Report, run
 from tests.handover.rig import missing_of_postgres
 from tests.netns.istio import ROOT
@@ -68,7 +69,13 @@ def main() -> int:
     parser.add_argument(
         "--other", type=Path, help="another source tree; generations run from it and from this one"
     )
+    parser.add_argument("--dialect", choices=("istio", "envoy"), default="istio")
+    parser.add_argument(
+        "--far", choices=("ours", "envoy"), default="ours", help="of Envoy's dialect: the other node's proxy"
+    )
     args = parser.parse_args()
+    if args.dialect == "envoy":
+        return _result(_of_envoy(args))
     if args.sessions and (missing := missing_of_postgres()):
         print(f"NOT TESTED: PostgreSQL; this machine has no {missing} (Debian: apt install postgresql)")
         args.sessions = 0
@@ -83,6 +90,23 @@ def main() -> int:
                 builds=[f"{args.other.resolve()}:{ROOT}", str(ROOT)] if args.other else [],
             )
         )
+    return _result(report)
+
+
+def _of_envoy(args: argparse.Namespace) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(
+            envoy.run(
+                Path(folder),
+                connections=args.connections,
+                replacements=args.replacements,
+                pause_s=args.pause,
+                far_envoy=args.far == "envoy",
+            )
+        )
+
+
+def _result(report: Report) -> int:
     print(*shown(report), sep="\n")
     stayed = sum(each.stayed for each in report.replacements)
     return 1 if report.outcome.failures or stayed or not report.outcome.done else 0

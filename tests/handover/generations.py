@@ -100,7 +100,7 @@ async def measured(mesh: AmbientMesh, node: str, **env: str) -> Replacement:
     """Replace a node's proxy, and wait until the old process has ended."""
     loop = asyncio.get_running_loop()
     pid, build_before = mesh.proxies[node].process.pid, _build(mesh.proxies[node])
-    rss_before, descriptors_before = _rss_kib(pid), _descriptors(pid)
+    before_kib, before_count = rss_kib(pid), descriptors(pid)
     before = await replaced(mesh, node, **env)
     began_s = loop.time()
     await eventually(lambda: before.process.poll() is not None, "the old process has ended", 60.0)
@@ -118,9 +118,9 @@ async def measured(mesh: AmbientMesh, node: str, **env: str) -> Replacement:
         given=int(found["given"]),
         stayed=int(found["stayed"]),
         pauses_ms=(found["pause_p50"], found["pause_p99"], found["longest_pause"]),
-        rss_kib=(rss_before, _rss_kib(pid)),
-        descriptors=(descriptors_before, _descriptors(pid)),
-        cpu_s=_cpu_s(pid),
+        rss_kib=(before_kib, rss_kib(pid)),
+        descriptors=(before_count, descriptors(pid)),
+        cpu_s=cpu_s(pid),
         builds=(build_before, _build(mesh.proxies[node])),
     )
 
@@ -176,14 +176,15 @@ async def run(
                 tree = builds[number // len(NODES) % len(builds)] if builds else None
                 build = {"PYTHONPATH": tree, "PYTHONSAFEPATH": "1"} if tree else {}
                 report.replacements.append(await measured(mesh, node, **build))
-                report.during_s += _drained(outcome.round_trips_s)
+                report.during_s += drained(outcome.round_trips_s)
                 await asyncio.sleep(pause_s)
-                report.between_s += _drained(outcome.round_trips_s)
+                report.between_s += drained(outcome.round_trips_s)
             outcome.stop.set()
     return report
 
 
-def _drained(values: list[float]) -> list[float]:
+def drained(values: list[float]) -> list[float]:
+    """Return values, and empty their list."""
     found = values.copy()
     values.clear()
     return found
@@ -193,15 +194,18 @@ def _build(proxy: NodeProxy) -> str:
     return str(proxy.dump()["version"]["buildProfile"])
 
 
-def _descriptors(pid: int) -> int:
+def descriptors(pid: int) -> int:
+    """Return the number of a process's open descriptors."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def _rss_kib(pid: int) -> int:
+def rss_kib(pid: int) -> int:
+    """Return a process's resident memory."""
     match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     return int(match[1]) if match else 0
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _HZ

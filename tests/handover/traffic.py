@@ -26,8 +26,9 @@ import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from deploy.lab import Place
+from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen
 
 PORT = 9000
@@ -35,6 +36,18 @@ KINDS = ("echo", "both", "bulk", "idle", "half")
 _NUMBER = struct.Struct("!Q")
 _PACE_S = 0.02
 _CHUNK = os.urandom(65_536)
+
+
+class Where(Protocol):
+    """A pod, or this machine."""
+
+    @property
+    def name(self) -> str:
+        """For failures."""
+
+    @property
+    def netns(self) -> Netns | None:
+        """Where its sockets are; ``None``: here."""
 
 
 @dataclass(slots=True)
@@ -133,7 +146,7 @@ async def _answer(sock: socket.socket, stop: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(place: Place, outcome: Outcome) -> AsyncIterator[None]:
+async def serving(place: Where, outcome: Outcome, host: str = "::") -> AsyncIterator[None]:
     """Serve every kind in a pod; what the server finds wrong is a failure, too."""
     loop = asyncio.get_running_loop()
 
@@ -150,7 +163,7 @@ async def serving(place: Place, outcome: Outcome) -> AsyncIterator[None]:
             client.setblocking(False)
             group.create_task(one(client))
 
-    with listen("::", PORT, netns=place.netns) as sock:
+    with listen(host, PORT, netns=place.netns) as sock:
         async with asyncio.TaskGroup() as group:
             accepting = group.create_task(accept(sock, group))
             try:
@@ -220,7 +233,7 @@ _CLIENTS: dict[str, Callable[[_Stream, float, Outcome], Awaitable[None]]] = {
 }
 
 
-async def client(place: Place, host: object, kind: str, outcome: Outcome, pace_s: float = _PACE_S) -> None:
+async def client(place: Where, host: object, kind: str, outcome: Outcome, pace_s: float = _PACE_S) -> None:
     """One connection of a kind, from a pod to another; ``pace_s`` between what it sends."""
     try:
         with await connect((str(host), PORT), netns=place.netns) as sock:
@@ -236,7 +249,7 @@ async def client(place: Place, host: object, kind: str, outcome: Outcome, pace_s
         outcome.failures.append(f"{kind} from {place.name}: {error!r}")
 
 
-async def short_connections(place: Place, host: object, outcome: Outcome) -> None:
+async def short_connections(place: Where, host: object, outcome: Outcome) -> None:
     """New connections, one after the other, beside the long ones."""
     while not outcome.stop.is_set():
         await client(place, host, "short", outcome)

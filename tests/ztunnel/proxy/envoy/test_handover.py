@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hbone.aio.connection import connect, default_client
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.rig import (
@@ -33,7 +31,6 @@ from tests.ztunnel.proxy.envoy.rig import (
     run,
 )
 from tests.ztunnel.proxy.envoy.test_attacks import context
-from ztunnel.cli import main as command
 
 GENERATIONS = 3
 #: What starting a process may take where others keep the machine busy.
@@ -55,8 +52,8 @@ def bootstrap(folder: Path, admin: int, port: int, application_port: int) -> Pat
 
 
 @contextlib.asynccontextmanager
-async def generation(path: Path, epoch: int, *more: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    words = ["proxy", "--bootstrap", str(path), "--restart-epoch", str(epoch), "--shutdown", "20s", *more]
+async def generation(path: Path, epoch: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    words = ["proxy", "--bootstrap", str(path), "--restart-epoch", str(epoch), "--shutdown", "20s"]
     off = ["--readiness", "off", "--metrics", "off"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ztunnel", *words, *off), stderr=asyncio.subprocess.PIPE
@@ -149,34 +146,6 @@ def test_generations_follow_each_other_and_nobody_notices(tmp_path: Path) -> Non
                     assert await asyncio.wait_for(before.wait(), WAIT_S) == 0
                     await clients.more()
             assert clients.failures == []
-
-    asyncio.run(main())
-
-
-def test_a_successor_that_replaces_gets_the_open_connections(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def main() -> None:
-        async with application() as application_port, contextlib.AsyncExitStack() as stack:
-            admin, port = free_port(), free_port()
-            path = bootstrap(tmp_path, admin, port, application_port)
-            meeting = ("--handover-dir", str(tmp_path))
-            first = await stack.enter_async_context(generation(path, 0, *meeting))
-            await live(admin, 0)
-            async with Clients(port) as clients:
-                held = await Open.to(port)
-                assert await held.say(b"one") == b"one"
-                second = await stack.enter_async_context(generation(path, 1, *meeting, "--replace"))
-                assert await asyncio.wait_for(first.wait(), _START_S) == 0  # long before its deadline
-                assert await held.say(b"two") == b"two"
-                await clients.more()
-                arguments = ["handover", "now", "--address", f"127.0.0.1:{admin}"]
-                assert await asyncio.to_thread(command, arguments) == 2
-                assert "no successor waits" in capsys.readouterr().err
-            assert clients.failures == []
-            await held.close()
-            second.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
 
     asyncio.run(main())
 

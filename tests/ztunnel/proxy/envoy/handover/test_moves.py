@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -10,7 +11,8 @@ from tests.ztunnel.proxy.envoy.handover.generations import PLACES, Generations, 
 from tests.ztunnel.proxy.envoy.rig import SERVER, Identities, Open, ask, chain, listener, page, rbac, tcp, tls
 from tests.ztunnel.proxy.envoy.test_lives import OTHER, POLICY_CHANGE, WAYS
 from ztunnel.proxy.envoy.admin import metrics
-from ztunnel.runtime.http.page import PageRequest, Query
+from ztunnel.proxy.envoy.admin.commands import answer
+from ztunnel.runtime.http.page import Page, PageRequest, Query
 
 _MOST = 3
 
@@ -220,6 +222,11 @@ def test_what_stays_and_why_is_on_the_pages(tmp_path: Path, monkeypatch: pytest.
         await made.meet()
         shown = json.loads(page(made.old, "/handover"))
         assert (shown["listening"], shown["successor"]) == (True, ztunnel.__version__)
+        asked = PageRequest(method="POST", path="/handover", query=Query.parse(""), target="/handover")
+        refused = answer(made.new.proxy, mock.Mock(), mock.Mock(), asked)
+        assert isinstance(refused, Page)
+        assert refused.status == 409  # it has no successor
+        assert not made.new.proxy._stop.is_set()
         result = await made.give()
         assert result.given == 1
         assert json.loads(page(made.old, "/handover"))["connections"] == {"given": 1}
