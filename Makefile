@@ -174,14 +174,15 @@ promtool: .tools/promtool ## Prometheus's checker for the tests of metrics pages
 man: $(STAMP) ## manual pages of all commands, into dist/man1
 	$(PY) -m deploy.manpages dist/man1
 
-hubble: .tools/hubble ## the command of Hubble, for the tests of flows; needs Go, minutes once
+hubble: .tools/hubble .tools/hubble-relay ## the commands of Hubble, for the tests of flows; needs Go, minutes once
 
 HUBBLE := github.com/cilium/cilium
-.tools/hubble:
+.tools/hubble .tools/hubble-relay &:
 	@$(NEEDS_GO)
 	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && export CGO_ENABLED=0 GOFLAGS=-mod=mod && \
-	$(GO) mod init hubble 2>/dev/null && $(GO) get $(HUBBLE)/hubble@v1.20.2 && \
-	$(GO) build -trimpath -ldflags "-s -w -X $(HUBBLE)/hubble/pkg.Version=v1.20.2" -o $(CURDIR)/$@ $(HUBBLE)/hubble && rm -rf $$build
+	$(GO) mod init hubble 2>/dev/null && $(GO) get $(HUBBLE)/hubble@v1.20.2 $(HUBBLE)/hubble-relay@v1.20.2 && \
+	$(GO) build -trimpath -ldflags "-s -w -X $(HUBBLE)/hubble/pkg.Version=v1.20.2" -o $(CURDIR)/.tools/ $(HUBBLE)/hubble $(HUBBLE)/hubble-relay && \
+	rm -rf $$build
 
 lock: ## resolve requirements/*.lock anew
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -14,6 +14,7 @@ import socket
 import stat
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, cast
 
 import grpc
@@ -227,6 +228,32 @@ def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
 def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
     """Return what a server shows: ``chain_pem``, the leaf first. Its clients prove themselves otherwise."""
     return grpc.ssl_server_credentials([(key_pem, chain_pem)])
+
+
+def mutual_tls(folder: Path) -> grpc.ServerCredentials:
+    """Return credentials of a folder like a mounted Secret: ``tls.key``, ``tls.crt``, and ``ca.crt`` for clients.
+
+    Each handshake reads the files again; while they are unusable, the last ones serve.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def configured() -> grpc.ServerCertificateConfiguration:
+        key, chain, clients = ((folder / name).read_bytes() for name in ("tls.key", "tls.crt", "ca.crt"))
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=clients)
+
+    last = configured()
+
+    def current() -> grpc.ServerCertificateConfiguration:
+        nonlocal last
+        try:
+            last = configured()
+        except OSError as error:
+            logger.error("certificates are not read again folder=%s error=%s", folder, _words(error))
+        return last
+
+    return grpc.dynamic_ssl_server_credentials(last, current, require_client_authentication=True)
 
 
 async def read(context: Context) -> bytes | None:

@@ -5,11 +5,12 @@ import logging
 import os
 import random
 import signal
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ztunnel
 from hbone.aio.connection import ConnectionSettings
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.dataplane.handover.service import Handover
     from ztunnel.proxy.envoy.path.guarded import Enforcer
+    from ztunnel.proxy.flows.settings import HubbleSettings
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.taps import Taps
 
@@ -420,6 +422,8 @@ class Proxy:
             self._tasks.keep(self.secrets.files.run, "files of secrets")
             if self.policies is not None:
                 self._tasks.keep(self.policies.run, "policies")
+            if self.settings.hubble is not None:
+                self._tasks.keep(self._hubble(self.settings.hubble), "Hubble's API")
             stack.callback(self._grpc.close)
             stack.push_async_callback(self._log_streams.close)
             for stream in self._streams.values():
@@ -437,6 +441,13 @@ class Proxy:
             await self._drain()
             if start.done() and not start.cancelled():
                 start.result()
+
+    def _hubble(self, settings: "HubbleSettings") -> Callable[[], Coroutine[Any, Any, None]]:
+        from ztunnel.proxy.flows.observer import Observer, serve  # grpcio takes 13 MiB
+
+        account = self.account
+        observer = Observer(account.ring, account.shape, None, node=account.node, settings=settings)
+        return lambda: serve(observer, settings)
 
     def _exported(self, settings: "OtlpSettings") -> AbstractAsyncContextManager[None]:
         from ztunnel.proxy.envoy.stats.export import exported  # most proxies have no collector

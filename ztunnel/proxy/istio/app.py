@@ -15,11 +15,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ztunnel
 from hbone.aio.poller import Poller
@@ -30,7 +31,7 @@ from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.dataplane.life import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.identity.crl import RevocationFile
-from ztunnel.proxy.istio.accounting.flows import ring_of
+from ztunnel.proxy.istio.accounting.flows import flow_node, peers_in, ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
 from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.dataplane.handover.service import Handover
+    from ztunnel.proxy.flows.settings import HubbleSettings
     from ztunnel.proxy.istio.accounting.exports import Exports
     from ztunnel.proxy.istio.workers.main import WorkerPod, Workers
     from ztunnel.proxy.otlp.settings import OtlpSettings
@@ -440,6 +442,8 @@ class IstioProxy:
             self._tasks.keep(self._sweep, "metrics sweep")
             if self.node.policies is not None:
                 self._tasks.keep(self.node.policies.run, "policies")
+            if self.config.hubble is not None:
+                self._tasks.keep(self._hubble(self.config.hubble), "Hubble's API")
             start = self._tasks.start(self._start_serving(stack), "start")
             start.add_done_callback(
                 lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
@@ -457,6 +461,15 @@ class IstioProxy:
             return await self.workers.metrics() if self.workers is not None else self.metrics
 
         return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
+
+    def _hubble(self, settings: HubbleSettings) -> Callable[[], Coroutine[Any, Any, None]]:
+        from ztunnel.proxy.flows.observer import Observer, serve  # grpcio takes 13 MiB
+
+        more = self.workers.flows if self.workers is not None else None
+        make, node = shape(self.config), flow_node(self.config)
+        found = partial(peers_in, self.mesh, self.config, settings.port)
+        observer = Observer(self.metrics.flows, make, more, node=node, settings=settings, found=found)
+        return lambda: serve(observer, settings)
 
     def _taps(self) -> TapServer:
         from ztunnel.proxy.istio.admin.tapped_pods import (

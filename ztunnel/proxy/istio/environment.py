@@ -4,8 +4,8 @@ Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
-``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_LOG_WAIT``, ``ZTUNNEL_HANDOVER_DIR``,
-``ZTUNNEL_REPLACE``, and those of
+``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_HUBBLE*``, ``ZTUNNEL_LOG_WAIT``,
+``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``, and those of
 :mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
 
@@ -32,6 +32,8 @@ from ztunnel.policy.calico.settings import (
 from ztunnel.proxy.addons.settings import OPTIONS_FILE, AddonSettings, addon_settings
 from ztunnel.proxy.addons.settings import VARIABLES as ADDON_VARIABLES
 from ztunnel.proxy.flows.ring import CAPACITY, flow_count
+from ztunnel.proxy.flows.settings import VARIABLES as HUBBLE
+from ztunnel.proxy.flows.settings import hubble_settings
 from ztunnel.proxy.istio.accounting.logs import InvalidLevel, LogFilter
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.proxy.istio.certificates.credentials import Endpoint
@@ -490,6 +492,9 @@ def _limits(
     values["metric_labels_removed"] = seen.get("ZTUNNEL_METRIC_LABELS_REMOVED", _labels, no_labels)
     values["ui"] = seen.get(UI, page_setting, None)
     values["otlp"] = _otlp(seen)
+    seen.names |= HUBBLE
+    values["hubble"], faults = hubble_settings(seen.environment)
+    seen.faults += faults
     values["addons"] = _addons(seen, read_file)
 
 

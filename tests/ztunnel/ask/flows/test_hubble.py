@@ -4,49 +4,68 @@ import asyncio
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.hbone.certificates import Authority
+from tests.ports import free_port
 from tests.programs import needed
-from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
+from tests.ztunnel.proxy.flows.observers import fill, secret, serving
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
-from xds.model.address import SocketAddress
+from tests.ztunnel.proxy.istio.admin.test_server import rig as rig_of_another
 from ztunnel.cli import main
-from ztunnel.proxy.dataplane.reasons import Reason
-from ztunnel.proxy.istio.accounting.outcome import Failed
-from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.flows.settings import HubbleSettings, Peer
+
+#: Between two looks at a program that starts.
+AGAIN_S = 0.1
+#: Flags of the relay for its own certificate, and the files of a Secret.
+CLIENT_FILES = (("cert", "tls.crt"), ("key", "tls.key"))
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lines of a proxy: a tunnel that closed, one that a policy refused, a plain connection that failed."""
-    path = tmp_path_factory.mktemp("flows") / "flows.json"
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The page of a proxy with three flows, and what its service answers to each question."""
+    folder = tmp_path_factory.mktemp("flows")
+    path = folder / "flows.json"
+    found: dict[str, str] = {}
 
     async def check(rig: Rig) -> None:
-        closed = record(rig, Direction.OUTBOUND)
-        closed.trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        closed.opened()
-        closed.complete()
-        denied = record(rig, Direction.INBOUND)
-        denied.opened()
-        denied.complete(DENIED)
-        ends = SocketAddress("10.0.0.7", 4001), SocketAddress("192.0.2.1", 443)
-        failed = Record(rig.proxy.node, Direction.OUTBOUND, *ends)
-        failed.opened()
-        failed.complete(Failed("io error: Connection refused", Reason.REFUSED))
+        fill(rig)
         path.write_text((await rig.ask("admin", "/flows")).text)
+        async with serving(rig, HubbleSettings(address=f"unix:{folder}/hubble.sock")):
+            server = ("--server", f"unix://{folder}/hubble.sock")
+            for theirs, _ in QUESTIONS:
+                words = ("observe", *server, "--last", "100", "-o", "jsonpb", *theirs)
+                found[" ".join(theirs)] = await asyncio.to_thread(run_hubble, folder, *words)
+            for words in (("status",), ("list", "nodes"), ("list", "namespaces"), ("observe", "--last", "1")):
+                found[words[0] if words[0] != "list" else words[1]] = await asyncio.to_thread(
+                    run_hubble, folder, *words, *server
+                )
 
     served(check)
-    return path
+    return path, found
+
+
+@pytest.fixture(scope="module")
+def page(answers: tuple[Path, dict[str, str]]) -> Path:
+    """Lines of a proxy: a tunnel that closed, one that a policy refused, a plain connection that failed."""
+    return answers[0]
+
+
+def run_hubble(home: Path, *words: str) -> str:
+    environment = {**os.environ, "HOME": str(home)}  # it reads a configuration there
+    done = subprocess.run(
+        [needed("hubble"), *words], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "level=warn" not in done.stderr
+    return done.stdout
 
 
 def hubble(page: Path, *words: str) -> list[str]:
-    command = [needed("hubble"), "observe", "--input-file", str(page), *words]
-    environment = {**os.environ, "HOME": str(page.parent)}  # it reads a configuration there
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_hubble(page.parent, "observe", "--input-file", str(page), *words).splitlines()
 
 
 def test_its_lines_name_both_sides_the_verdict_the_policy_and_the_reason(page: Path) -> None:
@@ -82,6 +101,78 @@ QUESTIONS = [
         ["--from", "shop/client", "--not", "--to", "shop/back"],
     ),
 ]
+
+
+def uuids(lines: str) -> list[str]:
+    return [json.loads(line)["flow"]["uuid"] for line in lines.splitlines()]
+
+
+@pytest.mark.parametrize("theirs", [" ".join(q[0]) for q in QUESTIONS])
+def test_the_service_filters_like_the_program(theirs: str, answers: tuple[Path, dict[str, str]]) -> None:
+    wanted = "\n".join(hubble(answers[0], "-o", "jsonpb", *theirs.split()))
+    assert uuids(answers[1][theirs]) == uuids(wanted)
+
+
+def test_the_program_shows_the_service(answers: tuple[Path, dict[str, str]]) -> None:
+    _, found = answers
+    assert "Healthcheck (via" in found["status"]
+    assert "Current/Max Flows: 3/4,096" in found["status"]
+    assert "c1/n1" in found["nodes"]
+    assert "shop" in found["namespaces"]
+    assert "to-stack ERROR" in found["observe"]
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "mTLS"])
+def test_an_unmodified_relay_shows_two_proxies(secured: bool, tmp_path: Path) -> None:
+    relay, root, port = needed("hubble-relay"), Authority(), free_port()
+    names = [Peer(name=f"c1/{node}", address="x").server_name for node in ("n1", "n2")]
+    tls = str(secret(tmp_path / "server", root, *names, "hubble-peer.c1.hubble-grpc.cilium.io")) if secured else ""
+    client = secret(tmp_path / "client", root, "relay")
+
+    async def ask(*words: str) -> str:
+        return await asyncio.to_thread(run_hubble, tmp_path, *words, "--server", f"127.0.0.1:{port}")
+
+    async def check(rig: Rig) -> None:
+        fill(rig)
+        async with rig_of_another() as other:
+            fill(other)
+            async with serving(other, HubbleSettings(address="127.0.0.1:0", tls=tls), "c1/n2") as far:
+                peers = (Peer(name="c1/n2", address=far.address),)
+                settings = HubbleSettings(address="127.0.0.1:0", tls=tls, peers=peers)
+                async with serving(rig, settings) as near:
+                    files = [f"--tls-hubble-client-{kind}-file={client / name}" for kind, name in CLIENT_FILES]
+                    files += [f"--tls-hubble-server-ca-files={client / 'ca.crt'}"]
+                    options = files if secured else ["--disable-client-tls"]
+                    process = await asyncio.create_subprocess_exec(
+                        relay,
+                        "serve",
+                        f"--peer-service={near.address}",
+                        "--cluster-name=c1",
+                        "--disable-server-tls",
+                        f"--listen-address=127.0.0.1:{port}",
+                        f"--health-listen-address=127.0.0.1:{free_port()}",
+                        *options,
+                        stdout=asyncio.subprocess.DEVNULL,
+                        stderr=asyncio.subprocess.DEVNULL,
+                        env={**os.environ, "HOME": str(tmp_path)},
+                    )
+                    try:
+                        while True:
+                            await asyncio.sleep(AGAIN_S)
+                            with suppress(AssertionError):
+                                if "Connected Nodes: 2/2" in await ask("status"):
+                                    break
+                        lines = (await ask("observe", "--last", "10", "--verdict", "DROPPED")).splitlines()
+                        assert len(lines) == 2
+                        nodes = await ask("list", "nodes")
+                        assert "c1/n1" in nodes
+                        assert "c1/n2" in nodes
+                    finally:
+                        if process.returncode is None:
+                            process.kill()
+                        await process.wait()
+
+    served(check)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), QUESTIONS, ids=[" ".join(q[1]) or "all" for q in QUESTIONS])

@@ -16,6 +16,8 @@ from ztunnel.policy.calico.settings import (
 )
 from ztunnel.proxy.addons.settings import OPTIONS_FILE, VARIABLES, AddonSettings, addon_settings
 from ztunnel.proxy.flows.ring import CAPACITY, flow_count
+from ztunnel.proxy.flows.settings import VARIABLES as HUBBLE
+from ztunnel.proxy.flows.settings import HubbleSettings, hubble_settings
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.proxy.ui.setting import page_setting
 from ztunnel.runtime.console.proxy_flags import FLAGS, POLICY_FLAGS, REPLACE, SWITCH_FLAGS
@@ -86,6 +88,7 @@ class Settings:
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
         otlp: where metrics are sent; ``None``: nowhere.
         flows: connections that the flight recorder keeps; 0 keeps none.
+        hubble: where Hubble's gRPC service is served; None: nowhere.
         addons: the addons to load; ``None``: none.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         warnings: messages for the log, which opens later.
@@ -112,6 +115,7 @@ class Settings:
     addons: AddonSettings | None = None
     ui: bool | None = None
     flows: int = CAPACITY
+    hubble: HubbleSettings | None = None
     switches: Switches = Switches()
     warnings: tuple[str, ...] = ()
 
@@ -224,6 +228,8 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     except SettingsError as error:
         faults += error.faults
     values["addons"] = _addons(env, faults)
+    values["hubble"], wrong = hubble_settings(env)
+    faults += wrong
     switches: dict[str, Any] = {}
     compat = flags.get("envoy_compat") or env.get(COMPAT_VARIABLE, "false")
     if compat not in ("true", "false"):
@@ -239,7 +245,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
             f"--replace ({REPLACE}) needs --handover-dir (ZTUNNEL_HANDOVER_DIR), where both processes meet"
         )
     known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | VARIABLES
-    known |= {COMPAT_VARIABLE, REPLACE}
+    known |= {COMPAT_VARIABLE, REPLACE} | HUBBLE
     faults.extend(
         f"{name}: no such variable; see ztunnel proxy --help"
         for name, value in sorted(env.items())

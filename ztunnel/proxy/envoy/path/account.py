@@ -44,13 +44,14 @@ class Account:
     Attributes:
         ring: the flight recorder.
         times: the counts.
+        node: the name of this node in flows.
     """
 
     def __init__(self, capacity: int, clock: Clock, node: str, cluster: str) -> None:
         self.ring = FlowRing(capacity, _WIDTH)
         self.times = ConnectionTimes()
         self._clock = clock
-        self._node = f"{cluster}/{node}"
+        self.node = f"{cluster}/{node}"
         self._cluster = cluster
 
     def ended(self, hop: LiveHop) -> None:
@@ -120,7 +121,7 @@ class Account:
             destination = named(there)._replace(service_account=destination.service_account)
         return response(
             entry,
-            self._node,
+            self.node,
             self._side(source, client),
             self._side(destination, server),
             ended,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from hbone.aio.relay import ByteCounts
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
+from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel import __version__
 from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended, Side, response
 from ztunnel.proxy.flows.ring import Entry, FlowRing
+from ztunnel.proxy.flows.settings import Peer
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed
 
@@ -30,6 +32,18 @@ class NamedNode(Protocol):
     @property
     def node(self) -> str:
         """Of the node."""
+
+
+class NamedProxy(Protocol):
+    """The settings that name this proxy's pod."""
+
+    @property
+    def pod_name(self) -> str:
+        """Of the pod."""
+
+    @property
+    def pod_namespace(self) -> str:
+        """Of its namespace."""
 
 
 class Asked(Protocol):
@@ -124,8 +138,13 @@ def _same(value: Any) -> Any:
 
 def shape(config: NamedNode) -> Callable[[Entry], dict[str, Any]]:
     """Return what makes a GetFlowsResponse of an entry."""
-    node = f"{config.cluster_id or 'default'}/{config.node or 'node'}"
+    node = flow_node(config)
     return lambda entry: _response(entry, node)
+
+
+def flow_node(config: NamedNode) -> str:
+    """Return the name of this node in flows: ``CLUSTER/NODE``."""
+    return f"{config.cluster_id or 'default'}/{config.node or 'node'}"
 
 
 def _response(entry: Entry, node: str) -> dict[str, Any]:
@@ -148,6 +167,20 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
         tunnel=tunnel,
         emitter=__version__,
     )
+
+
+def peers_in(mesh: Mesh, config: NamedProxy, port: int) -> Iterator[Peer]:
+    """Yield the proxies of all nodes, for a relay of Hubble: the workloads of this proxy's own DaemonSet.
+
+    There are none where the control plane does not describe this proxy's pod.
+    """
+    every = [each for each in mesh.workloads() if each.namespace == config.pod_namespace and port]
+    own = {each.workload_name for each in every if each.name == config.pod_name}
+    for each in every:
+        if each.workload_name in own and each.node and each.addresses:
+            host = each.addresses[0]
+            name = f"{each.cluster_id or 'default'}/{each.node}"
+            yield Peer(name=name, address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 def ring_of(capacity: int) -> FlowRing:

@@ -8,6 +8,7 @@ from typing import Any
 from ztunnel.policy.calico.settings import PolicySettings
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.proxy.flows.ring import CAPACITY
+from ztunnel.proxy.flows.settings import HubbleSettings
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy
 from ztunnel.proxy.istio.settings.app_probes import AppProbe
 from ztunnel.proxy.otlp.settings import OtlpSettings
@@ -73,6 +74,7 @@ class IstioConfig:
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         flows: connections that the flight recorder keeps; 0 switches it off.
+        hubble: where Hubble's gRPC service is served; None: nowhere.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
         log_wait_s: the longest time for which new connections wait for the log. 0 drops lines at once.
         otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
@@ -156,6 +158,7 @@ class IstioConfig:
     spin_us: int = SPIN_US
     metric_series: int = 20_000
     flows: int = CAPACITY
+    hubble: HubbleSettings | None = None
     log_wait_s: float = 0.0
     metric_expiry_s: float = 900.0
     metric_labels_removed: frozenset[str] = frozenset()

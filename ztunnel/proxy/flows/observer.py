@@ -1,0 +1,294 @@
+"""Hubble's gRPC service over the flight recorder: Observer, Peer and Health, for ``hubble`` and ``hubble-relay``.
+
+Import this module only where the service is configured: grpcio takes 13 MiB and a thread. A call reads the ring in
+slices between turns of the loop, filters in JSON's types, and makes messages of what matches. The reader of a
+following call that is slower than the ring gets a LostEvent, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError, Message
+
+from xds.aio.grpc_server import Context, GrpcServer, Serve, mutual_tls, read
+from xds.grpc.serve_error import ServeError
+from xds.proto.hubble.flow.flow_pb2 import HUBBLE_RING_BUFFER
+from xds.proto.hubble.health.health_pb2 import HealthCheckResponse
+from xds.proto.hubble.observer.observer_pb2 import (
+    GetFlowsRequest,
+    GetFlowsResponse,
+    GetNamespacesResponse,
+    GetNodesResponse,
+    Node,
+    ServerStatusResponse,
+)
+from xds.proto.hubble.peer.peer_pb2 import (
+    PEER_ADDED,
+    PEER_DELETED,
+    PEER_UPDATED,
+    ChangeNotification,
+    ChangeNotificationType,
+)
+from xds.proto.hubble.relay.relay_pb2 import NODE_CONNECTED
+from xds.proto.pool import POOL
+from ztunnel import __version__
+from ztunnel.proxy.flows.filters import BadFilter, compiled
+from ztunnel.proxy.flows.page import More, Shape
+from ztunnel.proxy.flows.ring import FlowRing
+from ztunnel.proxy.flows.settings import HubbleSettings, Peer
+
+log = logging.getLogger(__name__)
+
+#: Calls for flows at once; a further one is refused.
+MOST_CALLS: Final = 8
+#: Entries between two turns of the loop; one takes 0.1 ms.
+_SLICE: Final = 8
+#: Between two looks at the ring of a call that follows.
+_AGAIN_S: Final = 0.25
+#: Between two looks for peers.
+_PEERS_S: Final = 2.0
+#: Until an address is tried again.
+_RETRY_S: Final = 5.0
+#: The time that a client may take to read a message.
+_WRITE_S: Final = 30.0
+_MOST: Final = 1 << 62
+_HOUR_NS: Final = 3600 * 10**9
+_MINUTE_NS: Final = 60 * 10**9
+
+Response = Mapping[str, Any]
+
+
+class Observer:
+    """The service.
+
+    Args:
+        ring: of this process.
+        shape: makes a GetFlowsResponse in JSON's types of an entry.
+        more: the lines of other processes; None: there are none.
+        node: ``CLUSTER/NODE``.
+        settings: where it is served.
+        found: returns peers that are found now, beside those of the settings.
+
+    Attributes:
+        address: where relays reach this node: the address that is served.
+    """
+
+    def __init__(
+        self,
+        ring: FlowRing,
+        shape: Shape,
+        more: More | None,
+        *,
+        node: str,
+        settings: HubbleSettings,
+        found: Callable[[], Iterable[Peer]] = tuple,
+    ) -> None:
+        self._ring = ring
+        self._shape = shape
+        self._more = more
+        self._settings = settings
+        self._found = found
+        self.address = settings.address
+        self._began_s = time.monotonic()
+        self._calls = 0
+        self._node = node
+        self._methods: dict[str, Callable[[bytes, Context], Awaitable[None]]] = {
+            "/observer.Observer/GetFlows": self._get_flows,
+            "/observer.Observer/ServerStatus": _answers(self._status),
+            "/observer.Observer/GetNodes": _answers(self._nodes),
+            "/observer.Observer/GetNamespaces": _answers(self._namespaces),
+            "/peer.Peer/Notify": self._notify,
+            "/grpc.health.v1.Health/Check": _answers(_health),
+        }
+
+    def route(self, method: str) -> Serve | None:
+        """Return what serves a method; None for an unknown one."""
+        serve = self._methods.get(method)
+        if serve is None:
+            return None
+
+        async def handle(context: Context) -> None:
+            await serve(await read(context) or b"", context)
+
+        return handle
+
+    # Flows
+
+    async def _get_flows(self, message: bytes, context: Context) -> None:
+        if self._calls >= MOST_CALLS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_CALLS} calls for flows are open")
+        self._calls += 1
+        try:
+            request = GetFlowsRequest.FromString(message)
+            if request.first and request.follow:
+                raise BadFilter("first and follow exclude each other")
+            test = compiled(request.whitelist, request.blacklist)
+        except (BadFilter, DecodeError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        else:
+            await self._serve_flows(request, test, context)
+        finally:
+            self._calls -= 1
+
+    async def _serve_flows(
+        self, request: GetFlowsRequest, test: Callable[[Response], bool], context: Context
+    ) -> None:
+        number, newest_ns = request.number, time.time_ns()
+        since_ns = request.since.ToNanoseconds() if request.HasField("since") else None
+        until_ns = request.until.ToNanoseconds() if request.HasField("until") else _MOST
+        onwards = since_ns is not None or request.first
+        found: list[Response] = []
+        if onwards or number or not request.follow:
+            async for time_ns, each in self._read((since_ns or 1) - 1):
+                if time_ns > until_ns or (onwards and number and len(found) >= number and not request.follow):
+                    break
+                newest_ns = max(newest_ns, time_ns) if request.follow else newest_ns
+                if test(each["flow"]):
+                    found.append(each)
+        for each in found if onwards or not number else found[-number:]:
+            await _write(context, _message(each))
+        while request.follow:
+            await asyncio.sleep(_AGAIN_S)
+            lost = self._ring.lost(newest_ns)
+            if lost:
+                event = GetFlowsResponse(node_name=self._node)
+                event.lost_events.source, event.lost_events.num_events_lost = HUBBLE_RING_BUFFER, lost
+                event.time.FromNanoseconds(time.time_ns())
+                await _write(context, event)
+            async for time_ns, each in self._read(newest_ns):
+                newest_ns = max(newest_ns, time_ns)
+                if test(each["flow"]):
+                    await _write(context, _message(each))
+
+    async def _read(self, after_ns: int) -> AsyncIterator[tuple[int, Response]]:
+        """Yield what ended after a time, the oldest first, with turns of the loop in between."""
+        if self._more is not None:
+            lines = await self._more(after_ns, _MOST)
+            own = [(entry.ended_ns, self._shape(entry)) for entry in self._ring.entries(after_ns)]
+            for time_ns, each in sorted([*own, *((at, json.loads(line)) for at, line in lines)], key=_time):
+                yield time_ns, each
+            return
+        for count, entry in enumerate(self._ring.entries(after_ns)):
+            if count % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            yield entry.ended_ns, self._shape(entry)
+
+    # About the service
+
+    async def _status(self) -> Message:
+        recent = sum(1 for _ in self._ring.entries(time.time_ns() - _MINUTE_NS))
+        answer = ServerStatusResponse(version=__version__, flows_rate=recent / 60)
+        self._number(answer)
+        answer.num_connected_nodes.value = 1
+        answer.num_unavailable_nodes.SetInParent()
+        return answer
+
+    def _number(self, answer: ServerStatusResponse | Node) -> None:
+        ring = self._ring
+        answer.num_flows, answer.max_flows, answer.seen_flows = (
+            min(ring.total, ring.capacity),
+            ring.capacity,
+            ring.total,
+        )
+        answer.uptime_ns = int((time.monotonic() - self._began_s) * 1e9)
+
+    async def _nodes(self) -> Message:
+        node = Node(name=self._node, version=__version__, address=self.address)
+        self._number(node)
+        node.state = NODE_CONNECTED
+        node.tls.enabled = bool(self._settings.tls)
+        if self._settings.tls:
+            node.tls.server_name = self._own.server_name
+        return GetNodesResponse(nodes=[node])
+
+    async def _namespaces(self) -> Message:
+        found = set()
+        async for _, each in self._read(time.time_ns() - _HOUR_NS):
+            for side in (each["flow"]["source"], each["flow"]["destination"]):
+                if side.get("namespace"):
+                    found.add((side.get("cluster_name", ""), side["namespace"]))
+        answer = GetNamespacesResponse()
+        for cluster, namespace in sorted(found):
+            answer.namespaces.add(cluster=cluster, namespace=namespace)
+        return answer
+
+    # Peers
+
+    @property
+    def _own(self) -> Peer:
+        return Peer(name=self._node, address=self.address)
+
+    async def _notify(self, message: bytes, context: Context) -> None:
+        """Send every peer, then changes. The call stays open: a relay asks again half a minute after its end."""
+        known: dict[str, Peer] = {}
+        while True:
+            found = {each.name: each for each in (self._own, *self._settings.peers, *self._found())}
+            for name, peer in found.items():
+                if known.get(name) != peer:
+                    await self._announce(context, peer, PEER_UPDATED if name in known else PEER_ADDED)
+            for name, peer in known.items():
+                if name not in found:
+                    await self._announce(context, peer, PEER_DELETED)
+            known = found
+            await asyncio.sleep(_PEERS_S)
+
+    async def _announce(self, context: Context, peer: Peer, kind: ChangeNotificationType.ValueType) -> None:
+        change = ChangeNotification(name=peer.name, address=peer.address, type=kind)
+        if self._settings.tls:
+            change.tls.server_name = peer.server_name
+        await _write(context, change)
+
+
+def _time(found: tuple[int, Response]) -> int:
+    return found[0]
+
+
+def _answers(make: Callable[[], Awaitable[Message]]) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def serve(message: bytes, context: Context) -> None:
+        await _write(context, await make())
+
+    return serve
+
+
+async def _health() -> Message:
+    return HealthCheckResponse(status=HealthCheckResponse.SERVING)
+
+
+def _message(found: Response) -> GetFlowsResponse:
+    return ParseDict(dict(found), GetFlowsResponse(), descriptor_pool=POOL)
+
+
+async def _write(context: Context, message: Message) -> None:
+    """Send a message.
+
+    Raises:
+        TimeoutError: the client does not read.
+    """
+    async with asyncio.timeout(_WRITE_S):
+        await context.write(message.SerializeToString())
+
+
+async def serve(observer: Observer, settings: HubbleSettings) -> None:
+    """Serve until cancelled. An address that cannot be served, as while a predecessor has it, is tried again."""
+    reason = ""
+    while True:
+        try:
+            tls = mutual_tls(Path(settings.tls)) if settings.tls else None
+            async with GrpcServer([settings.address], route=observer.route, tls=tls, socket_mode=0o600) as server:
+                observer.address, reason = server.addresses[0], ""
+                log.info("Hubble's API is served address=%s tls=%s", observer.address, tls is not None)
+                await asyncio.Event().wait()
+        except (ServeError, OSError) as error:
+            if str(error) != reason:
+                reason = str(error)
+                log.error("Hubble's API is not served; it is tried again error=%s", reason)
+            await asyncio.sleep(_RETRY_S)
