@@ -18,6 +18,7 @@ from tests.ztunnel.proxy.envoy.rig import (
     Json,
     Open,
     Rig,
+    T,
     access_log,
     application,
     ask,
@@ -148,6 +149,31 @@ def test_an_open_tunnel_of_a_replaced_listener_drains(
         assert DRAINED in [line["details"] for line in lines]
 
     play(tmp_path, body, monkeypatch, joined=joined)
+
+
+@WAYS
+def test_a_listener_filter_that_has_not_arrived_closes_a_tunnel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    """It is not skipped because the tunnel does not come over the wire."""
+    kind = f"{T}istio.telemetry.workloadmetadata.v1.WorkloadMetadataResources"
+    discovery = {"config_source": {"ads": {}, "initial_fetch_timeout": "0.2s"}, "type_urls": [kind]}
+    awaited = [{"name": "meta", "config_discovery": discovery}]
+
+    async def body(tunnel: Tunnel) -> None:
+        rig = tunnel.rig
+        assert await ask(rig.port("l")) == b"ping"
+        await tunnel.publish(rbac(CLIENT), listener_filters=awaited)
+        await rig.until(lambda: all(each.model.name != "inbound" or each.filters for each in live(rig)))
+        assert await ask(rig.port("l")) == b""
+        missing = [each for each in rig.proxy.stats if each.name.endswith("extension_config_missing")]
+        assert sum(each.value for each in missing) == 1  # type: ignore[union-attr]
+
+    play(tmp_path, body, monkeypatch, joined=joined)
+
+
+def live(rig: Rig) -> list[Any]:
+    return list(rig.proxy.listeners.active)
 
 
 def test_the_port_of_an_open_tunnel_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
