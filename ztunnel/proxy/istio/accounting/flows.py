@@ -128,10 +128,6 @@ def note(
     )
 
 
-def _ended(failure: Failed | EarlyDeny) -> Ended:
-    return Ended(failure.reason, str(failure), failure.policy, failure.flags)
-
-
 def _same(value: Any) -> Any:
     return value
 
