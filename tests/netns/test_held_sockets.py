@@ -37,7 +37,7 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
             client, far = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
 
             async def together() -> None:
-                answers = await asyncio.gather(*(ask(client, far, 8080, wait_s=30.0) for _ in range(20)))
+                answers = await asyncio.gather(*(ask(client, far, 8080, wait_s=60.0) for _ in range(20)))
                 assert all(answer.endswith(HELLO) for answer in answers)
 
             await together()
@@ -56,6 +56,29 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
             # Nothing is left of sockets that nobody accepts from.
             for _ in range(3):
                 await together()
+
+    asyncio.run(main())
+
+
+def test_a_killed_proxy_serves_again_without_its_control_plane(tmp_path: Path) -> None:
+    async def main() -> None:
+        nodes, env = {"w1": ["client"], "w2": ["far"]}, {"ZTUNNEL_HOLD_SOCKETS": "true"}
+        async with (
+            mesh_of(nodes, tmp_path, captured=["client", "far"], env=env) as mesh,
+            app(mesh.lab.pod("far")),
+        ):
+            client, far = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
+            assert (await ask(client, far, 8080)).endswith(HELLO)
+            await asyncio.sleep(1.5)  # the configuration is written a second after its last change
+            await mesh.stop_control_plane()
+            for node in ("w1", "w2"):
+                first = serving(mesh, node)
+                os.kill(first, signal.SIGKILL)
+                await eventually(lambda node=node, old=first: serving(mesh, node) not in (0, old), "a new proxy")
+                assert (await ask(client, far, 8080, wait_s=60.0)).endswith(HELLO)
+                log = mesh.proxies[node].log_path.read_text()
+                assert "the configuration of the process that died is used" in log
+                assert mesh.proxies[node].metric("ztunnel_xds_staleness_seconds") > 0
 
     asyncio.run(main())
 

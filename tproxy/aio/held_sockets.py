@@ -15,8 +15,8 @@ letter  sent by           meaning
 ``R``   this process      ready: from now on an end by an error or signal is a crash
 ======  ================  ===============================================================
 
-The key names the network namespace (SO_NETNS_COOKIE, never used twice by a running kernel), protocol, address and
-port.
+The key of a socket names the network namespace (SO_NETNS_COOKIE, never used twice by a running kernel), protocol,
+address and port. ``memory/NAME`` is sealed memory (memfd_create(2)) instead, which the next process reads.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ VARIABLE: Final = "ZTUNNEL_HOLDER_FD"
 TAKE, HELD, END, KEEP, DROP, READY = b"T", b"H", b"E", b"K", b"D", b"R"
 #: Of a packet; keys are shorter.
 MOST_BYTES: Final = 256
+_MEMORY: Final = "memory/"
 _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
 _COOKIE: Final = struct.Struct("=Q")
 #: The holder does nothing else, so that it answers at once.
@@ -52,6 +53,7 @@ class Holder:
         self._channel: socket.socket | None = channel
         channel.settimeout(_ANSWERS_S)
         self._held: dict[str, socket.socket] = {}
+        self._memories: dict[str, bytes] = {}
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
@@ -70,7 +72,7 @@ class Holder:
             raise ValueError(f"{VARIABLE}={text}: no descriptor of a holder: {error}") from error
 
     def take(self) -> int:
-        """Take over the sockets that earlier processes have left, and return their number.
+        """Take over what earlier processes have left, and return the number of sockets.
 
         Raises:
             OSError: the holder does not answer.
@@ -81,8 +83,14 @@ class Holder:
             packet, descriptors, _, _ = socket.recv_fds(self._channel, MOST_BYTES, 1)
             if packet[:1] != HELD:
                 break
+            key = packet[1:].decode()
             for number in descriptors:
-                self._held[packet[1:].decode()] = socket.socket(fileno=number)
+                if key.startswith(_MEMORY):
+                    with open(number, "rb") as memory:
+                        memory.seek(0)  # the offset is the writer's
+                        self._memories[key.removeprefix(_MEMORY)] = memory.read()
+                else:
+                    self._held[key] = socket.socket(fileno=number)
         if packet != END:
             raise ConnectionError("the holder has gone")
         return len(self._held)
@@ -98,6 +106,14 @@ class Holder:
     def keep(self, key: str, sock: socket.socket) -> None:
         """Have a copy held."""
         self._send(KEEP, key, sock.fileno())
+
+    def memory(self, name: str) -> bytes | None:
+        """Return sealed memory that an earlier process has left, once."""
+        return self._memories.pop(name, None)
+
+    def keep_memory(self, name: str, number: int) -> None:
+        """Have the descriptor of sealed memory held, in place of an older one of this name."""
+        self._send(KEEP, _MEMORY + name, number)
 
     def drop(self, key: str) -> None:
         """Have the copy closed. Connections to an open copy would never be accepted."""

@@ -20,7 +20,7 @@ what to check, and a second line the recovery.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -469,6 +469,14 @@ class AdsClient:
         on_initial_timeout: Callable[[], None] | None = None,
     ) -> GrpcSubscription:
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
+
+    def resume(self, type_url: str, versions: Mapping[str, str]) -> None:
+        """Hold what an earlier process has received, with the versions of resources by name (delta only).
+
+        Called before :meth:`subscribe`; the receiver has the resources already.
+        """
+        assert isinstance(self._stream.state, DeltaClient)
+        self._stream.state.resume(type_url, versions)
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
         """Request names of an on-demand type. The wildcard's receiver gets the existing ones."""

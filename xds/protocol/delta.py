@@ -15,7 +15,7 @@ request of each type, types on demand, and requested names without an answer, wh
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -106,6 +106,10 @@ class DeltaClient:
             state.asked[name] = None
             if name not in state.asking:
                 state.asking.append(name)
+
+    def resume(self, type_url: str, versions: Mapping[str, str]) -> None:
+        """Hold resources of an earlier process, by name; the first request lists their versions."""
+        self._type(type_url).held = dict(versions)
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
         """Implement :meth:`ClientState.want`. ``again`` subscribes to names a second time."""

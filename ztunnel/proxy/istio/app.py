@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.flows.settings import HubbleSettings
     from ztunnel.proxy.istio.accounting.exports import Exports
     from ztunnel.proxy.istio.workers.main import WorkerPod, Workers
+    from ztunnel.proxy.istio.xds.last_configuration import LastConfiguration
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.server import TapServer
 
@@ -157,14 +158,15 @@ class IstioProxy:
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
         self.authority = self._authority()
+        self._last = self._last_configuration()
         self.certificates = CertificateManager(
-            self.authority,
+            self.authority if self._last is None else self._last.before(self.authority),
             now=lambda: datetime.now(UTC),
             jitter=random.random,
             policy=config.tls_policy,
             revocations=self.revocations,
         )
-        self.control = ControlPlane(config, self.mesh, self.metrics)
+        self.control = ControlPlane(config, self.mesh, self.metrics, self._last)
         self.node = Node(
             config=config,
             mesh=self.mesh,
@@ -252,6 +254,15 @@ class IstioProxy:
             tls_1_2=config.tls_policy.tls_1_2,
             groups=config.tls_policy.groups,
         )
+
+    def _last_configuration(self) -> LastConfiguration | None:
+        holder = held_sockets.holder()
+        if holder is None or self.config.xds_on_demand:  # which workloads were asked for is not known any more
+            return None
+        # Most proxies have no holder, and save the memory.
+        from ztunnel.proxy.istio.xds.last_configuration import LastConfiguration
+
+        return LastConfiguration(holder, self.clock)
 
     def _gauges(self) -> None:
         node, pods, control = self.node, self.pods, self.control
@@ -350,6 +361,8 @@ class IstioProxy:
         if self.config.proxy_mode is ProxyMode.SHARED:
             if changes.local_identities_removed:
                 self.certificates.forget(changes.local_identities_removed)
+                if self._last is not None:
+                    self._last.forget(changes.local_identities_removed)
             if changes.local_identities_added:
                 self.certificates.prefetch(changes.local_identities_added)
         self._memory_trimmer.changed()
@@ -425,6 +438,8 @@ class IstioProxy:
             stack.callback(self._memory_trimmer.close)
             if isinstance(self.authority, IstioCertificateAuthority):
                 stack.push_async_callback(self.authority.close)
+            if self._last is not None:
+                stack.callback(self._last.close)
             stack.push_async_callback(self.certificates.close)
             if self.handover is not None:
                 stack.push_async_callback(self.handover.close)

@@ -146,7 +146,8 @@ def test_without_the_library_an_endpoint_is_an_error_that_helps(monkeypatch: pyt
 
 
 def test_both_front_ends_read_them(tmp_path: Path) -> None:
-    config = config_from(ENDPOINT, cpus=1, read_file=lambda path: None)
+    named = {"NODE_NAME": "n1"}
+    config = config_from({**ENDPOINT, **named}, cpus=1, read_file=lambda path: None)
     assert config.otlp is not None
     assert config.otlp.logs is not None
     assert not config.warnings
@@ -161,12 +162,12 @@ def test_both_front_ends_read_them(tmp_path: Path) -> None:
         settings_from(flags, {f"{TRACES}ENDPOINT": "http://c"})
     with pytest.raises(SettingsError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: must be http/protobuf"):
         config_from({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, cpus=1, read_file=lambda path: None)
-    others = {**ENDPOINT, f"{TRACES}ENDPOINT": "http://c", "OTEL_BSP_EXPORT_TIMEOUT": "1"}
+    others = {**ENDPOINT, **named, f"{TRACES}ENDPOINT": "http://c", "OTEL_BSP_EXPORT_TIMEOUT": "1"}
     config = config_from(others, cpus=1, read_file=lambda path: None)
     assert not config.warnings
     assert config.otlp is not None
     assert config.otlp.traces == Destination(url="http://c")
-    near = config_from({"OTEL_EXPORTER_OTLP_ENDPIONT": "x"}, cpus=1, read_file=lambda path: None).warnings
+    near = config_from({"OTEL_EXPORTER_OTLP_ENDPIONT": "x", **named}, cpus=1, read_file=lambda path: None).warnings
     assert "did you mean OTEL_EXPORTER_OTLP_ENDPOINT?" in near[0]
 
 

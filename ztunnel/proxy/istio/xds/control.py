@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from xds.aio.channel import Channel, Keepalive
 from xds.aio.client import AdsClient, Connect, connect_to
@@ -16,7 +17,7 @@ from xds.errors import XdsError
 from xds.grpc.tls import client_tls
 from xds.model.mesh import Mesh
 from xds.protocol.client import ISTIO, DoublingBackoff
-from xds.protocol.resource import Receive, Update
+from xds.protocol.resource import Receive, Update, UpdateRejected
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.certificates.credentials import (
     Credentials,
@@ -29,6 +30,9 @@ from ztunnel.proxy.istio.settings.config import IstioConfig
 from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.proxy.istio.xds.mesh_feed import LocalFile, MeshFeed
 from ztunnel.proxy.istio.xds.node_id import node_message
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.istio.xds.last_configuration import LastConfiguration  # only under a holder
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +47,21 @@ class ControlPlane:
         config: names the control plane and the local file.
         mesh: receives the resources.
         metrics: receives ``istio_xds_*``.
+        last: has what an earlier process received, and gets what this one does; ``None``: that is not kept.
 
     Attributes:
-        ready: set once every wildcard type has been received, or at once if no control plane is configured.
+        ready: set once every wildcard type has been received, here or by an earlier process, or at once if no
+            control plane is configured.
     """
 
-    def __init__(self, config: IstioConfig, mesh: Mesh, metrics: Metrics) -> None:
+    def __init__(
+        self, config: IstioConfig, mesh: Mesh, metrics: Metrics, last: LastConfiguration | None = None
+    ) -> None:
         self.ready = asyncio.Event()
         self._config = config
         self._metrics = metrics
         self._feed = MeshFeed(mesh)
+        self._last = last
         self._stack = AsyncExitStack()
         self._client = self._ads() if config.xds_address else None
         self._pending = {AUTHORIZATION} if config.xds_on_demand else {ADDRESS, AUTHORIZATION}
@@ -123,11 +132,14 @@ class ControlPlane:
             if self._client is None:
                 self.ready.set()
             else:
-                await stack.enter_async_context(self._client)
-                for type_url, receive in (
+                types = (
                     (ADDRESS, self._feed.receive_addresses),
                     (AUTHORIZATION, self._feed.receive_authorizations),
-                ):
+                )
+                if self._last is not None:
+                    await self._resume(self._client, self._last, types)
+                await stack.enter_async_context(self._client)
+                for type_url, receive in types:
                     # No limit for the first answer, because readiness waits for it.
                     self._client.subscribe(
                         type_url, None, self._counted(type_url, receive), initial_fetch_timeout_s=0
@@ -138,8 +150,24 @@ class ControlPlane:
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
 
+    async def _resume(
+        self, client: AdsClient, last: LastConfiguration, types: Sequence[tuple[str, Receive]]
+    ) -> None:
+        """Apply what an earlier process received."""
+        for type_url, receive in types:
+            update = last.update(type_url)
+            if update is None:
+                continue
+            with contextlib.suppress(UpdateRejected):  # of another version of this program; the log names them
+                await receive(update)
+            client.resume(type_url, {each.name: each.version for each in update.resources})
+            self._pending.discard(type_url)
+        if not self._pending:
+            log.warning("the configuration of the process that died is used until the control plane answers")
+            self.ready.set()
+
     def _counted(self, type_url: str, receive: Receive) -> Receive:
-        metrics = self._metrics
+        metrics, last = self._metrics, self._last
 
         async def received(update: Update) -> None:
             size = sum(len(resource.body.value) for resource in update.resources)
@@ -148,6 +176,12 @@ class ControlPlane:
             self._updated_s = asyncio.get_running_loop().time()
             try:
                 await receive(update)  # raises UpdateRejected for a NACK, which does not make us ready
+                if last is not None:
+                    last.note(update)
+            except UpdateRejected as error:
+                if last is not None and error.rejected is not None:
+                    last.note(update, error.rejected)
+                raise
             finally:
                 self._answered(update)
             self._pending.discard(type_url)

@@ -1,0 +1,212 @@
+"""The last configuration of a proxy that died, for the one that a holder starts in its place.
+
+A proxy under a holder (:mod:`tproxy.aio.held_sockets`) writes what its control plane and its authority have sent
+to sealed memory, and the holder has the descriptor: resources as they arrived, with their versions, and
+certificates with keys. Nothing of it is on disk. The next proxy applies it and serves at once. Its first request
+to the control plane lists the versions, as after any loss of a stream, so that it gets the differences. The
+authority is asked again when a certificate has half of its life left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import msgspec
+from cryptography import x509
+
+from tproxy.aio.held_sockets import Holder
+from xds.model.identity import SpiffeId
+from xds.proto.well_known import Any as AnyMessage
+from xds.protocol.resource import Resource, Update
+from ztunnel.proxy.identity.csr import IssuedCertificate
+from ztunnel.proxy.istio.certificates.manager import CertificateAuthority
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+NAME: Final = "configuration"
+#: Of the message; another one is not read.
+SCHEMA: Final = 1
+#: Between a change and the next writing: a mesh of 10,000 workloads is some megabytes.
+_CALM_S: Final = 1.0
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class SavedResource(msgspec.Struct, array_like=True, frozen=True):
+    """A resource of xDS as it arrived."""
+
+    name: str
+    version: str
+    aliases: tuple[str, ...]
+    type_url: str
+    value: bytes
+
+
+class SavedCertificate(msgspec.Struct, array_like=True, frozen=True):
+    """A certificate of a workload with its key."""
+
+    identity: str
+    chain_pem: bytes
+    roots_pem: bytes
+    key_pem: bytes
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The message in sealed memory. Resources are by type."""
+
+    schema: int
+    resources: dict[str, list[SavedResource]]
+    certificates: list[SavedCertificate]
+
+
+class LastConfiguration:
+    """Reads what the process before has left, and writes what this one gets. Made on a running loop.
+
+    Args:
+        holder: keeps the memory.
+        clock: certificates that have ended are not restored.
+    """
+
+    def __init__(self, holder: Holder, clock: Clock) -> None:
+        self._holder = holder
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._resources: dict[str, dict[str, SavedResource]] = {}
+        self._certificates: dict[str, SavedCertificate] = {}
+        self._restored: dict[str, SavedCertificate] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        data = holder.memory(NAME)
+        if data is not None:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        try:
+            saved = msgspec.msgpack.decode(data, type=Saved)
+        except msgspec.MsgspecError as error:
+            log.warning("the configuration of the process before cannot be read error=%s", error)
+            return
+        if saved.schema != SCHEMA:
+            log.warning("the configuration of the process before has schema %d, not %d", saved.schema, SCHEMA)
+            return
+        self._resources = {kind: {each.name: each for each in found} for kind, found in saved.resources.items()}
+        self._certificates = {each.identity: each for each in saved.certificates}
+        self._restored = dict(self._certificates)
+
+    # Resources
+
+    def update(self, type_url: str) -> Update | None:
+        """Return all resources of a type that the process before had; ``None``: it had no answer yet."""
+        held = self._resources.get(type_url)
+        if held is None:
+            return None
+        resources = tuple(
+            Resource(
+                name=each.name,
+                version=each.version,
+                body=AnyMessage(type_url=each.type_url, value=each.value),
+                aliases=each.aliases,
+            )
+            for each in held.values()
+        )
+        return Update(type_url=type_url, version="", resources=resources)
+
+    def note(self, update: Update, rejected: Collection[str] = ()) -> None:
+        """Save an update that was applied, without the resources that were refused."""
+        held = self._resources.setdefault(update.type_url, {})
+        for name in update.removed:
+            held.pop(name, None)
+        for each in update.resources:
+            if each.name not in rejected:
+                held[each.name] = SavedResource(
+                    each.name, each.version, tuple(each.aliases), each.body.type_url, each.body.value
+                )
+        self._changed()
+
+    # Certificates
+
+    def certificate(self, identity: SpiffeId) -> IssuedCertificate | None:
+        """Return the valid certificate that the process before had, once."""
+        saved = self._restored.pop(str(identity), None)
+        if saved is None:
+            return None
+        chain, roots = map(_certificates, (saved.chain_pem, saved.roots_pem))
+        issued = IssuedCertificate(
+            identity=identity,
+            chain=chain,
+            roots=roots,
+            chain_pem=saved.chain_pem,
+            roots_pem=saved.roots_pem,
+            key_pem=saved.key_pem,
+        )
+        return issued if issued.not_after.timestamp() > self._clock.wall() else None
+
+    def note_certificate(self, wanted: SpiffeId, issued: IssuedCertificate) -> None:
+        """Save what the authority has issued."""
+        name = str(wanted)
+        if issued.identity == wanted:  # else the authority certifies the identity of the token
+            self._certificates[name] = SavedCertificate(name, issued.chain_pem, issued.roots_pem, issued.key_pem)
+            self._changed()
+
+    def forget(self, identities: Iterable[SpiffeId]) -> None:
+        """Save the certificates of workloads that have gone no longer."""
+        for identity in identities:
+            self._certificates.pop(str(identity), None)
+            self._restored.pop(str(identity), None)
+        self._changed()
+
+    def before(self, authority: CertificateAuthority) -> CertificateAuthority:
+        """Return an authority that answers with certificates of the process before first."""
+        return _Remembering(authority, self)
+
+    # Writing
+
+    def _changed(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(_CALM_S, self._write)
+
+    def _write(self) -> None:
+        self._timer = None
+        resources = {kind: list(held.values()) for kind, held in self._resources.items()}
+        data = msgspec.msgpack.encode(Saved(SCHEMA, resources, list(self._certificates.values())))
+        try:
+            number = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                with open(number, "wb", closefd=False) as file:
+                    file.write(data)
+                fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
+                self._holder.keep_memory(NAME, number)
+            finally:
+                os.close(number)
+        except OSError as error:
+            log.error("the configuration is not kept for the next process error=%s", error.strerror)
+
+    def close(self) -> None:
+        """Write nothing any more; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Remembering:
+    """Answers once for each identity with the certificate of the process before, if that is valid."""
+
+    def __init__(self, authority: CertificateAuthority, last: LastConfiguration) -> None:
+        self._authority = authority
+        self._last = last
+
+    async def issue(self, identity: SpiffeId) -> IssuedCertificate:
+        """See :class:`~ztunnel.proxy.istio.certificates.manager.CertificateAuthority`."""
+        issued = self._last.certificate(identity)
+        if issued is None:
+            issued = await self._authority.issue(identity)
+            self._last.note_certificate(identity, issued)
+        return issued
+
+
+def _certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
+    return tuple(x509.load_pem_x509_certificates(pem)) if pem else ()
