@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
 # More than two cores can keep busy, because some of them wait: tests/lanes.py.
 WORKERS := -n 3 --dist loadgroup
+# Tests start hundreds of processes: without stored bytecode each compiles its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
@@ -38,7 +40,7 @@ check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -n 2 --core
+	$(PY) -m pytest -q -n 2 --dist worksteal --core
 
 unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
 	$(PY) -m pytest -q $(WORKERS) -m 'not netns and not interop and not hostile and not compiled and not kube'
