@@ -151,6 +151,10 @@ class PoolState:
         """Keys with a dial in progress."""
         return sum(entry.dialling is not None for entry in self._keys.values())
 
+    def has(self, key: Hashable) -> bool:
+        """Return whether ``key`` has a connection, or a dial in progress."""
+        return key in self._keys
+
     def reserve(self, key: Hashable) -> ConnectionId | None:
         """Fast path: reserve a slot on an existing connection and return it, or None.
 

@@ -136,6 +136,21 @@ class Pool:
                 return tunnel
         raise AssertionError("unreachable")
 
+    def has(self, key: Hashable) -> bool:
+        """Return whether ``key`` has a connection, or is being dialled."""
+        return self._state.has(key)
+
+    async def prepare(self, key: Hashable) -> None:
+        """Open a connection of ``key`` for later tunnels; it is idle then. Returns at once if one has room.
+
+        Raises:
+            PoolClosed, PoolFull, Exception: see :meth:`open`.
+        """
+        connection_id = self._state.reserve(key)
+        if connection_id is None:
+            connection_id, _ = await self._assigned(key)
+        self._released(connection_id)
+
     def reserve(self, key: Hashable) -> ConnectionId | None:
         """Reserve a place on an open connection of ``key`` for :meth:`open_on`, which follows at once, or else
         :meth:`release`.

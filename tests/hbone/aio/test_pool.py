@@ -125,6 +125,29 @@ def test_a_new_connections_first_request_leaves_with_its_settings() -> None:
     assert sent == [len(("ClientHello", "end of the handshake", "SETTINGS and CONNECT"))]
 
 
+def test_a_prepared_connection_is_idle_and_takes_the_first_tunnel() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            assert not pool.has("a")
+            network.gate.clear()
+            preparing = network.tasks.create_task(pool.prepare("a"))
+            await until(lambda: network.dials == 1)
+            assert pool.has("a")
+            network.gate.set()
+            await preparing
+            await pool.prepare("a")  # one has room
+            assert (network.dials, pool.statistics.idle) == (1, 1)
+            tunnel = await pool.open("a", CONNECT)
+            assert (network.dials, pool.statistics.idle) == (1, 0)
+            tunnel.close()
+            network.fail.append(OSError("no route"))
+            with pytest.raises(OSError, match="no route"):
+                await pool.prepare("b")
+            assert not pool.has("b")
+
+    run(main)
+
+
 def test_keys_do_not_share() -> None:
     async def main() -> None:
         async with mesh() as (pool, network):

@@ -1,7 +1,8 @@
 """Reads Rust ztunnel's environment variables into one :class:`IstioConfig`; reports all bad values together.
 
 Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
-``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
+``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_OPEN_AHEAD``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``,
+``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
 ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_HUBBLE*``, ``ZTUNNEL_LOG_WAIT``,
@@ -452,6 +453,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", boolean, True)
     values["early_data"] = seen.get("ZTUNNEL_EARLY_DATA", boolean, True)
     values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)
+    values["open_ahead"] = seen.get("ZTUNNEL_OPEN_AHEAD", _number(0, 500), 0)
 
 
 def _limits(

@@ -294,6 +294,13 @@ class Candidates:
                 return picked
         return self._ranks[best[0]].draw(choose)
 
+    def best(self, mesh: Mesh) -> list[WorkloadUid]:
+        """Return the endpoints of the best rank, from which :meth:`pick` draws."""
+        if self._changed is None or self._changed:
+            self._follow(mesh)
+            self._preferred.clear()
+        return [uid for uid, _ in self._ranks[max(self._ranks)]] if self._ranks else []
+
     def _with_labels(self, mesh: Mesh, prefer: tuple[Labels, ...]) -> Weighted | None:
         """Return the preferred endpoints of the best rank that has any; see :func:`narrowed`."""
         if prefer not in self._preferred:

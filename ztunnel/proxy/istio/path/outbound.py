@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from random import Random
-from typing import Any, NamedTuple, assert_never
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, connect
 from hbone.aio.deadline import Deadline
@@ -74,6 +74,9 @@ from ztunnel.proxy.istio.path.route import (
     route_for,
 )
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
+
+if TYPE_CHECKING:
+    from ztunnel.proxy.istio.path.open_ahead import OpenAhead
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +158,11 @@ class Outbound:
         self._resolve = resolve
         self._illegal_ports = pod.node.config.illegal_ports
         self._plans = Plans(pod, self._illegal_ports)
+        self._ahead: OpenAhead | None = None
+        if pod.node.config.open_ahead:
+            from ztunnel.proxy.istio.path.open_ahead import OpenAhead  # an option that is off
+
+            self._ahead = OpenAhead(pod, self._plans, tunnels.pool, pod.node.config.open_ahead)
 
     # Accepting
 
@@ -201,6 +209,8 @@ class Outbound:
 
     def close(self) -> None:
         """Stop what follows changes; idempotent. Connections are ended by the pod's tables."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     async def _captured(
         self, client: PlainSocket, source: SocketAddress, destination: SocketAddress, plan: Plan | None

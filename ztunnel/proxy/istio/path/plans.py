@@ -15,7 +15,8 @@ double tunnels, and services with several waypoints.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from hbone.engine import field, fields
@@ -43,6 +44,8 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 #: Destinations of one pod whose trees are kept, and plans made of their decisions.
 _MOST: Final = 4096
+#: Destinations of one pod that are remembered for :meth:`Plans.reachable`.
+_MOST_USED: Final = 64
 
 
 class Plan:
@@ -144,6 +147,8 @@ class Plans:
         self._version = -1
         self._labels: WorkloadLabels | None = None
         self._trees: dict[tuple[str, SocketAddress], _Tree] = {}
+        #: The last destinations that were decided about, for :meth:`reachable`.
+        self._used: OrderedDict[tuple[str, SocketAddress], None] = OrderedDict()
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
 
     def plan(self, host: str, destination: SocketAddress) -> Plan | None:
@@ -157,9 +162,7 @@ class Plans:
         labels = self._pod.local.known()
         if labels is None:
             return None
-        if node.mesh.version != self._version or labels is not self._labels:
-            self._version, self._labels = node.mesh.version, labels
-            self._trees.clear()
+        self._follow(labels)
         tree = self._trees.get((host, destination))
         drawn: list[WorkloadUid | None] = []
         while type(tree) is _Drawn:
@@ -169,7 +172,45 @@ class Plans:
             tree = tree.branches.get(uid)
         if tree is None:
             tree = self._decide(host, destination, labels, drawn)
+            self._used[host, destination] = None
+            self._used.move_to_end((host, destination))
+            if len(self._used) > _MOST_USED:
+                self._used.popitem(last=False)
         return tree if type(tree) is Plan else None
+
+    def _follow(self, labels: WorkloadLabels) -> None:
+        """Drop what another version of the mesh was decided by."""
+        version = self._node.mesh.version
+        if version != self._version or labels is not self._labels:
+            self._version, self._labels = version, labels
+            self._trees.clear()
+
+    def reachable(self) -> Iterator[Plan]:
+        """Yield a plan for each endpoint that a connection to the last destinations could get now.
+
+        Where a decision draws twice, as for a waypoint, the second draw is one of many.
+        """
+        for host, destination in list(self._used):
+            version = self._node.mesh.version
+            for uid in self._endpoints(host, destination):
+                labels = self._pod.local.known()
+                # The caller waits between two plans: another version of the mesh has another list.
+                if labels is None or self._node.mesh.version != version:
+                    break
+                self._follow(labels)
+                tree = self._decide(host, destination, labels, [] if uid is None else [uid])
+                if type(tree) is Plan:
+                    yield tree
+
+    def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
+        """Return what the first draw of a decision can come to; ``None`` alone: it draws nothing."""
+        labels = self._pod.local.known()
+        if labels is None:
+            return []
+        self._follow(labels)
+        self._decide(host, destination, labels, [])
+        root = self._trees.get((host, destination))
+        return [*root.candidates.best(self._node.mesh)] if type(root) is _Drawn else [None]
 
     def _decide(
         self, host: str, destination: SocketAddress, labels: WorkloadLabels, drawn: list[WorkloadUid | None]

@@ -73,6 +73,7 @@ class IstioConfig:
         connect_retries: further endpoints that are tried before a connection fails.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
+        open_ahead: idle tunnel connections of a pod from which on none is opened ahead; 0: none is.
         flows: connections that the flight recorder keeps; 0 switches it off.
         hubble: where Hubble's gRPC service is served; None: nowhere.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
@@ -156,6 +157,7 @@ class IstioConfig:
     node_local_shortcut: bool = True
     early_data: bool = True
     spin_us: int = SPIN_US
+    open_ahead: int = 0
     metric_series: int = 20_000
     flows: int = CAPACITY
     hubble: HubbleSettings | None = None

@@ -1,0 +1,88 @@
+"""Tunnel connections to new endpoints, which are open before the first client needs them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.proxy.istio.outbound_case import POD
+from tests.ztunnel.proxy.istio.path.test_planned import steps_taken
+from tests.ztunnel.proxy.istio.pods import ELSEWHERE, OTHER, SERVER, VIP, Cluster, Peer, endpoint, play, shop
+from ztunnel.proxy.istio.path.planned import PlannedConnection
+
+THIRD = "127.0.1.9"
+ON = {"ZTUNNEL_OPEN_AHEAD": "2"}
+
+
+async def used(cluster: Cluster) -> Peer:
+    """A pod that uses a service with one endpoint."""
+    cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE)])
+    await cluster.start(POD)
+    peer = cluster.peer("server", SERVER)
+    assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+    await cluster.until(lambda: cluster.is_idle)
+    return peer
+
+
+async def calm(cluster: Cluster) -> None:
+    """Wait until nothing is opened ahead any more."""
+    end_s = cluster.node.clock.monotonic() + 3
+    await cluster.until(lambda: cluster.node.clock.monotonic() > end_s)
+
+
+def test_a_new_endpoint_is_dialled_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = steps_taken(monkeypatch)
+
+    async def body(cluster: Cluster) -> None:
+        before = await used(cluster)
+        new = cluster.peer("other", OTHER)
+        cluster.mesh.apply([endpoint("other", OTHER, node=ELSEWHERE)])
+        await cluster.until(lambda: new.connections)
+        assert new.requests == []
+        await calm(cluster)
+        cluster.mesh.apply([], ["Kubernetes//Pod/default/server"])
+        for _ in range(2):
+            assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+        assert (len(before.connections), len(new.connections), len(new.requests)) == (1, 1, 2)
+        assert taken[PlannedConnection] == 2  # neither waited for a handshake
+
+    play(tmp_path, body, ON)
+
+
+@pytest.mark.parametrize("env", [{}, {"ZTUNNEL_OPEN_AHEAD": "1"}], ids=["off", "bound reached"])
+def test_nothing_is_dialled_beyond_the_bound(tmp_path: Path, env: dict[str, str]) -> None:
+    async def body(cluster: Cluster) -> None:
+        await used(cluster)  # one connection is idle
+        new = cluster.peer("other", OTHER)
+        cluster.mesh.apply([endpoint("other", OTHER, node=ELSEWHERE)])
+        await calm(cluster)
+        assert new.connections == []
+
+    play(tmp_path, body, env)
+
+
+def test_an_endpoint_that_does_not_answer_keeps_no_other_from_being_dialled(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await used(cluster)
+        new = cluster.peer("third", THIRD)  # nothing listens at the other
+        cluster.mesh.apply([endpoint("other", OTHER, node=ELSEWHERE), endpoint("third", THIRD, node=ELSEWHERE)])
+        await cluster.until(lambda: new.connections)
+        await calm(cluster)
+        assert len(cluster.lines()) == 1  # no line, no counter: nobody wanted it
+        assert cluster.closed() == {"-": 1}
+
+    play(tmp_path, body, ON)
+
+
+def test_a_service_that_nobody_uses_is_left_alone(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await used(cluster)
+        new = cluster.peer("other", OTHER)
+        unused = replace(endpoint("other", OTHER, node=ELSEWHERE), services={})
+        cluster.mesh.apply([unused])
+        await calm(cluster)
+        assert new.connections == []
+
+    play(tmp_path, body, ON)

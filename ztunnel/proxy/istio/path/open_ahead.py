@@ -1,0 +1,83 @@
+"""Opens tunnel connections ahead: to endpoints that the services in use by a pod have got.
+
+The first connection to an endpoint waits for TCP and TLS, which takes ten times as long as the next one. After a
+rollout or a scale-up every client meets new endpoints. With ``ZTUNNEL_OPEN_AHEAD`` a pod dials those endpoints of
+its destinations soon after the mesh has changed, one at a time, while fewer than that number of its tunnel
+connections are idle. The pool then treats them like others: an idle one is closed after its timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from hbone.aio.pool import Pool
+from hbone.errors import HboneError, PoolClosed
+from tproxy.errors import TproxyError
+from xds.model.workload import Workload
+from ztunnel.proxy.istio.path.plans import Plans
+from ztunnel.proxy.istio.path.pod_context import PodContext
+
+log = logging.getLogger(__name__)
+
+#: Until the first dial after a change of the mesh, half of it at least: all clients of a service see the change at
+#: the same moment, and must not meet at the new endpoint.
+_SPREAD_S: Final = 1.0
+
+
+class OpenAhead:
+    """Watches the mesh for one pod.
+
+    Args:
+        pod: the shared state of the pod.
+        plans: of its connections.
+        pool: of its tunnel connections.
+        most: idle tunnel connections of the pod from which on none is dialled.
+    """
+
+    def __init__(self, pod: PodContext, plans: Plans, pool: Pool, most: int) -> None:
+        self._pod = pod
+        self._plans = plans
+        self._pool = pool
+        self._most = most
+        self._timer: asyncio.TimerHandle | None = None
+        self._runs = False
+        pod.local.watch(self._mesh_changed)
+
+    def _mesh_changed(self, workload: Workload) -> None:
+        if self._timer is None:
+            wait_s = _SPREAD_S * (0.5 + self._pod.node.rng.random() / 2)
+            self._timer = self._pod.node.poller.loop.call_later(wait_s, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        if not self._runs:
+            self._runs = True
+            self._pod.tasks.run(self._pod.node.poller, self._open(), "open ahead")
+
+    async def _open(self) -> None:
+        node, pool = self._pod.node, self._pool
+        try:
+            for plan in self._plans.reachable():
+                certificate = node.certificates.current(plan.labels.identity)
+                if certificate is None or pool.statistics.idle >= self._most:
+                    return
+                key = plan.key(certificate)
+                if pool.has(key) or (plan.here is not None and plan.here in node.pods):
+                    continue
+                try:
+                    await pool.prepare(key)
+                except PoolClosed:
+                    return
+                except (HboneError, TproxyError, OSError) as error:
+                    # The first connection to it says so in its line.
+                    log.debug("not opened ahead target=%s error=%s", plan.target, error)
+        finally:
+            self._runs = False
+
+    def close(self) -> None:
+        """Dial no more; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
