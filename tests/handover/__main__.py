@@ -40,7 +40,7 @@ def shown(report: Report) -> list[str]:
     """Return the lines of a report."""
     lines = [
         f"{each.node}, {' to '.join(each.builds)}: ended after {each.took_s:.2f} s, "
-        f"{each.given} connections given, {each.stayed} stayed, "
+        f"{each.given} connections given, {each.stayed} stayed{f' ({each.why})' if each.why else ''}, "
         "pause p50 {:.1f}, p99 {:.1f}, longest {:.1f} ms, ".format(*each.pauses_ms)
         + f"{each.rss_kib[0] >> 10} MiB and {each.descriptors[0]} descriptors before, "
         f"{each.rss_kib[1] >> 10} MiB, {each.descriptors[1]} descriptors and {each.cpu_s:.1f} s of CPU after"

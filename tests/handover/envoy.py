@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from tests.handover.generations import Replacement, Report, cpu_s, descriptors, drained, rss_kib
+from tests.handover.generations import Replacement, Report, cpu_s, descriptors, drained, reasons, rss_kib
 from tests.handover.traffic import KINDS, PORT, client, serving, short_connections
 from tests.hbone.certificates import Authority
 from tests.ports import free_port
@@ -282,6 +282,7 @@ async def measured(node: Node) -> Replacement:
         descriptors=(before[1], descriptors(new.pid)),
         cpu_s=cpu_s(new.pid),
         builds=("one", "one"),
+        why=reasons(given[0]),
     )
 
 

@@ -31,6 +31,7 @@ class Replacement:
     Attributes:
         took_s: how long that was.
         given, stayed: connections, by the old process's line.
+        why: reasons of those that stayed, by the same.
         pauses_ms: median, 99th percentile and longest pause of a unit, by the same.
         rss_kib, descriptors: of the old process before, and of the new one after.
         cpu_s: that the new process has used by then.
@@ -46,6 +47,7 @@ class Replacement:
     descriptors: tuple[int, int]
     cpu_s: float
     builds: tuple[str, str]
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -122,7 +124,14 @@ async def measured(mesh: AmbientMesh, node: str, **env: str) -> Replacement:
         descriptors=(before_count, descriptors(pid)),
         cpu_s=cpu_s(pid),
         builds=(build_before, _build(mesh.proxies[node])),
+        why=reasons(text),
     )
+
+
+def reasons(line: str) -> str:
+    """Return why connections stayed, by the line of a process that has given the others."""
+    found = re.search(r"stayed=\d+ \((.*?)\)", line)
+    return found[1] if found is not None else ""
 
 
 async def run(

@@ -144,14 +144,17 @@ class Giver:
                 future.set_exception(TakerGone())
                 future.exception()
 
-    async def give(self, until_s: float) -> Result:
-        """Offer everything that can move, again and again until nothing is left or ``until_s`` of the loop's time.
+    async def give(self, again_s: float) -> Result:
+        """Offer everything that can move once, then the rest again and again for ``again_s``.
+
+        The time begins after the first walk, which takes longer with many connections.
 
         Returns:
             What was given, and what stays after the last walk.
         """
         loop, result = asyncio.get_running_loop(), Result()
         declined: set[int] = set()
+        until_s: float | None = None
         while True:
             result.stays.clear()
             units, others = self._survey()
@@ -175,6 +178,8 @@ class Giver:
                     if reason.startswith("declined"):
                         declined.add(unit.key)
                 await asyncio.sleep(0)
+            if until_s is None:
+                until_s = loop.time() + again_s
             if self.gone or not result.left or loop.time() >= until_s:
                 return result
             await asyncio.sleep(_AGAIN_S)

@@ -46,7 +46,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The time to give what can move before the rest is asked to leave.
+#: How long what cannot move at once is offered again before it is asked to leave.
 GIVE_S: Final = 2.0
 _GREETING_S: Final = 5.0
 #: Until a busy predecessor is asked again.
@@ -329,11 +329,11 @@ class Handover:
             giver.answered(message)
 
     async def give(self, seconds: float = GIVE_S) -> Result | None:
-        """Give the open connections to the successor, if one waits; return what came of it."""
+        """Give the open connections to the successor, if one waits; see :meth:`Giver.give`."""
         giver = self._giver
         if giver is None or giver.gone:
             return None
-        result = await giver.give(asyncio.get_running_loop().time() + seconds)
+        result = await giver.give(seconds)
         self._note(giver, result)
         with contextlib.suppress(OSError):
             await giver.finish(result)

@@ -43,6 +43,7 @@ from ztunnel.proxy.envoy.path.internal import takes_internal
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, TunnelRules, tunnel_route
 from ztunnel.proxy.envoy.path.tunnel_server import Served, TunnelServer
+from ztunnel.proxy.envoy.stream.outcome import NOT_SERVED
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
@@ -312,7 +313,7 @@ class Pending:
 
     def start(self) -> None:
         """Continue the unit: it belongs to this process from now on."""
-        unit, parts = self._unit, self._parts
+        unit = self._unit
         life = self._register_accepted()
         # Registered before they are judged: what a review finds, and what ends until then, is accounted for.
         lives = [self._register(hops, ends) for hops, ends in zip(self._hops, unit.ends, strict=True)]
@@ -328,9 +329,21 @@ class Pending:
         for first in lives:
             upstream = first.upstream
             for hop in (first, *(upstream.hops if upstream is not None else ())):
-                _judge(parts.connections, hop)
+                self._judge(hop)
         if life is not None:
-            _judge(parts.connections, life)
+            self._judge(life)
+
+    def _judge(self, life: LiveHop) -> None:
+        """Judge a hop by what is current now. The listener can have been removed since the unit was made."""
+        connections = self._parts.connections
+        if life.state is State.CLOSED:
+            return
+        if self._parts.listeners.get(life.info.listener) is not life.owner.latest:
+            life.end(NOT_SERVED)
+        elif isinstance(life, LiveConnection):
+            connections.judge(life)
+        else:
+            connections.hops.judge(life)
 
     # The tunnel connection
 
@@ -358,6 +371,10 @@ class Pending:
             parts.connector.adopt(
                 connection, cluster, key, tunnels, idle_s=self._carrier.idle_s, age_s=self._carrier.age_s
             )
+            if parts.clusters.get(cluster.model.name) is not cluster:  # replaced since the unit was made
+                pool = parts.connector.retire(cluster)
+                if pool is not None:
+                    pool.drain()
 
     # A relay
 
@@ -451,12 +468,3 @@ async def _then_close(life: LiveConnection, work: Coroutine[Any, Any, None]) -> 
         await work
     finally:
         life.close()
-
-
-def _judge(connections: Connections, life: LiveHop) -> None:
-    if life.state is State.CLOSED:
-        return
-    if isinstance(life, LiveConnection):
-        connections.judge(life)
-    else:
-        connections.hops.judge(life)

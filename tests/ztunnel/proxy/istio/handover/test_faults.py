@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from hbone.aio.handover import UnitState
-from tests.ztunnel.proxy.istio.handover.generations import SERVER, Generations, echoed, play
+from tests.ztunnel.proxy.istio.handover.generations import REMOTE_HOST, SERVER, Generations, echoed, play
 from tests.ztunnel.proxy.istio.pods import APP_PORT, End
 from xds.model.address import SocketAddress
 from xds.model.calico import Flow
@@ -151,6 +151,42 @@ def test_a_successor_that_does_not_answer_costs_its_time_and_nothing_else(tmp_pa
             # Else it could keep descriptors of the connection open for ever.
             assert await taker.hear() is None
         await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_what_cannot_move_at_once_is_offered_again_after_a_long_first_walk(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        peer = made.old.peer("far", REMOTE_HOST)
+        answer, gate = peer.answer, asyncio.Event()
+
+        async def late(request: object) -> None:
+            await gate.wait()
+            await answer(request)  # type: ignore[arg-type]
+
+        peer.answer = late
+        held = await plain(made), await plain(made)
+        opening = made.old.dial(f"{REMOTE_HOST}:{APP_PORT}")
+        await made.old.until(lambda: peer.requests)
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            task = giving(made, 2.0)
+            for _ in held:
+                offer = await taker.hear()
+                assert isinstance(offer, Offer)
+                await asyncio.sleep(1.5)
+                await taker.say(Declined(offer.number, "later"))
+                assert await taker.hear() == Keep(offer.number)
+            gate.set()
+            offer = await taker.hear()
+            assert isinstance(offer, Offer)
+            assert offer.carrier is not None
+            await taker.say(Declined(offer.number, "later"))
+            result = await task
+            assert result is not None
+            assert result.given == 0
+        for end in (*held, opening):
+            end.eof()
 
     play(tmp_path, body)
 
