@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 #: Accepts per event and listener, so that a storm on one does not starve the other sockets.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: The time for another process to accept a connection first. A guess between an idle process's need, a tenth of
-#: it, and a delay that clients would notice.
+#: The time for another process to accept a connection first. A guess between the need of an idle process, a tenth
+#: of this, and a delay that clients would notice.
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
 #: Errors of the connection that accept(2) would have returned: "already-pending network errors" in its manual, and
 #: those of a firewall or security module that forbids it. The next connection can be accepted. The epoll is
-#: edge-triggered, so if the loop ended here, that connection would wait until another one arrives.
+#: edge-triggered, so if the loop ended here, that connection would wait until the next one arrives.
 _PENDING_ERRORS = (
     errno.EPERM,
     errno.EACCES,
@@ -114,9 +114,9 @@ class ListeningSocket:
 
     def on_event(self, mask: int) -> None:
         """Accept connections; see :class:`hbone.aio.poller.Handler`."""
-        # A shared socket wakes every process that waits for it. A process that is not next waits briefly, and then
-        # accepts the connections that are still queued, because a busy or stopped process must not delay
-        # connections for longer.
+        # A shared socket wakes every waiting process. A process out of turn waits briefly, and then accepts the
+        # connections that are still queued, because a busy or stopped process must not delay connections for
+        # longer.
         if not (mask & READABLE or not mask):
             return
         if self._paused:
@@ -212,7 +212,7 @@ async def hand_over(listening: Sequence[ListeningSocket]) -> None:
     New connections are directed to a successor, if there is one. Those in the queues are accepted here.
     """
     # The kernel chooses the socket when the SYN arrives, and queues the connection there when its handshake ends.
-    # So handshakes that started before the change still arrive in this queue shortly after it, and closing would
+    # So handshakes that started before the change still arrive in this queue shortly afterwards, and closing would
     # reset them.
     shared = [each.leave_to_successor() for each in listening]
     if any(shared):

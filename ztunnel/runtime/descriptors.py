@@ -1,7 +1,7 @@
-"""Shares of the process's descriptors: a pod that uses most of them stops accepting before they run out.
+"""Shares of the process's descriptors: a pod that uses most descriptors stops accepting before they run out.
 
 A part of the descriptors is reserved. Below it, every pod accepts. Within its first half, pods with less than an
-equal share accept; the others wait, and their clients wait in the accept queue. The second half is for dials of
+equal share accept; other pods wait, and their clients wait in the accept queue. The second half is for dials of
 established connections, readiness, metrics and the control plane.
 """
 
@@ -35,7 +35,7 @@ def raise_limit() -> None:
 
     Called before the process starts its first thread. The table doubles with the first descriptor that does not
     fit: the 65th, the 257th, the 513th and so on. In a process with threads, the system call then waits for 5 to
-    15 ms until no processor uses the old table, and all pods wait with it.
+    15 ms until no processor uses the old table, and all pods wait meanwhile.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

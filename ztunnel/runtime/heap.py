@@ -17,8 +17,8 @@ from hbone.aio.poller import Poller
 _CALM_S: Final = 2.0
 #: The time between two checks whether load has dropped. A guess.
 _CHECK_S: Final = 5.0
-#: Load has dropped if this part of a peak of at least this many sockets is closed. A smaller peak leaves too
-#: little memory.
+#: Load has dropped if this fraction of the peak is closed, and the peak had at least this many sockets. A smaller
+#: peak leaves too little memory.
 _MANY: Final = 32
 _GONE: Final = 0.75
 #: Up to this number of open sockets a full collection takes about 3 ms. It finds no garbage (see :func:`settle`),
@@ -31,8 +31,8 @@ _SHARE: Final = 0.001
 def expect_growth() -> None:
     """Make the garbage collector run rarely; called before the first configuration is read.
 
-    A big mesh creates millions of permanent objects. By default the collector traverses all of them whenever their
-    number has grown by a quarter.
+    A big mesh creates millions of permanent objects. By default the collector traverses every object whenever the
+    number of objects has grown by a quarter.
     """
     gc.set_threshold(100_000, 50, 1000)
 

@@ -2,8 +2,8 @@
 
     python -I -S holder.py PROGRAM ARG...
 
-It is a program of its own and imports nothing but modules of the interpreter in C, so that it takes 4 MiB beside
-the pages that it shares with the proxy. The protocol of the channel is in :mod:`tproxy.aio.held_sockets`.
+It is a program of its own and imports only the interpreter's modules in C, so it takes 4 MiB beside the pages
+shared with the proxy. The protocol of the channel is in :mod:`tproxy.aio.held_sockets`.
 
 When the proxy ends, so does the holder, or it starts the proxy again:
 
@@ -107,7 +107,7 @@ class Holder:
                 pass
 
     def _receive(self, channel: _Channel) -> bool:
-        """Handle the packets that are there; return whether the other end is open."""
+        """Handle the queued packets; return whether the other end is open."""
         while True:
             packet, numbers = channel.receive()
             if packet is None:
@@ -218,7 +218,7 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # As many sockets as the proxy may have.
+    # The limit of the proxy's sockets.
     _, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_most, _most))
     sys.exit(Holder(sys.argv[1:]).run())

@@ -1,6 +1,6 @@
 """Facts of this node's kernel and of this process, for ``/check``: what ``ztunnel check`` judges. Reads only.
 
-Files of the network are those of this process's network namespace. A value that cannot be read is ``None``.
+Network files describe this process's network namespace. A value that cannot be read is ``None``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ztunnel.runtime.memory import memory_limit_bytes
 
 _PROC: Final = Path("/proc")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-#: Devices that are listed at most; a node has one per pod.
+#: The most devices that are listed. A node has one per pod.
 _MOST_DEVICES: Final = 512
 
 
@@ -62,7 +62,7 @@ def process_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any
 
 
 def _throttling(proc: Path, cgroups: Path) -> dict[str, int | None]:
-    """Return the periods of the CPU limit of this process's control group, and how many of them were throttled."""
+    """Return the periods of this cgroup's CPU limit, and the number of throttled periods."""
     path = next((line.split("::", 1)[1] for line in _lines(proc / "self/cgroup") if "::" in line), "/")
     for folder in (cgroups / path.strip("/"), cgroups):
         found = dict(line.split() for line in _lines(folder / "cpu.stat") if len(line.split()) == 2)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 class Latch:
     """A flag that is set once and never cleared.
 
-    A mesh has two of these per cluster, most of them without waiters. :class:`asyncio.Event` takes 700 bytes,
+    A mesh has two latches per cluster, mostly without waiters. :class:`asyncio.Event` takes 700 bytes,
     mainly for its queue. This class stores the current waiters only.
     """
 

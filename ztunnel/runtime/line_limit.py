@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hbone.flow import Budget
 from ztunnel.runtime.clock import Clock
 
-#: Burst and rate per second. A person reads the first few lines; the count replaces the others.
+#: Burst and rate per second. A person reads the first few lines; the count replaces the rest.
 BURST = 50
 RATE = 5.0
 

@@ -1,6 +1,6 @@
 """Has new connections wait while the log is written too slowly, for a limited time. Pure.
 
-Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy that must not lose lines stops
+Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy configured to lose no lines stops
 accepting at half of that, and clients wait in the accept queue. A blocked log must not stop the node, so after a
 time limit connections are accepted and lines are dropped, until the log has caught up.
 """

@@ -14,7 +14,7 @@ _LEAST_WAITING: Final = 16 * 1024 * 1024
 
 
 def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
-    """Return the smallest of the limits of this process's cgroup and of its parents, and the machine's memory.
+    """Return the smallest memory limit: of this process's cgroup, of its parents, or the machine's memory.
 
     Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``). An unreadable file is no limit.
     """
@@ -38,7 +38,7 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
 
 
 def waiting_bytes(limit: int) -> tuple[int, int]:
-    """Return how many bytes can wait for applications in a process of ``limit`` bytes, and in one pod of it."""
+    """Return how many bytes can wait for applications in a process of ``limit`` bytes, and in one pod."""
     in_all = max(_LEAST_WAITING, limit // _WAITING)
     return in_all, max(_LEAST_WAITING // 2, in_all // _WAITING_OF_POD)
 

@@ -1,4 +1,4 @@
-"""What a process says to the kernel of itself, and how it starts its successor."""
+"""The process's name and settings in the kernel, and the start of its successor."""
 
 import ctypes
 import errno
@@ -47,11 +47,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) -> Mapping[str, str]:
-    """Put a holder of listening sockets above this process if that is wanted; returns in the process that serves.
+    """Put a holder of listening sockets above this process if configured; returns in the process that serves.
 
     Args:
         environment: of this process.
-        wanted: by a flag; ``ZTUNNEL_HOLD_SOCKETS`` says it as well.
+        wanted: requested by a flag; ``ZTUNNEL_HOLD_SOCKETS`` requests it, too.
         serves: this process is to serve, and not only to check its configuration.
 
     Returns:
@@ -110,8 +110,8 @@ def start_successor(earlier: int | None, *, moves: bool) -> int | None:
     """Start a successor of this proxy in place, which takes over when it is ready; the answer to SIGUSR2.
 
     Args:
-        earlier: what the last call has returned; ``None`` before the first.
-        moves: whether open connections can move. Without that nothing is started.
+        earlier: the result of the last call, ``None`` before the first.
+        moves: whether open connections can move. Without that no successor is started.
 
     Returns:
         The process id of the successor, or ``earlier`` if none was started. The log has the reason.

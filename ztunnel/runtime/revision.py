@@ -12,7 +12,7 @@ _DIRTY: Final = "-dirty"
 
 
 class Revision(NamedTuple):
-    """A commit, and how the tree differed from it.
+    """A commit, and whether the tree had uncommitted changes.
 
     Attributes:
         commit: its name; ``unknown`` without a record or a repository.
@@ -30,7 +30,8 @@ def revision() -> Revision:
 
 
 def revision_of(package: Path) -> Revision:
-    """Return the revision of a package in a folder: the recorded one, or that of the checkout that contains it."""
+    """Return the revision of a package in a folder: the recorded one, or the revision of the surrounding
+    checkout."""
     recorded = _text(package / RECORD)
     if recorded:
         return Revision(recorded.removesuffix(_DIRTY), "Modified" if recorded.endswith(_DIRTY) else "Clean")

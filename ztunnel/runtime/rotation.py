@@ -1,7 +1,7 @@
 """The signals of log rotation: SIGUSR1 reopens log files, and SIGHUP has no effect.
 
 Envoy's logrotate recipes send SIGUSR1 after a rename, and daemons get SIGHUP when their terminal or session ends.
-Without a handler either signal ends the process, and with it every connection of the node.
+Without a handler either signal ends the process and every connection of the node.
 """
 
 import asyncio

@@ -25,10 +25,10 @@ _owners: Final[weakref.WeakSet["Tasks"]] = weakref.WeakSet()
 class Tasks:
     """The tasks and fibers of one object, which closes them when it ends.
 
-    A task that fails is a bug of ours: it is logged with its traceback, and the others continue. Tasks that the
+    A task that fails is a bug of ours: it is logged with its traceback, and other tasks continue. Tasks that the
     process needs for its whole life, such as a connection to the control plane or an accept loop, are started by
     :meth:`keep`, and restarted after a failure. Each task reaches its first await before it can be cancelled, so
-    that its ``finally`` releases the resources passed to it.
+    that its ``finally`` releases its resources.
     """
 
     def __init__(self, owner: str) -> None:

@@ -34,7 +34,7 @@ STALL_S: Final = 1.0
 MISS_S: Final = 0.2
 #: The innermost frames of the stack that the report has.
 _FRAMES: Final = 25
-#: The part of a delay of the thread during which the process must have used a processor in order to count as
+#: The fraction of the thread's delay during which the process must have used a processor in order to count as
 #: running.
 _RAN: Final = 0.5
 

@@ -2,7 +2,7 @@
 istio-cni.
 
 It speaks istio-cni's ZDS, so any ztunnel can serve its pods. To follow a pod of a cluster, read ``enrolment.py``
-(the wanted state and the next step), ``enroller.py`` (takes the steps), ``node.py`` (rules, and messages to the
+(the desired state and the next step), ``enroller.py`` (takes the steps), ``node.py`` (rules, and messages to the
 proxy), ``auditor.py`` (verifies the result).
 """
 

@@ -72,7 +72,7 @@ class Audited:
         compared: whether its namespace was examined. Otherwise rules and listeners are unknown.
         asked: whether a proxy of the node has answered.
         findings: all faults.
-        fault: of the agent's last step for it. Empty without a fault.
+        fault: the fault of the agent's last step. Empty without a fault.
     """
 
     pod: Pod
@@ -141,7 +141,7 @@ def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Fi
 def repaired(before: Audited, now: Audited | None) -> list[Finding]:
     """Return the findings of a pod that a repair has put right, by what the pod is now.
 
-    A finding does not count as repaired if it is only replaced by another one, if its pod was deleted, or if the
+    A finding does not count as repaired if another finding replaced it, if its pod was deleted, or if the
     agent does not write the faulty part itself.
     """
     if now is None:
@@ -159,9 +159,7 @@ def repaired(before: Audited, now: Audited | None) -> list[Finding]:
 
 
 def counted(audited: Iterable[Audited]) -> Counter[str]:
-    """Return how many pods have each kind of finding. Every kind has a number, so that a gauge
-    covers all of them.
-    """
+    """Return how many pods have each kind of finding. Every kind has a number, so that a gauge covers all kinds."""
     found = Counter(dict.fromkeys(CHECK_OF, 0))
     for each in audited:
         found.update(finding.reason for finding in each.findings)

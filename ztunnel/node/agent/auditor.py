@@ -84,7 +84,7 @@ class Auditor:
         self._said: dict[PodUid, frozenset[Finding]] = {}
         self._turn = asyncio.Lock()
         self._asked = 0
-        #: Known obstacles to kubelet's probes; empty without any.
+        #: Known obstacles to kubelet's probes.
         self.hint = ""
         self.audited: dict[PodUid, Audited] = {}
         self.findings: dict[PodUid, frozenset[Finding]] = {}

@@ -1,4 +1,4 @@
-"""Runs the agent of a node of a Kubernetes cluster: ``ztunnel agent --kube``."""
+"""Runs the agent on a Kubernetes node: ``ztunnel agent --kube``."""
 
 import argparse
 import asyncio
@@ -84,7 +84,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):
             if installation is not None:
-                # First, so that no sandbox waits for an agent that has ended.
+                # First, so that no sandbox waits for a stopped agent.
                 log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
             await enroller.withdraw(_WITHDRAW_S)
 

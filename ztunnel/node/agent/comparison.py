@@ -1,8 +1,8 @@
 """Compares a pod that is in the mesh with what its namespace, its proxy and the control plane show. Pure.
 
 An annotation ``enabled`` is a promise: peers send tunnels. This module names every silent violation (a proxy
-without its listeners, a control plane that does not know the pod or treats it as one outside the mesh, a
-certificate that is not issued, a second agent's rules) in words for the owner of the pod.
+without its listeners, a control plane without the pod, or with the pod outside the mesh, a missing certificate, a
+second agent's rules) in words for the owner of the pod.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,8 +1,8 @@
 """Tells a stopped agent whether a successor follows (an upgrade) or the mesh on this node ends.
 
 A kubelet sends the same SIGTERM for both. The agent's own DaemonSet distinguishes them: if it exists, is not being
-deleted and still selects this node, a successor starts. Then pods stay as they are, and new ones wait for it.
-Otherwise pods must leave the mesh now, or they would stay redirected to a proxy that never starts.
+deleted and still selects this node, a successor starts. Then pods stay as they are, and new pods wait for the
+successor. Otherwise pods must leave the mesh now, or they would stay redirected to a proxy that never starts.
 """
 
 import logging

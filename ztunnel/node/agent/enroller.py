@@ -1,4 +1,4 @@
-"""Enrols the pods of a Kubernetes API server, and records there which of them are in the mesh.
+"""Enrols the pods of a Kubernetes API server, and records there which pods are in the mesh.
 
 ``enrolment.py`` decides. This module calls it after every change, and takes the returned step, one at a time per
 pod, until there is none left. Failures are retried with back-off, from the situation at that time.
@@ -235,7 +235,7 @@ class Enroller:
         return sum(entry.running for entry in self._entries.values())
 
     def recheck(self) -> None:
-        """Compare every pod once more with the wanted state. Repairs run in the background."""
+        """Compare every pod once more with the desired state. Repairs run in the background."""
         for uid in {*self._entries, *self.agent.left_over}:
             self._touch(uid)
 

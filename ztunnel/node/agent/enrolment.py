@@ -4,9 +4,9 @@ A label states the intent, an annotation the status: ``istio.io/dataplane-mode``
 the mesh, and the agent writes ``ambient.istio.io/redirection`` once the pod is enrolled. Control planes send
 tunnels to a pod only while that annotation is ``enabled``. Labels, annotations and their meaning are istio-cni's.
 
-:func:`decide` returns whether a pod is wanted. :func:`step` compares that with the annotation and with the node
-agent's state, and returns one action. It is repeated until there is none, and then the three agree. Both are
-stateless, so a restarted agent, a rebooted node, and an annotation changed by a person are the same case.
+:func:`decide` returns whether a pod belongs to the mesh. :func:`step` compares that with the annotation and with
+the node agent's state, and returns one action. It is repeated until there is none, and then the three agree. Both
+are stateless, so a restarted agent, a rebooted node, and an annotation changed by a person are the same case.
 """
 
 from collections.abc import Collection, Mapping
@@ -161,7 +161,7 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
 
     Args:
         pod: the pod.
-        namespace: the labels of its namespace. None if they are unknown, which requests nothing.
+        namespace: the labels of its namespace. None if they are unknown, which requests no change.
         settings: the configuration.
     """
     mode = pod.labels.get(MODE)
@@ -242,7 +242,7 @@ class Situation:
         annotation: in the API. None also for a deleted pod.
         phase: with the node agent. None if the agent has no known rules in the pod.
         left_over: an earlier agent put rules into it, which this one has not seen.
-        current: its rules are those of its annotations, in its present namespace.
+        current: its rules match its annotations, in its present namespace.
         failing: enrolment has failed more than once, and no rule redirects to a proxy.
     """
 

@@ -36,7 +36,7 @@ from tproxy.wire import read_text
 from ztunnel.node.agent.description import PodDescription
 
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
-#: Tables of nftables with these names are those of ``iptables-nft``.
+#: nftables tables with these names belong to ``iptables-nft``.
 _IPTABLES = {"raw", "mangle", "nat", "filter", "security"}
 # States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
@@ -126,7 +126,7 @@ def try_rules() -> None:
     """Apply the rules of a pod in a network namespace that exists only for this trial.
 
     Raises:
-        TproxyError: what the kernel refused.
+        TproxyError: the kernel refused an operation.
     """
     with Netns.create() as trial:
         with NetlinkSocket(NETLINK_ROUTE, trial) as route:
@@ -171,7 +171,7 @@ def _apply_to_node(wanted: State) -> None:
 
 
 def addresses(netns: Netns) -> tuple[IpAddress, ...]:
-    """Return the pod's addresses as seen by others: those of all its devices except ``lo``.
+    """Return the pod's addresses as seen by others: the addresses of all its devices except ``lo``.
 
     Raises:
         TproxyError: the kernel refused to list them.

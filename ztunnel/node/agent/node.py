@@ -9,8 +9,8 @@ through the proxy get the grace period. The proxies are notified, and abort the 
 rules are removed. Notifying the proxies first would abort the connections that the grace period protects.
 
 When the agent ends, rules stay, because a successor usually starts soon. Meanwhile proxies keep their pods. The
-successor's snapshot asks them to keep every recorded pod that it has not examined yet, because a proxy ends the
-pods that a snapshot lacks.
+successor's snapshot asks them to keep every recorded pod not yet examined, because a proxy ends the pods that a
+snapshot lacks.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class NodeAgent:
         remove_on_exit: release all pods when the agent ends.
         probe_user: numeric user of the node's kubelet, whose probes bypass the proxy. None if there is no kubelet.
         on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
-        is_still: returns whether a description still names the namespace in which it was enrolled. If not, the pod
+        is_still: returns whether a description still names the namespace of its enrolment. If not, the pod
             is released. By default the name is looked up again.
         held: proxies get no snapshot before :meth:`expect`.
 
@@ -134,7 +134,7 @@ class NodeAgent:
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
         self._probes_wanted = self._probes_applied = 0
-        #: Why kubelet's probes are captured. Empty if the node's table for them is in place, or not wanted.
+        #: Why kubelet's probes are captured. Empty if the node's table for probes is in place, or not configured.
         self.probes_fault = ""
         self._on_change = on_change
         self._is_still = is_still or _is_still
@@ -166,7 +166,7 @@ class NodeAgent:
 
     @property
     def left_over(self) -> Mapping[PodUid, Enrolled]:
-        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor released."""
+        """Pods enrolled by an earlier agent, and neither enrolled nor released by this one."""
         return {uid: self._recorded[uid] for uid in self._unseen}
 
     async def __aenter__(self) -> Self:
@@ -195,8 +195,8 @@ class NodeAgent:
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` in the thread; returns, or raises CancelledError, only once it has finished.
 
-        Callers close namespaces afterwards. After an early return the thread would use a closed descriptor, or one
-        that the kernel has reused for another file.
+        Callers close namespaces afterwards. After an early return the thread would use a descriptor that is
+        closed, or reused for another file.
         """
         working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
         cancelled: asyncio.CancelledError | None = None
@@ -357,7 +357,7 @@ class NodeAgent:
 
     @property
     def expected(self) -> frozenset[PodUid]:
-        """Pods that another agent enrolled by its rules, and that this one has neither enrolled nor released."""
+        """Pods enrolled by another agent's rules, and neither enrolled nor released by this one."""
         return frozenset(self._expected)
 
     def expect(self, uids: Iterable[PodUid]) -> None:
@@ -400,7 +400,7 @@ class NodeAgent:
                 await self._leave(pod, wait_s)
 
     async def _leave(self, pod: _Pod, grace_s: float) -> None:
-        """Release a pod, unless it is wanted again while it drains. Then it is pending."""
+        """Release a pod, unless it is requested again while it drains. Then it is pending."""
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
         pod.recalled = False
@@ -454,7 +454,8 @@ class NodeAgent:
                 self.probes_fault = ""
 
     async def _ended(self, pod: _Pod) -> None:
-        """Wait until the pod has no connection through the proxy, its deadline is over, or it is wanted again."""
+        """Wait until the pod has no connection through the proxy, its deadline is over, or it is requested
+        again."""
         loop = asyncio.get_running_loop()
         waits = Backoff(_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S)
         while not pod.recalled:
@@ -477,7 +478,7 @@ class NodeAgent:
         async with self._lock(uid):
             enrolled = self._recorded.get(uid)
             if uid in self._expected:
-                # Its rules are those of another agent, except for the changes of a failed enrolment.
+                # Its rules belong to another agent, except for the changes of a failed enrolment.
                 self._expected.discard(uid)
                 await self._server.delete(uid)
                 self._recorded.pop(uid, None)
@@ -583,7 +584,7 @@ class NodeAgent:
             self._tasks.start(self._steered(uid), f"steer {uid}")
 
     async def _steered(self, uid: PodUid) -> None:
-        """Bring one pod to its wanted state, which can change meanwhile. Failures are retried with back-off."""
+        """Bring one pod to its desired state, which can change meanwhile. Failures are retried with back-off."""
         waits = Backoff(_FIRST_WAIT_S)
         logged = ""
         try:

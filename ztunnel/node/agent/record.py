@@ -1,5 +1,4 @@
-"""The file that records pods with our rules, so that the next agent finds pods that were deleted while no agent
-ran.
+"""The file that records pods with our rules. In it the next agent finds pods that were deleted while no agent ran.
 
 It lies beside the agent's socket below /run. A reboot deletes it together with the rules.
 """

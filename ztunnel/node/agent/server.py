@@ -5,7 +5,7 @@ to the last one; requests to different proxies do not wait for each other. Durin
 connected: new pods are announced to the newer one, removals to both.
 
 Answers have no number. An answer that arrives after its request timed out must not be taken for the answer to the
-next request, as in istio-cni. So timed-out requests are counted, and as many answers are skipped.
+next request, as in istio-cni. So timed-out requests are counted, and the same number of answers is skipped.
 """
 
 import asyncio
@@ -216,7 +216,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # The callback closes the channel whatever the task's result.
+        # The callback closes the channel with any result of the task.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:
@@ -231,7 +231,7 @@ class ZdsServer:
             log.warning("not a ztunnel error=%s", plain_reason(error) or "no hello")
             return
         connection = _Connection(channel)
-        # The snapshot takes the lock before the connection is listed, so that changes queue up behind it.
+        # The snapshot takes the lock before the connection is listed, so that changes wait for its end.
         await connection.turn.acquire()
         self._connections.append(connection)
         log.info("ztunnel connected ztunnels=%d", len(self._connections))
@@ -249,7 +249,7 @@ class ZdsServer:
             connection.end()
             channel.shut_down()
             sending.cancel()
-            # The lock is fair: requests that already wait for it get it first, and fail with ProxyGone.
+            # The lock is fair: requests already waiting get the lock first, and fail with ProxyGone.
             async with connection.turn:
                 pass
 

@@ -81,7 +81,7 @@ async def audit(auditor: Auditor, request: PageRequest) -> Page:
 async def check(
     request: PageRequest, enroller: Enroller, auditor: Auditor, installation: Installation | None
 ) -> Page:
-    """Return facts of the node for ``ztunnel check``; those of the kernel are the host's.
+    """Return facts of the node for ``ztunnel check``. Kernel facts are the host's.
 
     ``rulesRefused`` is what the kernel refused of a pod's rules, empty if it takes all.
     """
@@ -113,7 +113,7 @@ def unready(enroller: Enroller, informer: Informer) -> str:
 
 
 def pods(enroller: Enroller, auditor: Auditor) -> dict[str, dict[str, Any]]:
-    """Return each pod of the node: whether it is wanted and why, its annotation, and its state."""
+    """Return each pod of the node: whether it belongs to the mesh and why, its annotation, and its state."""
     found = {}
     for uid, (pod, decision, fault) in sorted(enroller.pods().items()):
         held = enroller.agent.pod(uid)

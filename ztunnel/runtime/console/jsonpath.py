@@ -1,8 +1,8 @@
 """The part of kubectl's JSONPath templates that its users write. Pure.
 
 A template is text with expressions in braces: ``{.items[*].name}``, ``{.items[0]['last-seen']}``, ``{..name}``,
-``{.items[?(@.state=="Up")].pod}``, ``{range .items[*]}{.name}{"\\n"}{end}``. A key that a value lacks yields
-nothing, as with kubectl's ``--allow-missing-template-keys``, which is its default.
+``{.items[?(@.state=="Up")].pod}``, ``{range .items[*]}{.name}{"\\n"}{end}``. A missing key yields no value, as
+with kubectl's ``--allow-missing-template-keys``, which is its default.
 """
 
 from __future__ import annotations
@@ -189,5 +189,5 @@ def _number(text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as kubectl prints it: text without quotes, anything else as JSON."""
+    """Return a value as kubectl prints it: text without quotes, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -28,7 +28,7 @@ class LineFormatter(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows the message."""
+        """Return the line, and the traceback after the message."""
         time = f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
         level = _LEVELS.get(record.levelname, record.levelname.lower())
         scope = record.name.replace(".", "::")

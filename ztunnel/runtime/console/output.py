@@ -1,4 +1,4 @@
-"""The output of every command that reads: typed items of a kind, printed in the forms that kubectl has.
+"""The output of every reading command: typed items of a kind, printed in kubectl's forms.
 
 A command returns an :class:`Answer`. This module prints it as ``-o table|wide|json|yaml|name|jsonpath=...|
 custom-columns=...`` and returns the exit status: 0 fine, 1 the answer is bad, 2 a node or cluster did not answer.
@@ -96,11 +96,11 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[T]):
-    """What a command found.
+    """The result of a command.
 
     Attributes:
         kind: of the items.
-        items: in the order in which they are printed.
+        items: in the order of printing.
         silent: nodes that did not answer.
         across: several nodes were asked, and the table has a column NODE.
         bad: the exit status is 1.
@@ -140,12 +140,12 @@ class Format:
 
     @property
     def for_people(self) -> bool:
-        """Whether a table or text is wanted."""
+        """Whether the output is a table or text."""
         return self.form in ("table", "wide")
 
     @property
     def is_json(self) -> bool:
-        """Whether JSON is wanted."""
+        """Whether the output is JSON."""
         return self.form == "json"
 
 
@@ -358,7 +358,7 @@ def _of_column(value: Any) -> str:
 
 
 def rendered(value: Any, form: Format) -> Iterator[str]:
-    """Yield the lines of a value of JSON in one of the forms for programs."""
+    """Yield the lines of a JSON value in one of the forms for programs."""
     if form.form == "jsonpath":
         assert form.template is not None
         yield form.template.render(value)

@@ -39,8 +39,8 @@ _LEAST_WIDTH: Final = 20
 def print_table(rows: Iterable[Sequence[str]], *, heading: bool = True, out: TextIO | None = None) -> None:
     """Print a table. A pipe gets its lines in the form of :func:`aligned`.
 
-    Cells are folded between words if the terminal is too narrow. If that is not enough, each row is printed as
-    names and values below each other, so that addresses stay whole.
+    Cells are folded between words if the terminal is too narrow. If the width is still too small, each row is
+    printed as names and values below each other, so that addresses stay whole.
 
     Args:
         rows: the first one is the heading.

@@ -58,7 +58,8 @@ class ConfigReader:
         return self.mapping(loaded, "file", known)
 
     def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        """Return a mapping, or an empty one if it is missing. ``known`` lists its valid keys; None permits any."""
+        """Return a mapping, or an empty one if it is missing. ``known`` lists its valid keys. None permits any
+        key."""
         if value is None:
             return {}
         if not isinstance(value, Mapping):

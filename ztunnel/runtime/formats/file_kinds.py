@@ -28,7 +28,7 @@ class FileKind(Enum):
     OBJECTS = _Described("a file of Kubernetes objects", "kubectl apply -f")
 
 
-#: A key at the start of a line of YAML.
+#: A key at the start of a YAML line.
 _KEY = re.compile(r"^(?:- )?([A-Za-z_][\w.-]*|\"[\w.-]+\"):(?:\s|$)", re.MULTILINE)
 
 
@@ -55,8 +55,8 @@ def looks_like(text: str) -> FileKind | None:
 
 
 def belongs_elsewhere(text: str, wanted: FileKind) -> str:
-    """Return a sentence if a faulty file looks like another kind than the wanted one, otherwise the
-    empty string.
+    """Return a sentence if a faulty file looks like another kind than the expected one, otherwise the empty
+    string.
     """
     found = looks_like(text)
     if found is None or found is wanted:
@@ -65,8 +65,8 @@ def belongs_elsewhere(text: str, wanted: FileKind) -> str:
 
 
 def explained(faults: list[str], text: str, wanted: FileKind) -> list[str]:
-    """Return the faults of a file. If it looks like another kind, return only that, because it
-    causes all of them.
+    """Return the faults of a file. If it looks like another kind, return only that fault, because it causes the
+    rest.
     """
     elsewhere = belongs_elsewhere(text, wanted)
     return [f"file: {elsewhere}"] if elsewhere else faults

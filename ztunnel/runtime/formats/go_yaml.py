@@ -1,10 +1,10 @@
 """Reads and writes YAML like Kubernetes (``sigs.k8s.io/yaml``, which ``kubectl`` and the API server use). Pure.
 
-Values become those of JSON: mapping keys are text, ``yes`` and ``y`` are booleans, ``0644``, ``0o17``, ``0x1F``
+Values become JSON values: mapping keys are text, ``yes`` and ``y`` are booleans, ``0644``, ``0o17``, ``0x1F``
 and ``1_000`` are integers, ``08`` and ``1e3`` are numbers, and ``=``, ``10:00`` and dates are text. The writer
 quotes each string that this reader, or a reader of YAML 1.1 or 1.2, would read as another value.
 
-Three deviations, all of them refusals: a repeated key, values that JSON cannot express (``.inf``), and aliases
+Three deviations, all refusals: a repeated key, values that JSON cannot express (``.inf``), and aliases
 that contain themselves or multiply a document (:data:`~xds.proto.core_yaml.MOST_VALUES`).
 """
 
@@ -48,7 +48,7 @@ _BASES: Final = (("hex", 16), ("binary", 2), ("octal", 8), ("decimal", 10))
 _SEPARATOR: Final = re.compile(r"^(?:%[^\n]*\n)*---(?=[ \t\r\n]|\Z)", re.MULTILINE)
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
-#: More digits are out of range in any base, and Python refuses to convert thousands of them.
+#: More digits are out of range in any base, and Python refuses to convert thousands of digits.
 _MOST_DIGITS: Final = 400
 #: Integral numbers below this are written without an exponent in JSON by Go, so that integer fields take them.
 _EXPONENT_FROM: Final = 1e21
@@ -62,8 +62,8 @@ class Span:
 
     Attributes:
         start: index of its first character.
-        end: index after its last line. Following comments and blank lines are not part of it.
-        flow: it is written in brackets.
+        end: index after its last line. Following comments and blank lines are not included. flow: it is written in
+        brackets.
     """
 
     start: int
@@ -154,7 +154,7 @@ def load_each(text: str) -> list[Part]:
 
 
 def _chunks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the texts of the documents, each with the number of lines before it."""
+    """Yield the texts of the documents, each with the number of its first line, counted from 0."""
     starts = [0, *(match.start() for match in _SEPARATOR.finditer(text) if match.start())]
     lines = 0
     for start, end in itertools.pairwise((*starts, len(text))):
@@ -226,7 +226,7 @@ def load_json(text: str) -> list[tuple[object, int, int]] | None:
 
 
 def json_items(text: str, start: int, key: str) -> list[tuple[int, int]]:
-    """Return the positions of the elements of a list in a JSON object.
+    """Return the positions of a list's elements in a JSON object.
 
     Args:
         text: JSON.
@@ -265,7 +265,7 @@ def dump_all(values: Iterable[object]) -> str:
 
 
 def dump_json(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON that is also YAML: characters that YAML forbids are escaped.
+    """Return a value as JSON that is also YAML: it escapes the characters forbidden in YAML.
 
     Raises:
         ConfigError: it has a number that JSON cannot express.

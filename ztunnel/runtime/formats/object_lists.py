@@ -7,7 +7,7 @@ def items_of(document: Mapping[str, object]) -> Iterator[object] | None:
     """Return the items of a list, each with apiVersion and kind. None if the document is not a list.
 
     Items of a ``List`` have their own. Items of a typed list, such as a ``NetworkPolicyList`` printed by ``kubectl
-    get --raw``, have none and get those of the list.
+    get --raw``, have none and get the list's.
     """
     kind, items = document.get("kind"), document.get("items")
     if not isinstance(kind, str) or not kind.endswith("List") or not isinstance(items, list):

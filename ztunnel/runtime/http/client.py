@@ -29,7 +29,7 @@ async def ask(
 
     Args:
         send: takes the request.
-        read: returns at most so many bytes, none at the end of the connection.
+        read: returns at most the requested number of bytes, none at the end of the connection.
         headers: ``Host`` among them.
         most_bytes: the longest body. With 0 the body is not read.
 

@@ -84,7 +84,7 @@ def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -
 
     The library encodes whole registries, so each slice is encoded as a registry of one family. The lines that
     describe the family (HELP, TYPE, UNIT) are the encoding of a family without samples: they precede the first
-    slice and are cut from the others.
+    slice and are cut from later slices.
     """
     for family in families:
         described, samples = family.description, iter(family.samples)

@@ -65,13 +65,13 @@ class _Server(ABC):
 
     Args:
         name: name in logs: ``admin``, ``readiness``, ``metrics``.
-        pages: called in the event loop with each request. Returns the page, or an awaitable of it. It must not
-            block; pieces of the body are made later.
+        pages: called in the event loop with each request. Returns the page, or an awaitable with the page. It must
+            not block; pieces of the body are made later.
         clock: the clock for the ``date`` header.
         max_connections: the largest number of connections. Above it a connection of the address with the most
-            connections is closed, so that probes and scrapers are answered beside any number of slow clients: an
-            idle one, else one that follows an endless page, else one that sends its request slowly, else one that
-            reads its answer slowly, else one with a streamed body. The oldest of these is closed.
+            connections is closed, so that probes and scrapers are answered beside any number of slow clients. The
+            first found of these is closed: idle, following an endless page, slow to send its request, slow to read
+            its answer, with a streamed body. The oldest of these is closed.
         product: value of the ``server`` header.
 
     Attributes:
@@ -169,8 +169,8 @@ class PageServer(_Server):
 
     Args:
         address: address to bind; port 0 lets the kernel choose.
-        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
-        alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
+        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer process serves.
+        alone: with ``reuse_port``, fail if another socket is bound to the port, even if that socket shares it.
 
     Attributes:
         address: the bound address, with the real port once entered.
@@ -254,7 +254,7 @@ class LocalServer(_Server):
 
 
 class Stage(IntEnum):
-    """What a connection is doing. Closing a connection at a higher stage loses more."""
+    """The state of a connection. Closing a connection at a higher stage loses more."""
 
     IDLE = 0
     FOLLOWING = 1
@@ -444,7 +444,7 @@ class _Connection:
     async def _follow(self, repeated: Repeated) -> None:
         """Send pieces until the client leaves; the server's end cancels this.
 
-        A client that sends anything meanwhile is not a browser, and is treated as if it had closed.
+        A client that sends bytes meanwhile is not a browser, and is treated as if it had closed.
         """
         self.stage = Stage.FOLLOWING
         await self._drain()  # the head, before a piece that may take long

@@ -1,7 +1,7 @@
 """Puts our plugin into a network configuration of the host, and takes it out. Pure.
 
 A conflist names plugins in the order of their execution; ours is the last. A plain configuration of one plugin is
-wrapped into a list. Members written by others are kept unchanged.
+wrapped into a list. Members written by other programs stay unchanged.
 """
 
 import json
@@ -75,7 +75,7 @@ def _check_plugin(found: object, place: str) -> None:
 
 
 def origin(found: dict[str, Any]) -> str:
-    """Return the name of the plain file from which a list with our entry was made. Empty if it was
+    """Return the name of the plain file that a list with our entry was made from. Empty if it was
     a list before.
     """
     ours = [each for each in found["plugins"] if each.get("type") == TYPE]

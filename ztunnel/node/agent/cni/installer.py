@@ -3,9 +3,9 @@
 The network's own installer, or a second mesh, can rewrite the configuration at any time. The folder is watched by
 inotify, and differences are repaired. If two installers overwrite each other, the log names them, because they
 would do so for ever. In the owned mode our plugin is in a separate file, a copy of the network's with our entry,
-which sorts before it. That survives a reboot of the node, after which pods start before the agent.
+whose name sorts first. That survives a reboot of the node, after which pods start before the agent.
 
-A runtime takes the first file by name that it can load, of those that end in .conf, .conflist or .json. Only a
+A runtime takes the first loadable file by name, with the ending .conf, .conflist or .json. Only a
 list can have a second plugin, so a plain file NAME.conf becomes NAME.conflist. The network's installer can write
 the plain file again: beside a list of ours with its name, it is the network's newest configuration. After each
 check, "installed" means that the file chosen by a runtime has our plugin.
@@ -116,7 +116,7 @@ def install(wanted: Installation) -> list[str]:
 
 
 def taken_by_runtime(folder: Path) -> Path | None:
-    """Return the file of a folder that container runtimes use: the first by name that libcni can load."""
+    """Return the file in a folder for container runtimes to use: the first by name that libcni can load."""
     for path in _candidates(folder):
         try:
             read(read_text(path), listed=path.name.endswith(_LIST))

@@ -1,8 +1,8 @@
 """The CNI plugin that is copied to the host: announces each sandbox to the agent before a process starts in it.
 
 It is chained after the network's own plugin (CNI specification 1.0). It makes no changes itself: the agent enters
-the sandbox's namespace. If the agent does not answer 200, the sandbox fails, and the kubelet creates another one,
-so a pod of the mesh never starts outside of it. Pods of the excluded namespaces are not announced, so that the
+the sandbox's namespace. If the agent does not answer 200, the sandbox fails, and the kubelet creates a new one, so
+a pod of the mesh never starts outside the mesh. Pods of the excluded namespaces are not announced, so that the
 agent and its dependencies can start without it.
 
 Only the standard library, of Python 3.7 and later: this file runs on hosts, by itself, without this package.
