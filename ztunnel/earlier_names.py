@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-#: Present packages of an earlier one, in the order in which they are searched.
+#: Present packages of an earlier one, in the order of the search.
 _PACKAGES: Final = {
     "agent": ("node.agent",),
     "authz": ("policy.authz",),

@@ -1,9 +1,9 @@
 """From a mesh to what one node's proxy is sent: listeners, clusters, endpoints. Pure.
 
-The output is that of the ambient control plane of late 2022 (its names, order and structure), with three
-additions: servers are verified, clients must present a certificate, and sessions are not resumed, so that each
-connection does both. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It gets
-equivalent stock filters instead (``Flavour.STOCK_ENVOY``).
+The output equals the ambient control plane's of late 2022 (its names, order and structure), with three additions:
+servers are verified, clients must present a certificate, and sessions are not resumed, so that each connection
+does both. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It gets equivalent
+stock filters instead (``Flavour.STOCK_ENVOY``).
 """
 
 from collections.abc import Iterable, Iterator

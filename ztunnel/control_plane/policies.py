@@ -8,7 +8,7 @@ from ztunnel.policy.calico.resources import Pod, Resources
 
 
 def policy_resources(mesh: Mesh) -> Resources:
-    """Return the resources from which policies are compiled, of all nodes."""
+    """Return the resources of all nodes that policies are compiled from."""
     pods = {
         (pod.namespace, pod.name): Pod(
             namespace=pod.namespace,

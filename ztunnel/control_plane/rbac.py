@@ -20,8 +20,8 @@ def rbac_filters(mesh: Mesh, pod: Pod, waypoint: SpiffeId | None) -> list[Json]:
     Args:
         mesh: for its policies.
         pod: the destination.
-        waypoint: identity of the pod's waypoint, which enforces the policies of the workloads behind it: only the
-            waypoint is admitted there, and no DENY applies to it.
+        waypoint: identity of the pod's waypoint, which enforces the policies of its workloads. These admit only
+            the waypoint, and no DENY applies to the waypoint.
     """
     selected = [policy for policy in mesh.policies if policy.selects(pod)]
     filters = []

@@ -1,9 +1,8 @@
 """From a mesh to what Istio's node proxies are sent: workloads, services, authorization. Pure.
 
 Every node gets the same resources. Waypoints of the mesh file are translated to today's terms: a waypoint is a
-service without addresses, and the workloads behind it refer to it. As with Envoy, a waypoint enforces the policies
-of the workloads behind it: policies that allow admit only the waypoint there, and no policy that denies applies to
-it.
+service without addresses, and its workloads name it. As with Envoy, a waypoint enforces its workloads' policies.
+At a workload, allowing policies admit only the waypoint, and denying policies do not apply to the waypoint.
 """
 
 import ipaddress
@@ -210,7 +209,7 @@ def _reference(waypoint: Waypoint) -> wds.GatewayAddress:
     return wds.GatewayAddress(hostname=hostname, hbone_mtls_port=_HBONE_PORT)
 
 
-# The mesh file forbids two dots in a row, so these names never collide with those of policies in the file.
+# The mesh file forbids two dots in a row, so these names never collide with policies in the file.
 
 
 def _behind(policy: Policy, waypoint: Waypoint) -> str:

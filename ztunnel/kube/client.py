@@ -96,8 +96,8 @@ async def connect(
         kubeconfig: the file. None is the pod's service account if there is one, else $KUBECONFIG, else
             ~/.kube/config, in lightkube's order.
         context: a context of the file. None is its current one.
-        as_user: to impersonate. Empty for nobody.
-        limit_s: the time limit of a request; the default is 30 s.
+        as_user: to impersonate. Empty for anonymous requests. limit_s: the time limit of a request; the default is
+        30 s.
 
     Raises:
         BadKubeconfig: before any request, with one line that names the file.

@@ -1,8 +1,8 @@
 """Writes Events about objects, where ``kubectl describe`` shows them. Implements EventSink.
 
-An event is identified by object, reason and message. Repetitions before it was written are one event with a count,
-and later repetitions increase the count of the same Event, at most once a minute. All writes of a process share
-one rate. Events help people and decide nothing: an event that cannot be written is dropped, which is logged once.
+An event is identified by object, reason and message. Repetitions before the write are one event with a count, and
+later repetitions increase the count of the same Event, at most once a minute. All writes of a process share one
+rate. Events help people and have no effect: an event that cannot be written is dropped, which is logged once.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The number of different events that wait to be written, and that are remembered for their count. A guess at a
+#: The number of different events waiting to be written, and of events remembered for their count. A guess at a
 #: bad day.
 _MOST: Final = 1000
 #: The API's limit for a message (validateEventMessage).
 _MAX_MESSAGE: Final = 1024
-#: Events about cluster-scoped objects are in this namespace, like those of Kubernetes' controllers.
+#: Events about cluster-scoped objects are in this namespace, like the events of Kubernetes' controllers.
 _CLUSTER_NAMESPACE: Final = "default"
 
 _What: TypeAlias = tuple[ObjectKey, str, str]

@@ -50,16 +50,15 @@ class FileObjects:
     A document, or an item of a list, that is not recognisable as an object is left out alone and reported once. As
     it can be any object, objects that disappear in the same reading keep their last good form until it is
     repaired. The other documents and files apply at once. If such a part exists from the start, the source is not
-    synced before it is repaired, because it could be the policy that closes a pod.
+    synced before the repair, because the part could be the policy that closes a pod.
 
     Args:
         paths: folders and files. Files in a folder whose names end in one of ``suffixes`` hold objects, ``---``
             between them, or in lists. Of two files with the same object, the first by name has it. Two different
             forms in one file are a fault.
         kinds: the kinds to report. None reports all.
-        refused: called with API group and kind of an object of another kind. Returns why that is a fault, or the
-            empty string to ignore the object. None ignores all of them.
-        suffixes: of file names.
+        refused: called with API group and kind of an object outside these kinds. Returns why that is a fault, or
+            the empty string to ignore the object. None ignores all faults. suffixes: of file names.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class FileObjects:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Why parts of a file, or all of it, are currently not followed, by its path."""
+        """Why a file, or a part, is currently not followed, by the file's path."""
         return self._faults
 
     def place_of(self, key: ObjectKey) -> str:

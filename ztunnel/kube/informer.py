@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 _FIRST_RETRY_S: Final = 0.2
 _LONGEST_RETRY_S: Final = 30.0
 _SPREAD: Final = 0.5
-#: The API server ends a watch after between one and two of these, so that those of many nodes do not end together,
-#: like in client-go.
+#: The API server ends a watch after one to two times this period, so that the watches of many nodes do not end
+#: together, like in client-go.
 _WATCH_S: Final = 300
 #: The wait before a kind that the API does not have is tried again, because it can be installed later.
 _MISSING_KIND_S: Final = 60.0
@@ -114,7 +114,7 @@ class Informer:
         return next((known[key] for known in self._known if key in known), None)
 
     async def next(self) -> Changes:
-        """Wait for changes, or for the source to have just synced, and return all of them."""
+        """Wait for changes, or for the source to have just synced, and return all changes."""
         await self._news.wait()
         self._news.clear()
         objects, self._pending = self._pending, {}

@@ -1,4 +1,4 @@
-"""Kinds of objects, their places in the API, and a reader's selection of them. Pure."""
+"""Kinds of objects, their places in the API, and a reader's selection. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,17 +74,17 @@ DAEMON_SET: Final = Kind("DaemonSet", "apps/v1", "daemonsets")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A reader's selection of the objects of a kind.
+    """A reader's selection of objects of one kind.
 
     Attributes:
         namespace: only objects of this namespace. Empty for all.
         labels: a label selector in the API's notation, such as ``app=web,tier!=test``.
         fields: a field selector, such as ``spec.nodeName=worker``.
         keep: reduces an object to the reader's needs, to save heap. Called once for each change. If it raises for
-            a malformed object, that is logged, and the whole object is passed, so that its reader judges it.
+            a malformed object, the error is logged and the whole object is passed for the reader to judge.
         optional: the API might not have the kind (a custom resource that is not installed). Then there are no
-            objects.
-        dispensable: a role without access to the kind delays nothing. It is reported as a fault, and there are no
+        objects. dispensable: a role without access to the kind causes no delay. It is reported as a fault, and
+        there are no
             objects in the meantime.
     """
 

@@ -50,7 +50,7 @@ class ObjectSource(Protocol):
     """
 
     async def next(self) -> Changes:
-        """Wait for changes, or for the source to have just synced, and return all of them.
+        """Wait for changes, or for the source to have just synced, and return all changes.
 
         Changes are merged by key while the reader is busy, so a slow reader costs one entry per object. There can
         be one reader at a time. Cancelling loses no changes.
@@ -68,7 +68,7 @@ class WatchedSource(ObjectSource, Protocol):
 
 
 class EventSink(Protocol):
-    """Reports faults of an object to its owner, who finds them by ``kubectl describe``."""
+    """Reports faults of an object to its owner, as events that ``kubectl describe`` shows."""
 
     def event(self, key: ObjectKey, reason: str, message: str) -> None:
         """Record a warning about an object; never waits, never raises. Repeats are merged.

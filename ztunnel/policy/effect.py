@@ -1,7 +1,7 @@
-"""Says of a policy, as a dump has it, that it decides about nothing. Pure.
+"""Finds policies in a dump that never decide. Pure.
 
 istiod delivers HTTP and JWT attributes to no node proxy. A rule that had only such attributes arrives as an empty
-match, which never matches (istio/istio#61126): a DENY of this kind denies nothing, and looks like protection.
+match, which never matches (istio/istio#61126): a DENY of this kind has no effect, but looks like protection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NO_RULES: Final = "it has no rules"
 
 
 def without_effect(policy: Mapping[str, Any]) -> str:
-    """Return why a policy never matches; empty if it can, and of an ALLOW, which then refuses everything.
+    """Return why a policy never matches. The text is empty if it can match, and for an ALLOW, which then refuses
+    all connections.
 
     Args:
         policy: an entry of ``policies`` in a dump, ours or the Rust ztunnel's.

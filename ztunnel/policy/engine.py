@@ -4,9 +4,9 @@
 policies on first use, and stores the result in them:
 
 * A tier becomes an index. Most policies can match only for a peer, namespace, address or port that they name,
-  completely or by a prefix or suffix. These are looked up by the connection's values, and only the others are
-  evaluated one by one. Of 10,000 policies that name principals a connection evaluates only those that match its
-  own (``bench/scale_istio.py``).
+  completely or by a prefix or suffix. These are looked up by the connection's values, and only the rest is
+  evaluated one by one. Of 10,000 policies with principals a connection evaluates only the matches of its own
+  principal (``bench/scale_istio.py``).
 * A condition becomes a closure when it is first evaluated, so that only facts are inspected per connection.
 """
 
@@ -35,7 +35,7 @@ class Decision:
 #: number of characters or bits that are compared.
 _Shape = tuple[type[Any], str | int, int]
 
-#: A value that a connection must have for a policy to match, and the kind of look-up for it.
+#: A value that a connection must have for a policy to match, and the kind of look-up.
 _Need = tuple[_Shape, Hashable]
 
 
@@ -149,7 +149,7 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values of which a connection must have at least one if a condition holds. ``None`` if there are no
+    """Return values; a connection has at least one if a condition holds. ``None`` if there are no
     such values.
     """
     reader = _NEEDS.get(type(condition))

@@ -31,7 +31,7 @@ PairT = TypeVar("PairT")
 
 
 class Use(IntEnum):
-    """What a decision did; the value is its place in a :class:`Tally`."""
+    """The effect of a decision; the value is its place in a :class:`Tally`."""
 
     ALLOWED = 0
     DENIED = 1
@@ -104,13 +104,13 @@ class Uses(Generic[PolicyT]):
             yield PolicyUse(policy, Tally(*counted.counts), counted.last_s)
 
     def get(self, policy: PolicyT) -> PolicyUse[PolicyT] | None:
-        """Return the decisions of a policy; None: it has not decided, or has made room."""
+        """Return the decisions of a policy, or None if it has not decided or was evicted."""
         counted = self._by_policy.get(policy)
         return PolicyUse(policy, Tally(*counted.counts), counted.last_s) if counted is not None else None
 
     @property
     def others(self) -> PolicyUse[str]:
-        """The decisions of policies that have made room; they count anew if they decide again."""
+        """The decisions of evicted policies. They start at zero if they decide again."""
         return PolicyUse("others", Tally(*self._others.counts), self._others.last_s)
 
     def note(self, policy: PolicyT, use: Use, now_s: float) -> None:
@@ -182,7 +182,7 @@ class Denials(Generic[PairT]):
             del self._by_pair[next(iter(self._by_pair))]
 
     def add(self, others: Iterable[Denial[PairT]]) -> None:
-        """Add those of another process."""
+        """Add the counts of another process."""
         found = dict(self._by_pair)
         for other in others:
             known = found.get(other.pair)

@@ -159,7 +159,7 @@ def repaired(before: Audited, now: Audited | None) -> list[Finding]:
 
 
 def counted(audited: Iterable[Audited]) -> Counter[str]:
-    """Return how many pods have each kind of finding. Every kind has a number, so that a gauge covers all kinds."""
+    """Return how many pods have each kind of finding. Every kind has a number, for a gauge of all kinds."""
     found = Counter(dict.fromkeys(CHECK_OF, 0))
     for each in audited:
         found.update(finding.reason for finding in each.findings)

@@ -4,7 +4,7 @@
 
     AgentError
     ├── EnrolFailed         the namespace or the rules of a pod failed; none of our rules is left in it
-    │   └── TwoAgents an earlier agent's rules are in the way; the pod keeps working by them
+    │   └── TwoAgents       an earlier agent's rules are in the way; the pod keeps working by them
     ├── NotFound            no process of the pod shows where its network namespace is
     ├── CannotAdd           a sandbox is not in the mesh in time; its runtime makes another one
     ├── NoProxy             no proxy is connected; the next one gets the pod in its snapshot

@@ -1,6 +1,6 @@
 """Serves unary gRPC calls on asyncio's loop, without gRPC's library.
 
-That library's server takes 250 us for a call in Python, a tenth of it in the handler. This one takes 80 us, and
+That library's server takes 250 us for a call in Python, a tenth of that in the handler. This one takes 80 us, and
 half of that if several calls arrive in one read (``make bench-authz``). Unlike
 :class:`~xds.aio.grpc_server.GrpcServer` it has no streams, no TLS and no compression.
 """

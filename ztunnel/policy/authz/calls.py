@@ -1,9 +1,9 @@
-"""The server's end of one connection of unary gRPC calls, as a state machine: bytes in, frames out.
+"""The server's end of a connection with unary gRPC calls, as a state machine: bytes in, frames out.
 
 HTTP/2 is that of the tunnels (:class:`hbone.engine.Engine`), with its bounds on repeated frames. A call is
-answered in the step that reads its last byte, so calls of one connection never wait for each other. The memory
-that a client can use is bounded: :data:`HELD_BYTES` of incomplete messages, and :data:`STREAMS` answers that wait
-for the client's credit.
+answered in the step that reads its last byte, so calls of one connection never wait for each other. A client's
+memory is bounded: :data:`HELD_BYTES` of incomplete messages, and :data:`STREAMS` answers waiting for the client's
+credit.
 """
 
 import logging
@@ -143,7 +143,8 @@ class UnaryConnection:
                     self._forget(event.stream_id)
                     self._waiting.pop(event.stream_id, None)
                 case WindowOpened(0):
-                    # Once for all of them: a search through a thousand answers for each would take seconds.
+                    # One search for all frames: a search through a thousand answers for each frame would take
+                    # seconds.
                     connection_opened = True
                 case WindowOpened():
                     self._send_rest(event.stream_id)

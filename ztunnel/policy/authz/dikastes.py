@@ -12,7 +12,7 @@ from ztunnel.policy.authz import command
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that exits with 1, like Calico's, because 2 means that a server did not answer."""
+    """A parser that exits with 1, like Calico's, because 2 means no answer from a server."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

@@ -1,4 +1,4 @@
-"""The metrics of the policy server: what it answered, and how current what it answers by is."""
+"""The metrics of the policy server: its answers, and the age of the policies that it answers by."""
 
 from collections.abc import Iterator
 

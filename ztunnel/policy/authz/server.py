@@ -49,8 +49,8 @@ class AuthzSettings:
 
     Attributes:
         per_host: choose the endpoint by the destination's address, instead of the only one.
-        explain: tell the client and the proxy which rule denied (headers, body, dynamic metadata).
-        max_stale_s: without a stream for longer than this, answer UNAVAILABLE; None answers for ever.
+        explain: name the denying rule to the client and the proxy (headers, body, dynamic metadata).
+        max_stale_s: without a stream for longer than this, answer UNAVAILABLE. None answers for ever.
     """
 
     per_host: bool = False
@@ -165,7 +165,8 @@ def _only_endpoint(store: Store) -> c.EndpointId | None:
 
 
 def _log_denial(flow: c.Flow, verdict: Verdict) -> None:
-    """Write one line: who was refused what, and why. No headers, bodies or query strings: they hold secrets."""
+    """Write one line: the refused client, its request, and the reason. No headers, bodies or query strings: they
+    hold secrets."""
     path = None if flow.path is None else flow.path.partition("?")[0]
     log.info(
         "denied code=%s source=%s principal=%r destination=%s port=%d method=%r path=%r reason=%s",

@@ -1,6 +1,6 @@
-"""Compiles the clauses of a rule to checks on facts. Absent clauses compile to nothing. Pure.
+"""Compiles the clauses of a rule to checks on facts. Absent clauses compile to no test. Pure.
 
-A clause that cannot be evaluated fails, because a rule that is possibly narrower than it looks must not allow. A
+A clause that cannot be evaluated fails, because a rule possibly narrower than it looks must not allow. A
 clause can name a missing IP set, or text that is not a network or selector. It can need facts that the flow lacks:
 the address and port of a pipe, or the type of an ICMP packet. For a rule that denies or passes to the next tier,
 failing would be the permissive side, so it ends the evaluation there
@@ -114,7 +114,7 @@ def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
     """Return what stands for a rule's HTTP clause where only connections are judged, or None if it has none.
 
     Call it last. Calico's API has HTTP clauses on rules that allow only. Other rules with one can still arrive
-    over the wire, and must not admit anything either: a denying rule denies every request, and passing on some
+    over the wire, and must not admit a request either: a denying rule denies every request, and passing on some
     requests would require knowing which.
 
     Args:
@@ -141,8 +141,8 @@ def http_clause(rule: c.Rule) -> Check | None:
     """Return the check of a rule's HTTP clause, or None if it has none. It is to be called last.
 
     A flow without HTTP satisfies it. The check raises :class:`Undecidable` for a request whose path does not begin
-    with a slash. A path without a normal form matches no rule that allows and every rule that denies, and ends the
-    evaluation at a rule that passes.
+    with a slash. A path without a normal form matches no allowing rule and every denying rule, and ends the
+    evaluation at a passing rule.
     """
     if not has_http(rule):
         return None
@@ -267,7 +267,7 @@ def _all_there(facts: Facts, sets: Iterable[str], *, denies: bool) -> bool:
 
 
 def _is_member(facts: Facts, wanted: frozenset[str], found: frozenset[str], *, denies: bool) -> bool:
-    """Return whether all ``wanted`` sets are among the ``found`` sets.
+    """Return whether all required sets are among the found sets.
 
     Raises:
         Undecidable: only sets that are missing stand against it, and the rule denies.
@@ -333,7 +333,7 @@ def _in_ranges(port: int, ranges: tuple[tuple[int, int], ...]) -> bool:
 
 
 def _nets(of: _Of, networks: tuple[IpNetwork | None, ...], *, denies: bool) -> Check:
-    # A text that is not a network fails the clause when it is reached. The entries before it can still match.
+    # A text that is not a network fails the clause when it is reached. The earlier entries can still match.
     whole = None not in networks
     tests = [_in_network(network) for network in networks[: None if whole else networks.index(None)] if network]
 
@@ -430,7 +430,7 @@ def _namespace(of: _Of, peer: c.PeerMatch, policy_namespace: str, *, denies: boo
             return not found.identity.namespace or matches(found.namespace_labels)
 
         return check
-    # A policy of a namespace that selects pods or service accounts selects those of its own namespace.
+    # A namespaced policy that selects pods or service accounts selects them in its own namespace.
     local = peer.selector or peer.not_selector or peer.account_names or peer.account_selector
     if policy_namespace and local:
         return lambda facts: of(facts).identity.namespace in ("", policy_namespace)

@@ -1,13 +1,13 @@
 """Reads policies of a cluster: AdminNetworkPolicy, BaselineAdminNetworkPolicy, ClusterNetworkPolicy. Pure.
 
 The API is policy.networking.k8s.io: v1alpha1 has the first two, v1alpha2 the third, with a field ``tier``. Admin
-policies are evaluated before NetworkPolicy, baseline ones after it, which only happens for a pod and direction
-that no NetworkPolicy isolates. They become policies of Calico's tiers ``kube-admin`` and ``kube-baseline``, whose
-ends pass.
+policies are evaluated before NetworkPolicy, baseline policies afterwards, and only for a pod and direction without
+an isolating NetworkPolicy. They become policies of Calico's tiers ``kube-admin`` and ``kube-baseline``, whose ends
+pass.
 
-A rule with a peer that cannot be evaluated here (a domain name, a kind of peer of a later release) fails closed as
-the API requires: a rule that allows does not match such a peer, and any other rule denies all traffic. ``notes``
-of the policy names each.
+A rule whose peer cannot be evaluated here (a domain name, a kind from a later release) fails closed as the API
+requires: an allowing rule does not match such a peer, and any other rule denies all traffic. ``notes`` of the
+policy names each.
 """
 
 import functools
@@ -45,7 +45,7 @@ class ClusterPolicyReader(KubernetesReader):
     """Adds the kinds of policy.networking.k8s.io to the readers of Kubernetes' own."""
 
     def cluster_policy(self, resource: Document) -> None:
-        """Read a policy of one of the three kinds. The resource has kind ``Kubernetes`` and its own kind."""
+        """Read a policy, of any of the three kinds. The resource has kind ``Kubernetes`` and its own kind."""
         where = f"{resource.where}: spec"
         spec, unclear = self.attempt(lambda: self._cluster_spec(resource, where))
         self.faults += unclear
@@ -182,7 +182,7 @@ class ClusterPolicyReader(KubernetesReader):
         return known[value]
 
     def _peers(self, entry: Json, key: str, where: str, rule: RuleFaults, unknown: list[str]) -> list[Entity]:
-        """Return the peers that can be evaluated here. ``unknown`` receives notes about the others."""
+        """Return the peers that can be evaluated here. ``unknown`` receives notes about unsupported peers."""
         found: list[Entity] = []
         items = self.needed(rule, lambda: self.items(entry, key, where))
         if not items:

@@ -92,7 +92,7 @@ def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
 
 
 def with_addresses(pod: Pod, held: Sequence[IpAddress]) -> Pod:
-    """Return a pod with the addresses that it owns, or the same object if it owns all of them."""
+    """Return a pod with its own addresses only, or the same object if it owns all its addresses."""
     return pod if len(held) == len(pod.addresses) else replace(pod, addresses=tuple(held))
 
 
@@ -167,22 +167,22 @@ class RuleCompiler(ABC):
 
     @abstractmethod
     def selector_set(self, selector: Selector) -> str:
-        """Return the id of the set of addresses that a selector selects."""
+        """Return the id of a selector's address set."""
 
     @abstractmethod
     def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
-        """Return the id of the set of selected addresses with their named port. None selects all."""
+        """Return the id of the set with selected addresses and their named port. None selects all."""
 
     @abstractmethod
     def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
-        """Return the id of the set of a service's addresses, with or without its ports."""
+        """Return the id of the set with a service's addresses, with or without its ports."""
 
     @abstractmethod
     def node_set(self, selector: Selector) -> str:
-        """Return the id of the set of addresses of the nodes that a selector selects."""
+        """Return the id of the set with the addresses of selected nodes."""
 
     def rule(self, rule: ApiRule, namespace: str) -> c.Rule:
-        """Return a rule of a policy of a namespace. An empty namespace is that of a global policy or a profile."""
+        """Return a rule of a namespaced policy. An empty namespace is that of a global policy or a profile."""
         protocol = rule.protocol.lower() if isinstance(rule.protocol, str) else rule.protocol
         not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
         source = self._peer(rule.source, namespace, protocol, is_destination=False)
@@ -276,7 +276,7 @@ class _Compiler(RuleCompiler):
     # Labels and profiles
 
     def _all_profiles(self) -> dict[str, ApiProfile]:
-        """Return existing profiles and those that namespaces and accounts imply."""
+        """Return existing profiles, and the implied ones of namespaces and accounts."""
         found: dict[str, ApiProfile] = {}
         pods = [pod for pod in self._resources.pods.values() if pod.is_endpoint]
         names = {pod.namespace for pod in pods} | set(self._resources.namespaces)
@@ -397,12 +397,12 @@ def port_protocol(protocol: int | str | None) -> str:
 
 
 def named_port_id(selector: Selector, protocol: str, name: str) -> str:
-    """Return the id of a set of named ports."""
+    """Return the id of a named-port set."""
     return hashed_id("n:", f"{selector.identity},{protocol},{name}")
 
 
 def node_set_id(selector: Selector) -> str:
-    """Return the id of a set of nodes' addresses, which has no counterpart in Calico."""
+    """Return the id of a set with nodes' addresses, which has no counterpart in Calico."""
     return hashed_id("nodes:", str(selector))
 
 
@@ -457,7 +457,7 @@ def policy_selector(policy: ApiPolicy) -> Selector:
 
 
 def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
-    """Return the selector of endpoints of one side of a rule. None if the side does not select any."""
+    """Return the endpoint selector for one side of a rule. None if the side does not select any."""
     accounts: list[Node] = []
     if entity.account_selector.strip():
         accounts.append(parse_selector(entity.account_selector).prefixed(_OF_ACCOUNT).root)

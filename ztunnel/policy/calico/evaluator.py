@@ -1,6 +1,6 @@
 """Evaluates a store's policies for flows, fast: rules are compiled when they arrive and found by what they need.
 
-The answers are those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Of
+The answers equal :mod:`ztunnel.policy.calico.walk`'s, which reads every rule; tests compare the two. Of
 20,000 rules a flow reads those whose rarest clause it could satisfy (an IP set that contains its address, a
 network, a service account, a port), in the order of tiers, policies and rules. An answer that did not depend on
 HTTP is cached for connections with the same ends, until the next change.
@@ -244,7 +244,7 @@ def _reads_port(peer: c.PeerMatch) -> bool:
 def _needs(rule: c.Rule) -> tuple[_Need, ...]:
     """Return values of the rarest clause: a flow must have one for the rule to match. Empty: any flow may match.
 
-    Rules that can deny are not indexed by IP sets, because every flow that reaches a missing set must notice it.
+    Denying rules are not indexed by IP sets, because every flow must notice a missing set.
     An end without an address must reach rules that need its network or port.
     """
     unknown = _NO_ADDRESS if rule.action.may_deny else None
@@ -457,7 +457,7 @@ def _evaluate(plan: _Plan, facts: Facts, *, enforced: bool) -> Verdict:
 
 
 def decided(place: RuleRef, action: c.Action) -> Verdict:
-    """Return the verdict of a matching rule. A profile's passing rule denies, because nothing follows it."""
+    """Return the verdict of a matching rule. A profile's passing rule denies, because it is the last step."""
     if action is c.Action.ALLOW:
         return Verdict(Code.OK, rule=place)
     if action is c.Action.UNKNOWN:

@@ -86,7 +86,7 @@ class FilePolicies:
     cannot be read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
 
     Args:
-        paths: YAML files and folders of them.
+        paths: YAML files and folders.
 
     Attributes:
         complete: every document has been readable once, so that no policy is missing; stays true.
@@ -134,7 +134,7 @@ class FilePolicies:
 class Files:
     """Follows files. Implements :class:`~ztunnel.policy.calico.live.PolicySource`.
 
-    While a part of them is faulty, the rest applies, and :class:`FilePolicies` defines the effect of the faulty
+    While a part is faulty, the rest applies, and :class:`FilePolicies` defines the effect of the faulty
     part. The files are not in sync then, and their age counts. Before every document has been readable once, no
     traffic is allowed.
 

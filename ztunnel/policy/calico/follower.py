@@ -1,7 +1,7 @@
 """Follows a PolicySync server: a new store for each stream, which takes over when it is complete.
 
 While the connection is down, and until a new stream has sent InSync, the last complete store answers. So objects
-deleted in the meantime do not survive, and a restart of Felix interrupts nothing.
+deleted in the meantime do not survive, and a restart of Felix interrupts no connection.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ METHOD: Final = "/felix.PolicySync/Sync"
 
 #: Felix's own limit is 4 MiB, 82,200 members of an IP set. Other servers need not know it.
 MESSAGE_BYTES: Final = 64 * 1024 * 1024
-#: The number of consecutive faulty messages in one stream before it is restarted.
+#: The number of consecutive faulty messages in one stream that causes a restart.
 FAULTS: Final = 100
 #: The maximum size of a store in members of IP sets, which take 95 bytes each. The largest store that Calico has
 #: measured has 280,000 objects and members. A server that never ends its snapshot must not take all memory.
 OBJECTS: Final = 5_000_000
-#: The message bytes of other objects that take as much memory as one member: a rule of 100 bytes takes a kilobyte
-#: when it is compiled.
+#: The message bytes of other objects equal to one member in memory: a rule of 100 bytes takes a kilobyte when it
+#: is compiled.
 _BYTES_PER_MEMBER: Final = 8
 #: Updates applied before other tasks get their turn, and members of one update, about 4 ms.
 _BATCH: Final = 64
 _SLICE: Final = 4096
 #: The time after which a line reports an incomplete snapshot. Felix waits for its datastore.
 _SLOW_S: Final = 30.0
-#: The prefix of the id of a set that is being filled. No message can have such an id.
+#: The prefix of a set's id while the set is being filled. No message can have such an id.
 _FILLING: Final = "\0"
 
 
@@ -69,12 +69,12 @@ class Follower:
         clock: for :attr:`age_s`.
         trust_domains, connections_only: see :class:`~ztunnel.policy.calico.evaluator.Evaluator`.
         changed: called after each change of :attr:`evaluator` or its store.
-        backoff: between streams. By default 0.2 s, doubling to 0.8 s, a fifth of it at random. The server is on
+        backoff: between streams. By default 0.2 s, doubling to 0.8 s, with a random fifth. The server is on
             the same node, and checks are refused until it has sent its snapshot.
 
     Attributes:
         evaluator: over the last complete store. Before the first, it answers UNAVAILABLE.
-        in_sync: the stream is open and its store is the one that answers.
+        in_sync: the stream is open and its store answers.
         error: why the last stream ended.
     """
 

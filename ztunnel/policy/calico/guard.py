@@ -5,7 +5,7 @@ evaluator judges connections only (see :mod:`ztunnel.policy.calico.clauses`).
 
 A source of Kubernetes' policies sends its node's addresses, too (:data:`~xds.model.calico.NODE_ADDRESSES`). Then
 the node and its own pods always reach each other, and a pod itself, as in the kernel's table. A tunnel whose outer
-source is the node is no connection of the node: somebody's identity is in it, and isolation holds.
+source is the node is no connection of the node: it carries a workload's identity, and isolation holds.
 
 A pod that the policies do not know is denied, like Calico's drop for an interface without an endpoint, because its
 policies have possibly not arrived. ``allow_unknown`` is for meshes only partly covered by the policies.
@@ -56,7 +56,7 @@ def note(uses: Uses[TierPolicy], verdict: Verdict, now_s: float, *, staged: bool
 def results(uses: Uses[TierPolicy]) -> list[tuple[tuple[str, str, str], int]]:
     """Return the number of decisions by tier, policy and result, for metrics.
 
-    Policies that made room for others are counted together, so that the sum over all series never decreases.
+    Policies evicted from the table are counted together, so that the sum over all series never decreases.
     """
     tallies = [(policy, tally) for policy, tally, _ in uses]
     return [
@@ -124,7 +124,7 @@ def connection(
 
 
 class Guard:
-    """Judges connections of the pods of one node.
+    """Judges the connections of a node's pods.
 
     Args:
         evaluator: returns the current one, over the last complete store, made with ``connections_only``.
@@ -155,7 +155,7 @@ class Guard:
 
         Args:
             direction: ingress judges by the destination's policies, egress by the source's.
-            counted: False for connections that were let in before and are judged again.
+            counted: False for open connections that are judged again.
         """
         evaluator = self._evaluator()
         store = evaluator.store
@@ -193,12 +193,12 @@ def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
         return True
     if direction is c.Direction.EGRESS:
         return sets.holds(c.NODE_ADDRESSES, flow.destination_ip)
-    # With a principal it came through a tunnel: what the node's address stands for is not the node then.
+    # With a principal the connection came through a tunnel, and the node's address does not stand for the node.
     return not flow.source_principal and sets.holds(c.NODE_ADDRESSES, flow.source_ip)
 
 
 def _is_of_staged(rule: RuleRef | None) -> bool:
-    """Return whether a rule of a staged policy decided; the end of a tier is nobody's."""
+    """Return whether a rule of a staged policy decided; the end of a tier belongs to no policy."""
     return rule is not None and rule.index >= 0 and rule.policy is not None and rule.policy.kind in c.STAGED_KINDS
 
 

@@ -1,8 +1,8 @@
 """The normal form of HTTP paths, for requests and rules alike (like in Calico's Dikastes since April 2026).
 
-A proxy and the application behind it can interpret one path differently: ``/public/..%2Fadmin`` is below
-``/public`` for one and ``/admin`` for the other. So both sides of a comparison are converted to the form of the
-most liberal reader, and a path without such a form matches nothing.
+A proxy and its application can interpret one path differently: ``/public/..%2Fadmin`` is below ``/public`` for one
+and ``/admin`` for the other. So both sides of a comparison are converted to the form of the most liberal reader,
+and a path without such a form matches no rule.
 """
 
 import re

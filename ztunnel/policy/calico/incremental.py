@@ -106,7 +106,7 @@ def _terms(thing: Selectable | None) -> Iterator[_Term]:
 
 @dataclass(frozen=True, slots=True)
 class _NodeKey:
-    """The key of a node among selectable objects. Endpoint selectors never select it, whatever its labels."""
+    """The key of a node among selectable objects. Endpoint selectors never select it by any label."""
 
     name: str
 
@@ -427,7 +427,7 @@ class Compiler(RuleCompiler):
                 self._note(key, watch_id, selected=False)
 
     def _anchor(self, node: Node) -> tuple[_Term, ...]:
-        """Return terms such that every selected object has at least one of them."""
+        """Return terms, of which every selected object has at least one."""
         match node:
             case Compare(label, "==", value):
                 return ((label, value),)
@@ -471,7 +471,7 @@ class Compiler(RuleCompiler):
             self._watch(policy_id, _Watch(self._anchor(selector.root), _by(selector), _no_members))
 
     def _own(self, owner: Hashable, needed: set[str]) -> None:
-        """Record the sets that an owner needs, and drop the sets that no owner needs any more."""
+        """Record the sets needed by an owner, and drop sets without an owner."""
         before = self._sets_of.get(owner, set())
         for set_id in needed - before:
             self._owners.setdefault(set_id, set()).add(owner)
@@ -502,14 +502,14 @@ class Compiler(RuleCompiler):
         return set_id
 
     def selector_set(self, selector: Selector) -> str:
-        """Return the id of the set of addresses that a selector selects."""
+        """Return the id of a selector's address set."""
         return self._set(
             selector.identity,
             lambda: _Watch(self._anchor(selector.root), _by(selector), _networks, c.IpSetType.NET),
         )
 
     def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
-        """Return the id of the set of selected addresses with their named port. None selects all."""
+        """Return the id of the set with selected addresses and their named port. None selects all."""
         chosen = selector or Selector(All())
         text = port_protocol(protocol)
         return self._set(
@@ -523,11 +523,11 @@ class Compiler(RuleCompiler):
         )
 
     def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
-        """Return the id of the set of a service's addresses, with or without its ports."""
+        """Return the id of the set with a service's addresses, with or without its ports."""
         return self._set(service_id(service, ports=ports), lambda: self._service_watch(service, ports=ports))
 
     def node_set(self, selector: Selector) -> str:
-        """Return the id of the set of addresses of the nodes that a selector selects."""
+        """Return the id of the set with the addresses of selected nodes."""
         matches = selector.matches
         return self._set(
             node_set_id(selector),

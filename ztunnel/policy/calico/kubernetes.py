@@ -2,7 +2,7 @@
 
 An unusable part of an object is a :class:`Flaw`. It is left out alone, in the direction that admits no more
 traffic: the entry of a list, the whole of an allowing rule, the clause of a denying rule. A fault makes the object
-as a whole unusable. Only the parts that select pods, or that decide when the object applies, can have one.
+as a whole unusable. Only parts that select pods or decide when the object applies can have one.
 
 Objects have no largest number of entries here: an API server keeps none of more than a few megabytes.
 """
@@ -39,7 +39,7 @@ _POLICY_KINDS: Final = {
     "NetworkPolicy": "KubernetesNetworkPolicy",
     "StagedKubernetesNetworkPolicy": "StagedKubernetesNetworkPolicy",
 }
-#: The annotation by which Istio's node agent, and ours, mark a pod as enrolled.
+#: The annotation of enrolled pods, written by Istio's node agent and ours.
 _REDIRECTION: Final = "ambient.istio.io/redirection"
 _NAMED_PORT: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ZEROS: Final = re.compile(r"(?<![0-9])0+(?=[0-9])")

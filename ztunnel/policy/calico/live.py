@@ -1,4 +1,4 @@
-"""Calico's policies in force in one process of the tunnel proxy: where they come from, and what follows a change.
+"""Calico's active policies in one process of the tunnel proxy: where they come from, and what follows a change.
 
 A change of the store is followed by a review: every live connection is judged again and ended if it is not allowed
 any more. Changes that come shortly after a review are one further review.
@@ -30,7 +30,7 @@ class PolicySource(Protocol):
     :class:`~ztunnel.policy.calico.files.Files`.
 
     Attributes:
-        in_sync: what answers is known to be current.
+        in_sync: the answering policies are known to be current.
         error: why it is out of sync. Empty if it is in sync, or still unknown.
     """
 
@@ -54,7 +54,7 @@ class PolicySource(Protocol):
 
 
 class LivePolicies:
-    """The policies in force; the process keeps :meth:`run` running.
+    """The active policies; the process keeps :meth:`run` running.
 
     Args:
         source: makes the source, which calls its argument after each change of the evaluator or its store.

@@ -34,7 +34,7 @@ _POLICY_KINDS: Final = frozenset(
     }
 )
 _STRICTER: Final = "the rest of it is in force"
-#: The number of faults of an object that are reported one by one: a network set can have thousands.
+#: The number of an object's faults that are reported one by one: a network set can have thousands.
 _TOLD: Final = 8
 
 
@@ -143,7 +143,7 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
 
 
 def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
-    """Return a policy that closes the pods selected by a faulty one, in the directions that it governs.
+    """Return a policy that closes the pods selected by a faulty policy, in the latter's directions.
 
     What cannot be read of a selector selects all, and what cannot be read of the directions is both.
     """

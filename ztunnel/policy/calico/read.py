@@ -1,7 +1,7 @@
 """Reads policy resources from YAML, with every fault at its place. Pure.
 
-A file has documents of any kind in :data:`_KINDS`, in any order; ``List`` documents are opened. What is refused
-is what Calico's own validation refuses, and what would otherwise be accepted without effect.
+A file has documents of any kind in :data:`_KINDS`, in any order; ``List`` documents are opened. The reader refuses
+what Calico's own validation refuses, and input that would otherwise be accepted without effect.
 """
 
 import functools
@@ -49,7 +49,7 @@ def read_resources(texts: Mapping[str, str]) -> Resources:
     """Read files, given as texts by name.
 
     Raises:
-        Faults: all of them, each with file, resource and field. Two resources with the same key are also a fault.
+        Faults: every fault, with file, resource and field. Two resources with the same key are also a fault.
     """
     reader = _Reader()
     for name, text in texts.items():
@@ -225,7 +225,7 @@ class _Reader(ClusterPolicyReader):
         return tuple(rule for rule in found if rule is not None)
 
     def usable_rule(self, item: object, where: str, namespace: str) -> ApiRule | None:
-        """Return a rule, or with faults the part of it that admits no more traffic. None if there
+        """Return a rule, or with faults the part that admits no more traffic. None if there
         is no such part.
         """
         action = item.get("action") if isinstance(item, Mapping) else None

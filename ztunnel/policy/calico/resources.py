@@ -69,7 +69,7 @@ class ApiPolicy:
     Attributes:
         order: inside its tier, lowest first.
         ingress, egress: whether it governs the direction, even with no rule.
-        notes: rules that are stricter than written, because a part of them cannot be evaluated here.
+        notes: rules that are stricter than written, because a part cannot be evaluated here.
     """
 
     id: c.PolicyId

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: Variables of both dialects.
 DIRECTORY, SYNC, UNKNOWN_PODS = "CALICO_POLICY_DIR", "POLICY_SYNC", "CALICO_UNKNOWN_PODS"
-#: Of Istio's dialect only: in Envoy's nothing says that a waypoint is one.
+#: Of Istio's dialect only: Envoy's does not mark waypoints.
 HTTP_WAYPOINTS = "CALICO_HTTP_WAYPOINTS"
 
 
@@ -38,7 +38,7 @@ class PolicySettings:
 def policy_settings(
     directory: str, sync: str, unknown_pods: str, http_waypoints: frozenset[str] = frozenset()
 ) -> PolicySettings | None:
-    """Return the settings that three texts describe, empty ones for what is not given; None without a source.
+    """Return the settings that three texts describe, with empty defaults, or None without a source.
 
     Raises:
         ValueError: they make no sense together.

@@ -1,4 +1,5 @@
-"""The state sent by PolicySync: policies, profiles, endpoints, IP sets and labels. Pure; one per stream."""
+"""The state sent by PolicySync: policies, profiles, endpoints, IP sets and labels. Pure. Each stream has its
+own."""
 
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, assert_never
@@ -35,7 +36,7 @@ class Store:
     _by_address: dict[str, dict[c.EndpointId, None]] = field(default_factory=dict)
 
     def apply(self, update: c.Update) -> None:
-        """Apply one update to the state. Updates are idempotent. Removing a missing object changes nothing."""
+        """Apply one update to the state. Updates are idempotent. Removing a missing object has no effect."""
         self.generation += 1
         match update:
             case c.IpSetUpdate():

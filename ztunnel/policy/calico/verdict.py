@@ -158,7 +158,7 @@ class Peer:
 
     @property
     def labels(self) -> Labels:
-        """The labels of the request, overridden by those of the service account."""
+        """The labels of the request, overridden by the service account's labels."""
         found = self._labels
         if found is None:
             account = self._store.labels_of_account(self.identity.namespace, self.identity.account)
@@ -226,8 +226,8 @@ class Facts:
 def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
     """Return a verdict whose message names the rule that asked for HTTP, if there is one.
 
-    Evaluators and walks of connections call it last. It distinguishes a policy about requests from one that does
-    not match this client. For an allow it names the proxy to which requests were left.
+    Evaluators and walks of connections call it last. It distinguishes a policy about requests from a policy
+    without a match for this client. For an allow it names the proxy that judges the requests.
     """
     if facts.left is not None and verdict.allowed:
         return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)

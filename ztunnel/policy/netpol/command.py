@@ -238,7 +238,7 @@ async def _source(
 
 
 async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
-    """Return the server of this node's proxies. It sends nothing before all objects have been read.
+    """Return the server of this node's proxies. It sends no probe before all objects have been read.
 
     Raises:
         ValueError: the path cannot be served.

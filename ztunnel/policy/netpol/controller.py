@@ -97,7 +97,7 @@ class Controller:
     Attributes:
         synced: every object has been received.
         in_force: the kernel has the latest table.
-        built: the last wanted table.
+        built: the last desired table.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Controller:
     async def _publish(self, proxies: Publisher) -> None:
         """Send proxies the current policies. Unchanged ones are not sent again."""
         try:
-            # Read each time: addresses change with interfaces, and a pod's gateway is one of them.
+            # Read each time: addresses change with interfaces, and include a pod's gateway.
             found = await self._table.in_thread(lambda: self._work.excerpt(local_addresses(self._netns)))
         except TproxyError as error:
             self._published = False

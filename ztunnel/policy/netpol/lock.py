@@ -1,9 +1,10 @@
 """A lock for one controller of a table per network namespace. Others wait until its owner ends.
 
-Two controllers that follow the API server at different speeds would undo each other's changes, and reopen
-connections that the faster one has just closed. The lock is an abstract Unix socket. Its name belongs to the
-network namespace, like the table, so it works between containers that share nothing else, and the kernel frees it
-when its owner dies. Any local user can bind such a name, so a socket of another user id is ignored.
+Two controllers that follow the API server at different speeds would undo each other's changes, and the slower
+would reopen connections just closed by the faster. The lock is an abstract Unix socket. Its name belongs to the
+network namespace, like the table, so it works between containers that share only the network namespace, and the
+kernel frees it when its owner dies. Any local user can bind such a name, so a socket of another user id is
+ignored.
 """
 
 import asyncio

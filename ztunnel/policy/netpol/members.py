@@ -29,7 +29,7 @@ def addresses_of(members: Iterable[str], version: int) -> tuple[frozenset[Elemen
 
 
 def ports_of(members: Iterable[str], version: int) -> frozenset[Element]:
-    """Return the elements of one IP version of a set of addresses with ports (``10.0.0.1,tcp:80``).
+    """Return one IP version's elements of a set with addresses and ports (``10.0.0.1,tcp:80``).
 
     Raises:
         MalformedMember: a member is none.

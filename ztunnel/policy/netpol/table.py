@@ -1,8 +1,8 @@
 """Makes a node's nftables table of compiled policy. Pure.
 
 Each direction has a base chain at the forward hook, egress before ingress. An accept ends its own base chain only,
-so both must accept a connection. A map leads from a local pod's address to the chain of its tiers; it does not
-contain pods without policies. Pods with the same policies share that chain, and every policy has one chain per
+so both must accept a connection. A map leads from a local pod's address to the chain of its tiers. Pods without
+policies are not in the map. Pods with the same policies share that chain, and every policy has one chain per
 direction, which all chains of tiers call. Passing rules are in the chain of the tier, which they leave. A jump for
 each continuing tier would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SIZE)::
 
@@ -18,7 +18,7 @@ each continuing tier would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SI
 Names are hashes, comments say what they are of. A member that joins or leaves changes elements of sets only.
 
 Conditions invisible to the kernel (HTTP) never allow: such a rule is left out if it allows, and otherwise drops
-the packets that the rest of it matches. :attr:`Built.unseen` names it.
+the packets matched by its other conditions. :attr:`Built.unseen` names it.
 """
 
 import base64
@@ -341,7 +341,7 @@ class TableBuilder:
         direction: c.Direction,
         parts: _Parts,
     ) -> list[Rule]:
-        """Return the rules that evaluate a policy, for the chain of its tier or for that of pods."""
+        """Return the rules that evaluate a policy, for its tier's chain or the pods' chain."""
         if policy is None:
             parts.unseen[
                 Unseen(policy_id, direction, -1, "is missing, so everything that reaches it is dropped")
@@ -473,7 +473,7 @@ class _RuleCompiler:
         self.reasons: list[str] = []
 
     def phrases(self, rule: c.Rule) -> Iterator[Phrase]:
-        """Yield programs. If the rule matches, at least one of them does, as far as the kernel can see."""
+        """Yield programs. If the rule matches, at least one branch does, as far as the kernel can see."""
         if rule.http.methods or rule.http.paths:
             self.reasons.append("the kernel sees no HTTP")
         for side, peer in (("source", rule.source), ("destination", rule.destination)):
@@ -577,8 +577,8 @@ class _RuleCompiler:
         version = _VERSIONS[family]
         found: list[Phrase] = []
         holes = [] if None in peer.not_nets else ranges_of(filter(None, peer.not_nets), version)
-        # A text that is not a network was already reported. A rule that allows is left out then, and any other
-        # rule drops all packets that the text could have matched.
+        # A text that is not a network was already reported. Then an allowing rule is left out, and any other rule
+        # drops all packets that the text could have matched.
         if peer.nets and None not in peer.nets:
             left = list(without(ranges_of(filter(None, peer.nets), version), holes))
             if not left:

@@ -20,7 +20,7 @@ class Publisher(Protocol):
 
 
 class ClusterPolicies:
-    """Keeps a server's policies equal to those of a cluster.
+    """Keeps a server's policies equal to the policies of a cluster.
 
     Nothing is published before every object has been read, because a missing object could be the policy that
     closes a pod. While the source is unreachable, the last state is served.
@@ -28,8 +28,8 @@ class ClusterPolicies:
     Args:
         source: of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.
         server: receives its own copy after each effective change.
-        node: the node whose pods are served. None serves those of every node.
-        events: reports objects that are not enforced as written.
+        node: the node whose pods are served. None serves the policies of every node. events: reports objects that
+        are not enforced as written.
         nodes: whether the source includes Node objects.
 
     Attributes:
@@ -66,7 +66,7 @@ class ClusterPolicies:
         return tuple(self._source.faults)
 
     async def follow(self) -> None:
-        """Process one batch of changes. Call it repeatedly. Cancelling it between two batches loses nothing."""
+        """Process one batch of changes. Call it repeatedly. Cancelling it between two batches loses no change."""
         changes = await self._source.next()
         # In a thread: 20,000 pods at once take seconds, and sockets of pods are served meanwhile.
         changed = await asyncio.to_thread(self._take, changes)

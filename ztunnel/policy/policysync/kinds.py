@@ -75,7 +75,7 @@ SELECTIONS: Final = (
     Selection(kinds.CLUSTER_NETWORK_POLICY, optional=True),
 )
 #: Followed with ``--node-peers`` only. Each kubelet writes its whole Node every five minutes without a change, and
-#: every node that follows them receives each: of 5,000 nodes that is 17 a second.
+#: every follower receives each write: with 5,000 nodes 17 a second.
 NODES: Final = Selection(kinds.NODE, keep=kept_node)
 
 _CALICO: Final = "projectcalico.org"

@@ -198,7 +198,7 @@ class Binder:
     Args:
         server: whose sockets these are.
         prefix: such as ``/var/run/nodeagent``.
-        node: the node whose pods are served. None serves those of every node. Credentials are of this node.
+        node: the node whose pods are served. None serves the policies of every node. Credentials are of this node.
     """
 
     def __init__(self, server: PolicySyncServer, prefix: Path, node: str | None = None) -> None:
@@ -209,7 +209,7 @@ class Binder:
         self._credentials: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
 
     async def bind(self, compiled: Compiled) -> None:
-        """Open sockets of new pods, and close those of removed pods. Failures are tried again."""
+        """Open sockets of new pods, and close the sockets of removed pods. Failures are tried again."""
         wanted = {
             pod_socket(self._prefix, uid): endpoint
             for uid, endpoint in compiled.uids.items()

@@ -1,6 +1,6 @@
 """The state sent to one client of PolicySync, and the updates from one state to the next in a safe order. Pure.
 
-A client receives an object before the objects that refer to it, and its removal after them: IP sets, policies,
+A client receives an object before the objects that refer to it, and its removal afterwards: IP sets, policies,
 profiles, endpoints; then removals in reverse order; service accounts and namespaces last. So it never evaluates a
 rule whose set is missing.
 """
@@ -64,7 +64,7 @@ def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
     """Return a copy of what servers of these endpoints need; later changes of ``compiled`` do not reach it.
 
     For a compiler that works in another thread than the server: tables are copied, and their values never change.
-    Service accounts and namespaces are copied whole, because selectors can read any of them.
+    Service accounts and namespaces are copied whole, because selectors can read any label.
     """
     view = view_of(compiled, endpoints)
     return Compiled(

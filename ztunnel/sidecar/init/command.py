@@ -89,7 +89,7 @@ def _carry_out(wanted: "Wanted", where: Any, out: TextIO) -> int:
 
 
 def _change(wanted: "Wanted", where: Any) -> int:
-    """Change the table to the wanted one, and add ``::6`` to ``lo``. Return the number of changes.
+    """Change the table to the desired one, and add ``::6`` to ``lo``. Return the number of changes.
 
     Raises:
         TproxyError: the kernel refuses. The previous state is unchanged.

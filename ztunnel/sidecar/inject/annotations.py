@@ -1,6 +1,6 @@
 """The sidecar options that the author of a pod can set by annotations. Pure.
 
-Names and meanings are those of Istio's injector. An unusable value denies the pod, and all such values are
+Names and meanings are the same as in Istio's injector. An unusable value denies the pod, and all such values are
 reported together: an ignored exclusion would cost its author more than a pod that is not created. Annotations that
 only Envoy could obey, and misspelt ones, are warnings.
 """

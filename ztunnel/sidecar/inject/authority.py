@@ -1,4 +1,4 @@
-"""The injector's own CA: in a Secret that all replicas share, with serving certificates issued from it.
+"""The injector's own CA: in a Secret that all replicas share. It issues their serving certificates.
 
 The first replica that finds no Secret creates the CA. A second one gets 409 and reads the first one's. Each
 replica has a serving certificate in files that :class:`ztunnel.sidecar.inject.server.InjectServer` watches. To
@@ -96,7 +96,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(ca=False), critical=True)
-        # RFC 5280, 4.2.1.1: it tells a verifier with two CAs which one to use during a rotation.
+        # RFC 5280, 4.2.1.1: during a rotation it selects the CA at a verifier that has two.
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(ca_key, hashes.SHA256())

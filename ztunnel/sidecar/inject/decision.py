@@ -12,7 +12,7 @@ from typing import Any, Final
 from ztunnel.kube.objects import Object
 from ztunnel.sidecar.inject.selector import Selector
 
-#: The label, or the annotation if there is no such label, by which a pod requests or refuses injection.
+#: The label, or the annotation if there is no such label, of a pod that requests or refuses injection.
 INJECT: Final = "sidecar.istio.io/inject"
 IGNORED_NAMESPACES: Final = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})
 
@@ -35,8 +35,8 @@ class Rules:
     """The configured part of the table.
 
     Attributes:
-        policy: ``enabled`` or ``disabled``: the result for a pod that no row covers. Any other word injects
-            nothing.
+        policy: ``enabled`` or ``disabled``: the result for a pod that no row covers. Any other word injects no
+            pod.
         never: a pod whose labels match one of these selectors is left out, unless it requests injection.
         always: a pod whose labels match one of these selectors is injected, unless it refuses injection.
     """

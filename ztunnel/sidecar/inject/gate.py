@@ -1,9 +1,9 @@
 """``ztunnel gate``: the first init container of an enrolled pod, which waits until the mesh's listeners exist.
 
-The proxy has its listeners in the pod's own network namespace, and the node agent adds the rules before it
-announces the pod to the proxy. So a connection to 15008 on the pod's own loopback, which no rule redirects, is
-accepted only once the pod is in the mesh. It is closed without sending a byte. This works with any ztunnel and any
-agent, needs no file or port of its own, and no other pod can answer.
+The proxy has its listeners in the pod's own network namespace, and the node agent adds the rules before announcing
+the pod to the proxy. So a connection to 15008 on the pod's own loopback, which no rule redirects, is accepted only
+once the pod is in the mesh. It is closed without sending a byte. This works with any ztunnel and any agent, needs
+no file or port of its own, and no other pod can answer.
 
 Imports are the standard library's: this starts in every pod.
 """

@@ -1,9 +1,9 @@
 """Makes of a pod the pod that belongs into the mesh. Pure: one function for the webhook and for files.
 
-The template ``ambient`` adds the label by which node agents enrol a pod, and a first init container that waits
+The template ``ambient`` adds the label that makes node agents enrol a pod, and a first init container that waits
 until the proxy's listeners are in the pod. Without it the first connections of an application could leave before
 its rules exist. There are no other changes. The pod does not get the annotation ``sidecar.istio.io/status``,
-because agents, Istio's and ours, leave out pods with it. ``sidecar`` and ``sidecar-classic`` are in
+because agents, Istio's and ours, leave out annotated pods. ``sidecar`` and ``sidecar-classic`` are in
 :mod:`ztunnel.sidecar.inject.sidecar`.
 
 Injecting a pod again does not change it: the added parts are found, by name or by the status, and replaced.
@@ -70,7 +70,7 @@ def inject(
         workload: the owner of the pod template. Empty means the owner in the pod.
 
     Raises:
-        Denied: an annotation that names no template or has an unusable value, or an object that is not a pod.
+        Denied: an annotation with an unknown template or an unusable value, or an object that is not a pod.
     """
     decision = decide(pod, namespace, config.rules)
     warnings = [decision.warning] if decision.warning else []
@@ -135,7 +135,7 @@ def _sidecar(
         asks = asked(mapping(mapping(pod, "metadata"), "annotations"), config.sidecar)
         spec = mapping(pod, "spec")
         if isinstance(spec, dict) and isinstance(spec.get("initContainers"), list):
-            # A pod that was injected by the other template keeps no gate, because its listeners start after it.
+            # A pod that was injected by the other template keeps no gate, because its listeners start later.
             spec["initContainers"] = [
                 each for each in spec["initContainers"] if not isinstance(each, dict) or each.get("name") != GATE
             ]

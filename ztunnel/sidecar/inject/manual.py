@@ -1,8 +1,8 @@
 """Injects into the documents of a file: pods, and objects with a pod template. Pure.
 
-Documents and items of lists that are not injected keep their bytes, including comments, so that a whole file can
-be piped through. An injected document or item is rewritten, with its keys in their order and without its comments.
-JSON stays JSON.
+Documents and list items without a pod template keep their bytes, including comments, so a whole file can be piped
+through. An injected document or item is rewritten, with its keys in their order and without its comments. JSON
+stays JSON.
 """
 
 import copy
@@ -74,7 +74,7 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
 
 
 class _Rewrite:
-    """Collects replacements of parts of a text, from its start to its end."""
+    """Collects replacements in a text, from its start to its end."""
 
     def __init__(self, text: str, namespace: str, config: InjectConfig, notes: list[str]) -> None:
         self._text = text
@@ -147,7 +147,7 @@ class _Rewrite:
 
 
 def _changed_items(value: object, made: object) -> list[tuple[int, object]] | None:
-    """Return the injected items of a list of objects by their index. None if it is not such a list."""
+    """Return the injected items of an object list by their index. None if it is not such a list."""
     items, made_items = (each.get("items") if isinstance(each, dict) else None for each in (value, made))
     if not isinstance(items, list) or not isinstance(made_items, list):
         return None

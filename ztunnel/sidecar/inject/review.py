@@ -114,7 +114,7 @@ def _review(version: str, response: Mapping[str, Any], about: str) -> Answer:
         result, about = "denied", f"{about}: {response['status']['message']}"
     else:
         result = "injected" if "patch" in response else "skipped"
-    # The request's version, because the API server refuses an answer in another one.
+    # The request's version, because the API server refuses an answer in another version.
     body = json.dumps({"apiVersion": version, "kind": "AdmissionReview", "response": response}).encode()
     return Answer(200, "application/json", body, result, about)
 

@@ -34,7 +34,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """All of its requirements must match. A selector without requirements selects nothing here, like in Istio's
+    """All of its requirements must match. A selector without requirements selects no pod here, like in Istio's
     injector.
     """
 

@@ -1,7 +1,7 @@
 """The webhook's server: HTTPS for the API server, with its certificate and configuration reloaded from files.
 
 uvicorn serves HTTP. The loaded files stay in use until valid ones replace them: a certificate whose key does not
-match yet, or a faulty configuration, is logged once and changes nothing.
+match yet, or a faulty configuration, is logged once and has no effect.
 """
 
 import asyncio
@@ -232,8 +232,8 @@ class InjectServer:
 def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
     """Return uvicorn's protocol with additional limits, because any pod of the cluster can reach this port.
 
-    uvicorn's own limit answers 503 to every client once clients hold that many connections, so that pods of the
-    mesh could not be created. This limit closes connections of other clients instead.
+    uvicorn's own limit answers 503 to every client once clients hold that many connections. Then no pod of the
+    mesh could be created. This limit closes connections of other clients instead.
     """
     opened: dict[H11Protocol, None] = {}
 

@@ -2,12 +2,12 @@
 
 A native sidecar is an init container that keeps running (``restartPolicy: Always``): kubelet starts it before the
 user's own init containers and ends it after the application. For clusters without native sidecars,
-``sidecar-classic`` makes it the first of the containers, and its hook delays the others until it accepts
+``sidecar-classic`` makes it the first of the containers, and its hook delays the other containers until it accepts
 connections.
 
 The added parts are recorded in ``sidecar.istio.io/status``, whose presence makes node agents leave the pod alone.
-Injecting again first removes all of them, so that a later injector or configuration replaces an earlier one, and
-the same one changes nothing. The pod's containers with our names are its author's changes to ours: they are merged
+Injecting again first removes all added parts. So a later injector or configuration replaces an earlier one, and a
+repetition has no effect. The pod's containers with our names are its author's changes to ours: they are merged
 over the template's, and kept in ``proxy.istio.io/overrides`` for the next time.
 
 ``security.istio.io/tlsMode`` is not among the labels: it invites the Envoys of a mesh to speak Istio's own mTLS,
@@ -56,7 +56,7 @@ def is_ours(annotations: Mapping[str, Any]) -> bool:
 
 
 def strip(pod: dict[str, Any]) -> None:
-    """Undo an injection of ours in place. Does nothing without one.
+    """Undo an injection of ours in place. Has no effect without one.
 
     Probes get their originals back, and what the author has written under our names.
     """
@@ -422,7 +422,7 @@ def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 
 
 def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the user and group of the proxy, by which rules match it.
+    """Return the proxy's user and group, for rules to match.
 
     Raises:
         BadPod: root, whose every process would pass.

@@ -1,12 +1,12 @@
-"""The configurations by which an API server calls the injector, and the labels that select pods. Pure.
+"""The API server's configurations for calling the injector, and the labels that select pods. Pure.
 
 For sidecars there are Istio's four entries: a namespace or a pod requests injection by ``istio.io/rev``, for one
 revision of the injector, or by ``istio-injection`` and ``sidecar.istio.io/inject``, for the default one. A
 revision tag is a separate configuration that maps another name to a revision. For the template ``ambient`` two
 entries follow ``istio.io/dataplane-mode``. The path of the URL selects the template of a pod that names none.
 
-API servers call configurations in the order of their names. Those of sidecars come after that of the gate, so that
-a pod selected by both gets a sidecar: the later injection removes the gate.
+API servers call configurations in the order of their names. The webhooks for sidecars come after the gate's, so a
+pod selected by both gets a sidecar: the later injection removes the gate.
 
 The entries' names do not end as Istio's do: istiod puts its own CA into every entry that does, in configurations
 of its revision.
@@ -126,7 +126,7 @@ def _entry(
         "admissionReviewVersions": ["v1"],
         "sideEffects": "None",
         "timeoutSeconds": _TIMEOUT_S,
-        # Only for pods that requested injection: a pod that starts without it would send outside the mesh.
+        # Only for pods that requested injection: without it such a pod would send outside the mesh.
         "failurePolicy": "Fail",
         "reinvocationPolicy": "Never",
         "namespaceSelector": {"matchExpressions": [*of_namespace, system]},
