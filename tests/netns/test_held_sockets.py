@@ -21,6 +21,11 @@ def serving(mesh: AmbientMesh, node: str) -> int:
     return _child(mesh.proxies[node].process.pid)
 
 
+def keeps_configuration(mesh: AmbientMesh, node: str) -> bool:
+    held = Path(f"/proc/{mesh.proxies[node].process.pid}/fd")
+    return any("memfd:configuration" in os.readlink(each) for each in held.iterdir())
+
+
 def _child(pid: int) -> int:
     return int((Path(f"/proc/{pid}/task/{pid}/children").read_text().split() or ["0"])[0])
 
@@ -52,6 +57,7 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
                 proxy = mesh.proxies[node]
                 assert "the proxy ended by signal 9 and is started again" in proxy.log_path.read_text()
                 await eventually(proxy.ready, "ready")
+                assert proxy.metric("ztunnel_crashes_total") == 1
                 assert mesh.proxies[node].process.poll() is None
             # Nothing is left of sockets that nobody accepts from.
             for _ in range(3):
@@ -69,13 +75,16 @@ def test_a_killed_proxy_serves_again_without_its_control_plane(tmp_path: Path) -
         ):
             client, far = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
             assert (await ask(client, far, 8080)).endswith(HELLO)
-            await asyncio.sleep(1.5)  # the configuration is written a second after its last change
+            for node in nodes:
+                await eventually(lambda node=node: keeps_configuration(mesh, node), "the configuration is kept")
+            await asyncio.sleep(1.5)  # what has changed since is written a second later
             await mesh.stop_control_plane()
             for node in ("w1", "w2"):
                 first = serving(mesh, node)
                 os.kill(first, signal.SIGKILL)
                 await eventually(lambda node=node, old=first: serving(mesh, node) not in (0, old), "a new proxy")
                 assert (await ask(client, far, 8080, wait_s=60.0)).endswith(HELLO)
+                await eventually(mesh.proxies[node].ready, "ready")
                 log = mesh.proxies[node].log_path.read_text()
                 assert "the configuration of the process that died is used" in log
                 assert mesh.proxies[node].metric("ztunnel_xds_staleness_seconds") > 0

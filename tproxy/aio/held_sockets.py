@@ -32,6 +32,7 @@ from typing import Final, Self
 log = logging.getLogger(__name__)
 
 VARIABLE: Final = "ZTUNNEL_HOLDER_FD"
+CRASHES_VARIABLE: Final = "ZTUNNEL_HOLDER_CRASHES"
 TAKE, HELD, END, KEEP, DROP, READY = b"T", b"H", b"E", b"K", b"D", b"R"
 #: Of a packet; keys are shorter.
 MOST_BYTES: Final = 256
@@ -47,9 +48,11 @@ class Holder:
 
     Args:
         channel: owned by this object.
+        crashes: how often the holder has started a process again.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, crashes: int = 0) -> None:
+        self.crashes = crashes
         self._channel: socket.socket | None = channel
         channel.settimeout(_ANSWERS_S)
         self._held: dict[str, socket.socket] = {}
@@ -67,7 +70,7 @@ class Holder:
             return None
         try:
             os.set_inheritable(int(text), False)
-            return cls(socket.socket(fileno=int(text)))
+            return cls(socket.socket(fileno=int(text)), int(environment.get(CRASHES_VARIABLE, "0")))
         except (OSError, ValueError) as error:
             raise ValueError(f"{VARIABLE}={text}: no descriptor of a holder: {error}") from error
 

@@ -33,6 +33,8 @@ import sys
 import time
 
 VARIABLE = "ZTUNNEL_HOLDER_FD"
+#: How often the proxy was started again, for its metrics.
+CRASHES_VARIABLE = "ZTUNNEL_HOLDER_CRASHES"
 MOST_CRASHES = 5
 WINDOW_S = 60.0
 #: Between the crash of a proxy that did not become ready and its next start.
@@ -55,6 +57,7 @@ class Holder:
         self._pid = 0
         self._was_ready = self._is_ready = self._stops = False
         self._crashes: list[float] = []
+        self._started_again = 0
         self._signals: list[int] = []
         self._woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
@@ -75,7 +78,8 @@ class Holder:
         here, there = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         self._is_ready = False
         os.set_inheritable(there.fileno(), True)
-        environment = {**os.environ, VARIABLE: str(there.fileno())}
+        own = {VARIABLE: str(there.fileno()), CRASHES_VARIABLE: str(self._started_again)}
+        environment = {**os.environ, **own}
         self._pid = os.posix_spawn(self._command[0], self._command, environment)
         there.close()
         return _Channel(here)
@@ -162,6 +166,7 @@ class Holder:
             return False
         sockets = sum(not key.startswith(b"memory/") for key in self._held)
         _log(f"the proxy ended {how} and is started again sockets={sockets}")
+        self._started_again += 1
         if not self._is_ready:
             time.sleep(PAUSE_S)
         return True

@@ -67,14 +67,14 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
         raise ValueError(f"{_HOLD_SOCKETS}={text}: {error}") from error
     from tproxy.aio import held_sockets  # the commands that ask have no sockets of this kind
 
-    rest = {
-        name: value for name, value in environment.items() if name not in (_HOLD_SOCKETS, held_sockets.VARIABLE)
-    }
+    own = (held_sockets.VARIABLE, held_sockets.CRASHES_VARIABLE)
+    rest = {name: value for name, value in environment.items() if name not in (_HOLD_SOCKETS, *own)}
     if not serves:
         return rest
     holder = held_sockets.Holder.of(environment)
     if holder is not None:
-        os.environ.pop(held_sockets.VARIABLE, None)
+        for name in own:
+            os.environ.pop(name, None)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # without its holder it would be nobody's to stop
         try:
             holder.take()

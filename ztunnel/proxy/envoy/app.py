@@ -316,6 +316,9 @@ class Proxy:
         scope.gauge("concurrency", lambda: 1.0)
         scope.gauge("total_connections", lambda: float(len(self.connections)))
         scope.gauge("hot_restart_epoch", lambda: float(self.settings.restart_epoch))
+        holder = held_sockets.holder()
+        if holder is not None:
+            scope.gauge("crashes", lambda: float(holder.crashes))
         scope.gauge("half_open_connections", lambda: float(len(self.half_open)))
         scope.gauge("half_open_turned_away", lambda: float(self.half_open.rejected))
         if self.ads is not None:

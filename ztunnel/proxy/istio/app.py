@@ -265,7 +265,7 @@ class IstioProxy:
         return LastConfiguration(holder, self.clock)
 
     def _gauges(self) -> None:
-        node, pods, control = self.node, self.pods, self.control
+        node, pods, control, holder = self.node, self.pods, self.control, held_sockets.holder()
         rows: list[tuple[str, str, str, Callable[[], float]]] = []
         if self.config.proxy_mode is ProxyMode.SHARED:
             current, total = "The total number current workloads with", "The total number of proxies that were"
@@ -312,6 +312,8 @@ class IstioProxy:
             ("ztunnel_generations", "gauge",
              "Processes of this proxy: this one, and a predecessor that still drains",
              lambda: 1 if self.handover is None else self.handover.generations),
+            ("ztunnel_crashes", "counter", "Times that this proxy died and its holder has started it again",
+             lambda: 0 if holder is None else holder.crashes),
         ]  # fmt: skip
         self.metrics.certificates = self.certificates.moments
         self.metrics.objects = self.mesh.counts
