@@ -100,8 +100,8 @@ ops: $(STAMP) ## an operator's questions to a mesh of two nodes, and the state t
 ui: $(STAMP) ## the live page of both demos in headless Chromium, clicked through; pictures in .run/ui
 	UI=1 $(PY) -m pytest -q -rs tests/ui
 
-handover: $(STAMP) ## long connections of mixed kinds over replacements of proxies: CONNECTIONS=n (1000), REPLACEMENTS=n (10), OTHER=source tree of every other proxy, DIALECT=envoy, FAR=envoy
-	$(PY) -m tests.handover $(if $(DIALECT),--dialect $(DIALECT)) $(if $(FAR),--far $(FAR)) --connections $(or $(CONNECTIONS),1000) --replacements $(or $(REPLACEMENTS),10) $(if $(OTHER),--other $(OTHER))
+handover: $(STAMP) ## long connections of mixed kinds over replacements of proxies: CONNECTIONS=n (1000), REPLACEMENTS=n (10), OTHER=source tree of every other proxy, DIALECT=envoy, FAR=envoy, RIVAL=istio:PATH
+	$(PY) -m tests.handover $(if $(DIALECT),--dialect $(DIALECT)) $(if $(FAR),--far $(FAR)) $(if $(RIVAL),--rival $(RIVAL)) --connections $(or $(CONNECTIONS),1000) --replacements $(or $(REPLACEMENTS),10) $(if $(OTHER),--other $(OTHER))
 
 soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what grows, what fails
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),30)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -73,7 +74,13 @@ def main() -> int:
     parser.add_argument(
         "--far", choices=("ours", "envoy"), default="ours", help="of Envoy's dialect: the other node's proxy"
     )
+    parser.add_argument("--rival", default="", help="istio:PATH of a program that serves one node, and stays")
     args = parser.parse_args()
+    scheme, _, rival = args.rival.partition(":")
+    if args.rival and (scheme != "istio" or not os.access(rival, os.X_OK)):
+        parser.error(
+            f"--rival {args.rival}: it is istio:PATH, of a program that takes the environment of Istio's ztunnel"
+        )
     if args.dialect == "envoy":
         return _result(_of_envoy(args))
     if args.sessions and (missing := missing_of_postgres()):
@@ -87,6 +94,7 @@ def main() -> int:
                 replacements=args.replacements,
                 pause_s=args.pause,
                 sessions=args.sessions,
+                rival=rival,
                 builds=[f"{args.other.resolve()}:{ROOT}", str(ROOT)] if args.other else [],
             )
         )

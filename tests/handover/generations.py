@@ -7,16 +7,23 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from deploy.lab import Place, Worker
 from tests.handover import rig
 from tests.handover.traffic import KINDS, Outcome, client, serving, short_connections
-from tests.netns.istio import AmbientMesh, NodeProxy, eventually, mesh_of
+from tests.netns.istio import ROOT, AmbientMesh, NodeProxy, eventually, mesh_of
 
 NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
 CAPTURED = ["client", "near", "far"]
+#: Where another program serves, if one is given.
+RIVAL_NODE = "w2"
 #: A tunnel between nodes in both directions, one within a node, plain text from outside and to outside.
 PAIRS = (("client", "far"), ("far", "near"), ("client", "near"), ("outside", "near"), ("client", "outside"))
 #: Between which grpcio, wsproto and psql speak.
@@ -60,13 +67,51 @@ class Report:
     between_s: list[float] = field(default_factory=list)
 
 
+class BesideRival(AmbientMesh):
+    """A mesh in which another program serves the second node: it takes the environment of Istio's ztunnel.
+
+    It wants TLS and a token for its control plane, which is a second one of the same mesh file and authority.
+    """
+
+    def __init__(self, rival: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rival = rival
+
+    def start_proxy(self, worker: Worker, place: Place | None = None, **more: Any) -> subprocess.Popen[bytes]:
+        node = worker.place
+        if node.name != RIVAL_NODE:
+            return super().start_proxy(worker, place, **more)
+        address, ca = f"{node.ipv4}:15012", self.folder / "ca"
+        plane = [
+            sys.executable,
+            "-m",
+            "ztunnel",
+            "control-plane",
+            str(self.folder / "mesh.yaml"),
+            "--ca-dir",
+            str(ca),
+        ]
+        token = self.folder / "token"
+        # Istio's ztunnel sends the file as it is: a line's end in it makes no header value.
+        said = subprocess.run([*plane, "--token", node.name], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+        token.write_bytes(said.stdout.strip())
+        node.popen([*plane, "--listen", address, "--tls-host", str(node.ipv4)], cwd=ROOT)
+        secured = {
+            **dict.fromkeys(("XDS_ADDRESS", "CA_ADDRESS"), f"https://{address}"),
+            **dict.fromkeys(("XDS_ROOT_CA", "CA_ROOT_CA"), str(ca / "root-cert.pem")),
+            "AUTH_TOKEN": str(token),
+        }
+        return super().start_proxy(worker, place, program=[self.rival], **secured, **more)
+
+
 @contextlib.asynccontextmanager
-async def running(folder: Path, **env: str) -> AsyncIterator[AmbientMesh]:
-    """The mesh, with a folder per node in which generations meet."""
+async def running(folder: Path, rival: str = "", **env: str) -> AsyncIterator[AmbientMesh]:
+    """The mesh, with a folder per node in which generations meet; ``rival`` is another program for one node."""
     for node in NODES:
         (folder / f"handover-{node}").mkdir()
     env = {"ZTUNNEL_HANDOVER_DIR": f"{folder}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1", **env}
-    async with mesh_of(NODES, folder, captured=CAPTURED, env=env) as mesh:
+    kind = partial(BesideRival, rival) if rival else AmbientMesh
+    async with mesh_of(NODES, folder, captured=CAPTURED, env=env, kind=kind) as mesh:
         yield mesh
 
 
@@ -142,6 +187,7 @@ async def run(
     pause_s: float,
     sessions: int = 0,
     builds: Sequence[str] = (),
+    rival: str = "",
 ) -> Report:
     """Hold connections of every kind over every pair, and replace proxies in turn meanwhile.
 
@@ -152,12 +198,14 @@ async def run(
         pause_s: between two.
         sessions: of psql, from one node to the other.
         builds: source trees that the generations run from, in turn; by default this one.
+        rival: a program that serves one node and stays; only the other node's proxy is replaced.
     """
     report = Report()
     outcome = report.outcome
     pace_s = 0.02 * max(1.0, connections / 100)  # this process plays most applications
     others = connections // (len(KINDS) + 2) // len(PROGRAM_PAIRS)
-    async with running(folder) as mesh, contextlib.AsyncExitStack() as stack:
+    replaced_nodes = [node for node in NODES if not rival or node != RIVAL_NODE]
+    async with running(folder, rival) as mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far", "outside"):
             await stack.enter_async_context(serving(mesh.lab.pod(name), outcome))
             await rig.serve(mesh.lab.pod(name))
@@ -181,15 +229,26 @@ async def run(
             await asyncio.sleep(1.0)
             outcome.round_trips_s.clear()  # of the time in which connections were opened
             for number in range(replacements):
-                node = tuple(NODES)[number % len(NODES)]
+                node = replaced_nodes[number % len(replaced_nodes)]
                 tree = builds[number // len(NODES) % len(builds)] if builds else None
                 build = {"PYTHONPATH": tree, "PYTHONSAFEPATH": "1"} if tree else {}
                 report.replacements.append(await measured(mesh, node, **build))
                 report.during_s += drained(outcome.round_trips_s)
                 await asyncio.sleep(pause_s)
                 report.between_s += drained(outcome.round_trips_s)
+            if rival:
+                outcome.failures += _complaints(mesh)
             outcome.stop.set()
     return report
+
+
+def _complaints(mesh: AmbientMesh) -> list[str]:
+    """Return what another program has logged of connections that failed."""
+    return [
+        f"{RIVAL_NODE} logged {line.get('error')}"
+        for line in mesh.proxies[RIVAL_NODE].log()
+        if line.get("error") and "connection" in str(line.get("message"))
+    ]
 
 
 def drained(values: list[float]) -> list[float]:

@@ -333,11 +333,12 @@ class AmbientMesh:
         *,
         stdout: IO[bytes] | None = None,
         prefix: Sequence[str] = (),
+        program: Sequence[str] = (sys.executable, "-m", "ztunnel"),
         **env: str,
     ) -> "subprocess.Popen[bytes]":
         """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file.
 
-        ``prefix`` is a program that starts it, such as setpriv.
+        ``prefix`` is a program that starts it, such as setpriv. ``program`` is ours by default.
         """
         name = worker.place.name
         place = place or worker.place
@@ -362,7 +363,7 @@ class AmbientMesh:
             **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
-        command = [*prefix, sys.executable, "-m", "ztunnel", "proxy", "ztunnel"]
+        command = [*prefix, *program, "proxy", "ztunnel"]
         if self.resolv_conf is not None:
             file = self.folder / "resolv.conf"
             file.write_text(self.resolv_conf(self))
@@ -422,9 +423,11 @@ async def refused(place: Place, host: object, port: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def mesh_of(*args: Any, **options: Any) -> AsyncIterator[AmbientMesh]:
+async def mesh_of(
+    *args: Any, kind: Callable[..., AmbientMesh] = AmbientMesh, **options: Any
+) -> AsyncIterator[AmbientMesh]:
     """An :class:`AmbientMesh`, with the proxies' logs shown when the test fails."""
-    rig = AmbientMesh(*args, **options)
+    rig = kind(*args, **options)
     try:
         async with rig:
             yield rig
