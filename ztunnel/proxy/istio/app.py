@@ -232,7 +232,7 @@ class IstioProxy:
 
     @property
     def handover(self) -> Handover | None:
-        """What moves open connections to the next process; ``None`` if they do not move."""
+        """Moves open connections to the next process; ``None`` if they do not move."""
         return self._handover
 
     @property
@@ -529,7 +529,7 @@ class IstioProxy:
         self.readiness.done(DNS_PROXY)
         holder = held_sockets.holder()
         if holder is not None or self.handover is not None:
-            # What a predecessor offers or has left must find its pod here.
+            # The connections and sockets of a predecessor belong to pods that must be here.
             while self.readiness.pending:  # noqa: ASYNC110  it has no event, and this is once per process
                 await asyncio.sleep(_READY_S)
         if holder is not None:

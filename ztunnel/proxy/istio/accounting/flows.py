@@ -47,7 +47,7 @@ class NamedProxy(Protocol):
 
 
 class Asked(Protocol):
-    """What addons have said of a connection."""
+    """The verdicts of addons about a connection."""
 
     @property
     def addon(self) -> str:
@@ -76,7 +76,7 @@ class Recorded(Protocol):
 
     @property
     def asked(self) -> Asked | None:
-        """What addons have said, or None."""
+        """The verdicts of addons, or None."""
 
     @property
     def described(self) -> object:

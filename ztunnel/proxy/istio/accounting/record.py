@@ -97,7 +97,7 @@ class Observer(Protocol):
 
 
 class Described:
-    """What the records of many connections have in common, with what is made of it once.
+    """The constant part of the records of many connections, and values computed from it once.
 
     Attributes:
         shown: its fields in access lines, which follow the source's address.
@@ -360,7 +360,7 @@ class Record:
     # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
 
     def went(self) -> None:
-        """Count what was carried here. :meth:`complete` does nothing any more."""
+        """Count the bytes that were carried here. :meth:`complete` has no effect after this."""
         if self._opened:
             self.settled()
             series, self._series = self._series, None

@@ -90,7 +90,7 @@ class InspectedProxy(Protocol):
 
     @property
     def handover(self) -> handover_page.Shown | None:
-        """What moves open connections; ``None`` if they do not move."""
+        """Moves open connections; ``None`` if they do not move."""
 
     def carried(self) -> Sequence[CarriedPod]:
         """Return every pod that runs, the proxy's own included."""

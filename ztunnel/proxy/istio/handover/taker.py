@@ -1,4 +1,4 @@
-"""The process that replaces another one: makes the units of offers, and continues those that become its own."""
+"""The side of a hand-over that takes: makes the units of offers, and continues the accepted ones."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class PodAddons:
             dialled: the address that the application dialled.
 
         Returns:
-            What narrows another draw of its endpoint. ``None``: the endpoint stays, because no addon has a
+            Labels that narrow another draw of its endpoint. ``None``: the endpoint stays, because no addon has a
             preference and none has waited.
 
         Raises:

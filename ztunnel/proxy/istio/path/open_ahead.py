@@ -71,7 +71,7 @@ class OpenAhead:
                 except PoolClosed:
                     return
                 except (HboneError, TproxyError, OSError) as error:
-                    # The first connection to it says so in its line.
+                    # The access line of the first connection to it has the error.
                     log.debug("not opened ahead target=%s error=%s", plan.target, error)
         finally:
             self._runs = False

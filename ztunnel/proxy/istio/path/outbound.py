@@ -106,7 +106,7 @@ class OutboundUpstream(Upstream[Life]):
 
 
 class Beginning(NamedTuple):
-    """What is decided of a connection when its coroutine begins.
+    """The decisions about a connection that were made before its coroutine begins.
 
     Attributes:
         route: for its first attempt.

@@ -121,7 +121,7 @@ class PlannedRequest(PodConnection):
             self._wait_for(dialled)
 
     def _dialled(self) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
-        """Dial the application; return its connection, or what waits for it.
+        """Dial the application; return its connection, or a coroutine that waits for it.
 
         Raises:
             TproxyError, OSError: it cannot be reached.

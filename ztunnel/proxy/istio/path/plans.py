@@ -1,9 +1,9 @@
 """What the connections of a pod to one destination have in common, decided once per version of the mesh.
 
 A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with what is made of it:
-the CONNECT, the key of the pool, the fields of the log line and the metric series. The draw of an endpoint is not
-part of it. A destination has a small tree: each node is a question that the decision asks, each branch an endpoint
-that may be drawn, each leaf a plan. A connection walks it with draws of its own.
+the CONNECT, the key of the pool, the fields of the log line and the metric series. It does not include the draw
+of an endpoint. A destination has a small tree. Each node is a question of the decision, each branch an endpoint
+that can be drawn, each leaf a plan. A connection walks it with draws of its own.
 
 A plan holds only what follows from the mesh and from the pod's own workload, and every batch that changes the mesh
 drops all trees. The decisions are made again, and a plan stays if its decision is the same. What changes without
@@ -203,7 +203,7 @@ class Plans:
                     yield tree
 
     def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
-        """Return what the first draw of a decision can come to; ``None`` alone: it draws nothing."""
+        """Return the endpoints that the first draw of a decision can choose; only ``None`` if it draws none."""
         labels = self._pod.local.known()
         if labels is None:
             return []

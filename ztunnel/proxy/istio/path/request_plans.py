@@ -50,7 +50,7 @@ class _Asked(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """What follows from the mesh; compared part by part."""
+    """The result of a decision by the mesh; compared part by part."""
 
     address: SocketAddress
     service: Service | None

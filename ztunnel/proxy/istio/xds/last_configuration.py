@@ -1,9 +1,9 @@
-"""The last configuration of a proxy that died, for the one that a holder starts in its place.
+"""Keeps the configuration of a proxy for its successor after a crash.
 
 A proxy under a holder (:mod:`tproxy.aio.held_sockets`) writes what its control plane and its authority have sent
 to sealed memory, and the holder has the descriptor: resources as they arrived, with their versions, and
-certificates with keys. Nothing of it is on disk. The next proxy applies it and serves at once. Its first request
-to the control plane lists the versions, as after any loss of a stream, so that it gets the differences. The
+certificates with keys. None of it is written to disk. The next proxy applies it and serves at once. Its first
+request to the control plane lists the versions, as after any loss of a stream, so that it gets the differences. The
 authority is asked again when a certificate has half of its life left.
 """
 
@@ -30,7 +30,7 @@ from ztunnel.runtime.clock import Clock
 log = logging.getLogger(__name__)
 
 NAME: Final = "configuration"
-#: Of the message; another one is not read.
+#: Version of the message. A message of another version is not read.
 SCHEMA: Final = 1
 #: Between a change and the next writing: a mesh of 10,000 workloads is some megabytes.
 _CALM_S: Final = 1.0
@@ -186,7 +186,7 @@ class LastConfiguration:
             log.error("the configuration is not kept for the next process error=%s", error.strerror)
 
     def close(self) -> None:
-        """Write nothing any more; idempotent."""
+        """Stop writing; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -91,7 +91,7 @@ class MeshFeed:
         for policy in policies:
             if policy.faults:
                 log.warning(
-                    "policy holds what is not understood, which lets nobody in policy=%s faults=%s",
+                    "policy has parts that are not understood; they allow no connection policy=%s faults=%s",
                     policy.key,
                     "; ".join(policy.faults[:_NAMED]),
                 )
@@ -200,12 +200,12 @@ class LocalFile:
         try:
             local = read_local_file(self._path)
         except ConfigError as error:
-            log.warning("local file refused, the last good one stays in force path=%s error=%s", self._path, error)
+            log.warning("local file refused, the last good one stays active path=%s error=%s", self._path, error)
             return
         if local != self._feed.local:
             self._feed.apply_local(local)
             log.info(
-                "local file in force path=%s workloads=%d services=%d policies=%d",
+                "local file applied path=%s workloads=%d services=%d policies=%d",
                 self._path,
                 len(local.workloads),
                 len(local.services),
