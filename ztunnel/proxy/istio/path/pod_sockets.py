@@ -239,8 +239,8 @@ class PodSockets:
     async def dial(self, address: SocketAddress, *, source: str | None = None) -> PlainSocket:
         """Connect for one connection of a user, like :meth:`connect`. The caller closes the end.
 
-        Keepalive is enabled after the connection has lasted some seconds. Most end before, and its options are four
-        of about twenty system calls.
+        Keepalive is enabled after the connection has lasted some seconds. Most end before, and its options are
+        four of about twenty system calls.
         """
         sock = await self.connect(address, source=source, keepalive=False)
         end = PlainSocket(sock, self._node.poller, fresh=True)

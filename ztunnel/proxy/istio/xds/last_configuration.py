@@ -3,8 +3,8 @@
 A proxy under a holder (:mod:`tproxy.aio.held_sockets`) writes what its control plane and its authority have sent
 to sealed memory, and the holder has the descriptor: resources as they arrived, with their versions, and
 certificates with keys. None of it is written to disk. The next proxy applies it and serves at once. Its first
-request to the control plane lists the versions, as after any loss of a stream, so that it gets the differences. The
-authority is asked again when a certificate has half of its life left.
+request to the control plane lists the versions, as after any loss of a stream, so that it gets the differences.
+The authority is asked again when a certificate has half of its life left.
 """
 
 from __future__ import annotations
