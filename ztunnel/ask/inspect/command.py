@@ -232,9 +232,11 @@ def page_or_none(pages: Pages, path: str) -> Any:
 
 def _config(args: argparse.Namespace) -> int:
     try:
-        found = read_json(args.file) if args.file is not None else ask_json(args.address, "/config_dump")
-        if args.part is not None:
-            found = part(found, args.part, args.entry)
+        if args.file is not None:
+            found = read_json(args.file)
+            found = part(found, args.part, args.entry) if args.part is not None else found
+        else:
+            found = _asked(args.address, args.part, args.entry)
     except AskFailed as error:
         return failed(args, str(error))
     except NoSuchPart as error:
@@ -245,6 +247,24 @@ def _config(args: argparse.Namespace) -> int:
     else:
         emit_object(found, args.output)
     return 0
+
+
+def _asked(address: str, key: str | None, entry: str) -> Any:
+    """Return a part of a running proxy's dump. A proxy that can cuts it; others send all of it.
+
+    Raises:
+        AskFailed, NoSuchPart: there is no answer, or nothing of that name.
+    """
+    if key is None:
+        return ask_json(address, "/config_dump")
+    try:
+        return part(
+            ask_json(address, "/config_dump", {"part": key, **({"name": entry} if entry else {})}), key, entry
+        )
+    except (NoSuchPart, AskFailed) as error:
+        if isinstance(error, AskFailed) and error.status != _NOT_FOUND:
+            raise
+    return part(ask_json(address, "/config_dump"), key, entry)  # which says what there is
 
 
 def _log(args: argparse.Namespace) -> int:

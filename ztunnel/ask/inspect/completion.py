@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from ztunnel.ask.inspect.parts import (
     NoSuchPart,
-    names_of,
     part,
     parts_of,
 )
 from ztunnel.ask.inspect.source import AskFailed, ask_json
 from ztunnel.runtime.console.subcommands import subcommands
+from ztunnel.runtime.formats.entries import names_of
 
 #: The longest wait for names after a TAB.
 _NAMES_S: Final = 1.0

@@ -3,13 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-#: The keys that name an entry of a dump.
-_NAMES: Final = ("name", "hostname", "uid", "identity", "policy", "cluster_name")
-#: Where Envoy's dumps have the resource with the name, below the entry.
-_INNER: Final = (
-    *("cluster", "listener", "secret", "route_config", "endpoint_config"),
-    *("active_state", "warming_state", "draining_state"),
-)
+from ztunnel.runtime.formats.entries import names_of
+
 _MOST_TOLD: Final = 12
 
 
@@ -56,19 +51,6 @@ def part(dump: Any, name: str, entry: str = "") -> Any:
     known = sorted(found) if isinstance(found, Mapping) and not listed else [_called(each) for each in listed]
     told = ", ".join(known[:_MOST_TOLD]) + (", ..." if len(known) > _MOST_TOLD else "")
     raise NoSuchPart(f"{name} has no {entry!r}; there are {told or 'none'}")
-
-
-def names_of(entry: Any) -> Iterator[str]:
-    """Yield the names by which an entry can be requested, the fullest last."""
-    if not isinstance(entry, Mapping):
-        return
-    for key in _INNER:
-        yield from names_of(entry.get(key))
-    namespace = entry.get("namespace")
-    own = [str(entry[key]) for key in _NAMES if isinstance(entry.get(key), str)]
-    yield from own
-    if namespace:
-        yield from (f"{namespace}/{each}" for each in own[:2])
 
 
 def _entries(found: Any) -> Iterator[Any]:

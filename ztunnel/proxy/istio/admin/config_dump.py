@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ztunnel.proxy.istio.settings.config import (
 )
 from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.proxy.istio.zds.pods import RunningPod
+from ztunnel.runtime.formats.entries import names_of
 from ztunnel.runtime.revision import revision
 
 
@@ -40,6 +42,8 @@ def pieces(
     proxy: InspectedProxy,
     connections: Mapping[RunningPod, object] | None = None,
     metrics: Metrics | None = None,
+    part: str = "",
+    name: str = "",
 ) -> Iterator[str]:
     """Iterate over the pieces of the page.
 
@@ -47,28 +51,56 @@ def pieces(
         proxy: the proxy to show.
         connections: live connections of pods that workers carry.
         metrics: the sum of all processes' counts; without workers, the proxy's own.
+        part: the only key to show; empty: all.
+        name: of the entries to show of that part; empty: all.
+
+    Raises:
+        LookupError: there is no such part.
     """
-    mesh, counted = proxy.mesh, metrics or proxy.metrics
-    yield "{\n"
-    if proxy.config.addons is not None:
-        yield from _list("addons", addon_page(counted.addons))
-    yield from _list("certificates", _certificates(proxy))
-    yield from _value("config", config_entry(proxy.config))
-    yield from _value("controlPlane", control_plane_entry(proxy))
-    yield from _list("denials", denials(counted))
-    decisions = _decisions(counted)
-    yield from _value("noPolicyMatched", decisions.get(NONE_MATCHED))
-    yield from _value("pending", sorted(proxy.readiness.pending))
-    yield from _list("policies", mesh_dump.policies(mesh, decisions))
-    yield from _list("services", mesh_dump.services(mesh))
-    yield from _value("stagedServices", mesh_dump.staged_services(mesh))
-    yield from _value("staticConfig", proxy.control.static_config())
-    shared = proxy.config.proxy_mode is ProxyMode.SHARED
-    yield from _value("version", version_entry(proxy.config.version_tag))
-    if shared:
-        yield from _value("workloadState", _pods(proxy, connections or {}))
-    yield from _list("workloads", mesh_dump.workloads(mesh), last=True)
-    yield "}\n"
+    every = _parts(proxy, connections or {}, metrics or proxy.metrics)
+    if part:
+        if part not in every:
+            raise LookupError(f"no part {part!r}; there are {', '.join(every)}")
+        every = {part: every[part]}
+    return _pieces(every, name)
+
+
+def _pieces(parts: Mapping[str, Callable[[], object]], name: str) -> Iterator[str]:
+    before = "{\n"
+    for key, make in parts.items():
+        yield before
+        found = make()
+        yield from _list(key, found, name) if isinstance(found, Iterator) else _value(key, found, name)
+        before = ",\n"
+    yield "\n}\n"
+
+
+def _parts(
+    proxy: InspectedProxy, connections: Mapping[RunningPod, object], counted: Metrics
+) -> dict[str, Callable[[], object]]:
+    """Return what makes each part; of a long one, an iterator of its entries."""
+    mesh, config = proxy.mesh, proxy.config
+    decisions = cache(lambda: _decisions(counted))
+    found: dict[str, Callable[[], object]] = {
+        "certificates": lambda: _certificates(proxy),
+        "config": lambda: config_entry(config),
+        "controlPlane": lambda: control_plane_entry(proxy),
+        "denials": lambda: iter(denials(counted)),
+        "noPolicyMatched": lambda: decisions().get(NONE_MATCHED),
+        "pending": lambda: sorted(proxy.readiness.pending),
+        "policies": lambda: iter(mesh_dump.policies(mesh, decisions())),
+        "services": lambda: iter(mesh_dump.services(mesh)),
+        "stagedServices": lambda: mesh_dump.staged_services(mesh),
+        "staticConfig": proxy.control.static_config,
+        "version": lambda: version_entry(config.version_tag),
+        "workloadState": lambda: _pods(proxy, connections),
+        "workloads": lambda: iter(mesh_dump.workloads(mesh)),
+    }
+    if config.proxy_mode is not ProxyMode.SHARED:
+        del found["workloadState"]
+    if config.addons is not None:
+        found = {"addons": lambda: iter(addon_page(counted.addons)), **found}
+    return found
 
 
 def connections(proxy: InspectedProxy, carried: Mapping[RunningPod, object]) -> Iterator[str]:
@@ -110,17 +142,22 @@ def _dumped(value: object, indent: int) -> str:
     return text.replace("\n", "\n" + " " * indent)
 
 
-def _value(key: str, value: object) -> Iterator[str]:
-    yield f'  "{key}": {_dumped(value, 2)},\n'
+def _value(key: str, value: object, name: str) -> Iterator[str]:
+    if name and isinstance(value, Mapping):
+        value = {name: value[name]} if name in value else {}
+    yield f'  "{key}": {_dumped(value, 2)}'
 
 
-def _list(key: str, entries: Iterable[object], *, last: bool = False) -> Iterator[str]:
+def _list(key: str, entries: Iterable[object], name: str) -> Iterator[str]:
     yield f'  "{key}": ['
-    separator = "\n    "
+    before, separator = "]", "\n    "
     for entry in entries:
+        if name and name not in names_of(entry):
+            yield " "  # other work has its turn between pieces
+            continue
         yield separator + _dumped(entry, 4)
-        separator = ",\n    "
-    yield ("]" if separator == "\n    " else "\n  ]") + ("\n" if last else ",\n")
+        before, separator = "\n  ]", ",\n    "
+    yield before
 
 
 def _certificates(proxy: InspectedProxy) -> Iterator[Mapping[str, Any]]:

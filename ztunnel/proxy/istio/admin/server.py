@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from ztunnel.runtime.http.page import (
     PLAIN,
     Page,
     PageRequest,
+    Query,
     not_found,
     printable,
     text,
@@ -35,6 +36,7 @@ from ztunnel.runtime.http.server import Pages, PageServer
 
 if TYPE_CHECKING:
     from ztunnel.proxy.istio.accounting.metrics import Metrics
+    from ztunnel.proxy.istio.zds.pods import RunningPod
     from ztunnel.proxy.ui.pages import LivePages
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ _METRICS_PATHS = ("/metrics", "/stats/prometheus")
 _SIDECAR_PATHS = ("/drain", "/quitquitquit")
 _PAGES = {
     "/addons": "addons with their calls, time, denials and faults",
-    "/config_dump": "everything this proxy knows",
+    "/config_dump": "everything this proxy knows: ?part=KEY for one key, &name=NAME for entries of it",
     "/connections": "live connections, by pod",
     "/denials": "the last connections that policies denied or ended, by pair of workloads",
     "/check": "facts of this node for ztunnel check; ?reach=ADDRESS tries port 15008 of a workload",
@@ -177,9 +179,20 @@ class Servers:
     async def _stats_of_all(workers: InspectedWorkers, request: PageRequest) -> Page:
         return _metrics_page(await workers.metrics(), request)
 
-    async def _dump_of_all(self, workers: InspectedWorkers) -> Page:
-        connections, metrics = await workers.connections(), await workers.metrics()
-        return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections, metrics))
+    async def _dump_of_all(self, workers: InspectedWorkers, query: Query) -> Page:
+        return self._dump(query, await workers.connections(), await workers.metrics())
+
+    def _dump(
+        self,
+        query: Query,
+        connections: Mapping[RunningPod, object] | None = None,
+        metrics: Metrics | None = None,
+    ) -> Page:
+        wanted = (query.get("part") or "", query.get("name") or "")
+        try:
+            return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections, metrics, *wanted))
+        except LookupError as error:
+            return text(f"{error.args[0]}\n", 404, PLAIN)
 
     def _admin(self, request: PageRequest) -> Page | Awaitable[Page]:
         match request.path:
@@ -190,8 +203,8 @@ class Servers:
                 return self._live_page(request)
             case "/config_dump":
                 if self._proxy.workers is not None:
-                    return self._dump_of_all(self._proxy.workers)
-                return Page(content_type=JSON, body=config_dump.pieces(self._proxy))
+                    return self._dump_of_all(self._proxy.workers, request.query)
+                return self._dump(request.query)
             case "/logging":
                 return self._logging(request)
             case "/quitquitquit":

@@ -383,6 +383,16 @@ def test_the_dump_of_a_shared_proxy() -> None:
         assert [type(dump[key]) for key in ("workloads", "services", "policies", "certificates")] == [list] * 4
         assert (dump["workloadState"], dump["stagedServices"]) == ({}, {})
         assert json.loads((await rig.ask("admin", "/connections")).text) == dump["workloadState"]
+        for key in ("workloads", "config", "pending", "version"):
+            assert json.loads((await rig.ask("admin", f"/config_dump?part={key}")).text) == {key: dump[key]}
+        one = await rig.ask("admin", f"/config_dump?part=workloads&name={LOCAL.namespace}/{LOCAL.name}")
+        assert json.loads(one.text) == {"workloads": dump["workloads"]}
+        none = await rig.ask("admin", "/config_dump?part=workloads&name=nobody")
+        assert json.loads(none.text) == {"workloads": []}
+        key = await rig.ask("admin", "/config_dump?part=config&name=network")
+        assert json.loads(key.text) == {"config": {"network": ""}}
+        unknown = await rig.ask("admin", "/config_dump?part=listeners")
+        assert (unknown.status, unknown.text.partition(";")[0]) == (404, "no part 'listeners'")
         assert dump["denials"] == json.loads((await rig.ask("admin", "/denials")).text) == []
         asked = Pair(
             "inbound", "client.shop", "spiffe://td/ns/shop/sa/client", "cart.shop:80", "denied by: shop/p"
