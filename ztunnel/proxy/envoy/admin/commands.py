@@ -140,6 +140,12 @@ def _flows(asked: Asked) -> Awaitable[Page]:
     return flows_page(asked.query, account.ring, account.shape)
 
 
+def _profile(asked: Asked) -> Awaitable[Page]:
+    from ztunnel.runtime import profile  # most proxies never make one
+
+    return profile.page(asked.query)
+
+
 def _explain_policies(asked: Asked) -> Page:
     policies = asked.proxy.policies
     if policies is None:
@@ -444,6 +450,12 @@ COMMANDS: tuple[Command, ...] = (
             Parameter("to", "namespace/pod or IP address of the server"),
             Parameter("port", "Port of the server (default 80)"),
         ),
+    ),
+    Command(
+        "/profile",
+        "print where the event loop's thread is, as folded stacks for a flame graph",
+        _profile,
+        parameters=(Parameter("seconds", "How long to sample (default 5, at most 60)"),),
     ),
     Command("/quitquitquit", "exit the server", _quit, mutates=True),
     Command("/rbac", "print the policies of RBAC filters with what they decided", _rbac),

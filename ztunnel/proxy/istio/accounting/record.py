@@ -71,6 +71,10 @@ class Reporter(Protocol):
         """For access lines."""
 
     @property
+    def warns_unmatched(self) -> bool:
+        """Whether lines of connections that match no service or workload are warnings."""
+
+    @property
     def addons(self) -> "Observer | None":
         """Informed of the end of every connection; ``None``: there are no addons."""
 
@@ -314,7 +318,8 @@ class Record:
         if failure is not None:
             self._count_failure(failure, connected=connected)
         flags = failure.flags if failure is not None else Flags.NONE
-        logged = node.logs.access_level <= (_INFO if failure is None else _ERROR)
+        unmatched = failure is None and node.warns_unmatched and self._is_unmatched
+        logged = node.logs.access_level <= (_ERROR if failure is not None else _WARN if unmatched else _INFO)
         series.used_s = now_s
         series.finished(flags, self.counts)
         if flags is Flags.DENY and failure is not None:
@@ -343,7 +348,7 @@ class Record:
         fields.append(("duration", f"{duration_ms}ms"))
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))
-        level = "info" if failure is None else "error"
+        level = "error" if failure is not None else "warn" if unmatched else "info"
         logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
     def _count_failure(self, failure: Failed, *, connected: bool) -> None:
@@ -351,6 +356,11 @@ class Record:
             connected = False  # a destination counts it as opened before it dials the application
         stage = Stage.RELAY if connected else Stage.CONNECT
         self._node.metrics.failed(self.direction.reporter, stage, failure.reason)
+
+    @property
+    def _is_unmatched(self) -> bool:
+        outbound = self.direction is Direction.OUTBOUND
+        return outbound and self.destination_workload is None and self.service is None and not self.secured
 
     @property
     def _has_more(self) -> bool:

@@ -112,6 +112,11 @@ class Node:
     dns_places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(DNS_QUERIES))
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
 
+    @property
+    def warns_unmatched(self) -> bool:
+        """Whether lines of connections that match no service or workload are warnings."""
+        return self.config.warns_unmatched
+
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Count how long a connection waits for what has not arrived, also in vain."""

@@ -74,6 +74,7 @@ class IstioConfig:
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         open_ahead: idle tunnel connections of a pod from which on none is opened ahead; 0: none is.
+        warns_unmatched: lines of connections that match no service or workload are warnings.
         flows: connections that the flight recorder keeps; 0 switches it off.
         hubble: where Hubble's gRPC service is served; None: nowhere.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
@@ -141,6 +142,7 @@ class IstioConfig:
     compliance: str = ""
     tls12: bool = False
     authz_info_logging: bool = False
+    warns_unmatched: bool = False
     log_filter: str = "info"
     log_json: bool = False
     proxy_metadata: Mapping[str, str] = field(default_factory=dict)

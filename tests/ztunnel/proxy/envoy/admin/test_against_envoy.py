@@ -227,6 +227,7 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
         "  /handover",
         "  /policies",
         "  /policies/explain",
+        "  /profile",
         "  /rbac",
         "  /tap",
         "  /ui",

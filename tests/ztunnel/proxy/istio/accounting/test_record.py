@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.ztunnel.proxy.istio.nodes import (
     LOCAL,
     Lines,
@@ -12,6 +14,7 @@ from tests.ztunnel.proxy.istio.nodes import (
     a_node,
 )
 from tests.ztunnel.proxy.istio.pages import samples
+from tests.ztunnel.proxy.istio.path.test_route import BACK
 from xds.model.address import SocketAddress
 from xds.model.service import Service
 from ztunnel.proxy.dataplane.reasons import Reason
@@ -109,6 +112,27 @@ def test_an_early_denial(tmp_path: Path) -> None:
         assert not node.metrics.series
 
     with_node(tmp_path, check)
+
+
+@pytest.mark.parametrize(("env", "level"), [({}, "info"), ({"ZTUNNEL_WARN_UNMATCHED": "true"}, "warn")])
+def test_a_connection_that_matches_nothing_can_be_a_warning(
+    tmp_path: Path, env: dict[str, str], level: str
+) -> None:
+    async def main() -> None:
+        with a_node(tmp_path, env) as (node, _, lines):
+            for direction, workload in (
+                (Direction.OUTBOUND, None),
+                (Direction.OUTBOUND, BACK),
+                (Direction.INBOUND, None),
+            ):
+                ends = SocketAddress("10.0.0.1", 4000), SocketAddress("192.0.2.1", 443)
+                record = Record(node, direction, *ends)
+                record.destination_workload = workload
+                record.opened()
+                record.complete()
+            assert [line.split("\t")[1] for line in lines] == [level, "info", "info"]
+
+    asyncio.run(main())
 
 
 def test_an_error_is_last_and_at_error_level(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""The profile of the loop's thread."""
+
+import asyncio
+import time
+from typing import Any, cast
+
+import pytest
+
+from ztunnel.runtime.http.page import Query
+from ztunnel.runtime.profile import page
+
+
+def busy(until_s: float) -> None:
+    while time.monotonic() < until_s:
+        pass
+
+
+def test_a_profile_shows_what_keeps_the_loop_busy() -> None:
+    async def main() -> None:
+        asked = asyncio.ensure_future(page(Query.parse("seconds=0.3")))  # noqa: TID251
+        await asyncio.sleep(0.05)
+        second = await page(Query.parse(""))
+        assert second.status == 409
+        busy(time.monotonic() + 0.15)
+        found = await asked
+        lines = [line for piece in cast(Any, found.body) for line in piece.splitlines()]
+        (mine,) = [line for line in lines if ":busy " in line]
+        assert int(mine.rpartition(" ")[2]) >= 3
+        assert mine.startswith("__main__:") or ";tests.ztunnel.runtime.test_profile:" in mine
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seconds", ["0", "61", "x", "-1", "nan"])
+def test_wrong_lengths_are_refused(seconds: str) -> None:
+    assert asyncio.run(page(Query.parse(f"seconds={seconds}"))).status == 400

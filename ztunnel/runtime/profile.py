@@ -1,0 +1,60 @@
+"""A profile of the event loop's thread: where it was, sampled from another thread.
+
+A sample takes microseconds of the interpreter's lock, a hundred times a second. A loop that waits for events shows
+as its own stack.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+from typing import Final
+
+from ztunnel.runtime.http.page import PLAIN, Page, Query, text
+
+#: The longest profile, and the default, in seconds.
+MOST_S: Final = 60.0
+_DEFAULT_S: Final = 5.0
+_BETWEEN_S: Final = 0.01
+_running = threading.Lock()
+
+
+async def page(query: Query) -> Page:
+    """Return folded stacks, one a line with its number of samples, as flame graphs are made of: ``?seconds=N``."""
+    try:
+        seconds = float(query.get("seconds") or _DEFAULT_S)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= MOST_S:
+        return text(f"seconds: must be a number up to {MOST_S:g}\n", 400, PLAIN)
+    if not _running.acquire(blocking=False):
+        return text("a profile is made already\n", 409, PLAIN)
+    try:
+        found = await asyncio.to_thread(sampled, threading.get_ident(), seconds)
+    finally:
+        _running.release()
+    return Page(content_type=PLAIN, body=tuple(f"{stack} {count}\n" for stack, count in found.most_common()))
+
+
+def sampled(thread: int, seconds: float) -> Counter[str]:
+    """Return how often a thread was in each stack; called in another one."""
+    found: Counter[str] = Counter()
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        frame = sys._current_frames().get(thread)
+        if frame is None:
+            break
+        found[_folded(frame)] += 1
+        del frame  # it would keep everything that it refers to
+        time.sleep(_BETWEEN_S)
+    return found
+
+
+def _folded(frame: FrameType | None) -> str:
+    names = []
+    while frame is not None:
+        names.append(f"{frame.f_globals.get('__name__', '?')}:{frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return ";".join(reversed(names))
