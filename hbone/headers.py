@@ -165,14 +165,16 @@ def forwarded_host(headers: Headers) -> str | None:
     return None
 
 
-def format_traceparent(noise: int) -> bytes:
-    """The ``traceparent`` value of a trace that begins here: W3C trace context, version 00, not sampled.
+def format_traceparent(noise: int, sampled_below: int = 0) -> bytes:
+    """The ``traceparent`` value of a trace that begins here: W3C trace context, version 00.
 
     Args:
         noise: 192 random bits: the identifiers of trace and parent.
+        sampled_below: the trace is sampled if the last 7 octets of its identifier are a smaller number.
     """
     digits = f"{noise:048x}"
-    return f"00-{digits[:32]}-{digits[32:]}-00".encode("ascii")
+    flags = "01" if sampled_below and (noise >> 64) & 0xFFFFFFFFFFFFFF < sampled_below else "00"
+    return f"00-{digits[:32]}-{digits[32:]}-{flags}".encode("ascii")
 
 
 def first(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:

@@ -154,4 +154,7 @@ def test_forwarded_hosts(value: bytes, host: str | None) -> None:
 
 def test_traceparent() -> None:
     noise = int.from_bytes(bytes(range(16)) + bytes(range(8)))
-    assert format_traceparent(noise) == b"00-000102030405060708090a0b0c0d0e0f-0001020304050607-00"
+    value = b"00-000102030405060708090a0b0c0d0e0f-0001020304050607-"
+    assert format_traceparent(noise) == value + b"00"
+    assert format_traceparent(noise, 0x090A0B0C0D0E0F) == value + b"00"
+    assert format_traceparent(noise, 0x090A0B0C0D0E10) == value + b"01"

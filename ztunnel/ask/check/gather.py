@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import ipaddress
 import json
 import threading
 import time
@@ -226,7 +227,7 @@ def look(pages: Pages) -> NodeFacts:
     clock_s = None
     if not pages.saved:
         clock_s = _seconds(check.get("time")) - (began_s + ended_s) / 2
-    reached = [] if pages.saved else [_reach(pages, node, address) for node, address in targets(dump)]
+    reached = [] if pages.saved else [_reach(pages, place, address) for place, address in targets(dump)]
     return NodeFacts(dump=dump, check=check, clock_s=clock_s, reached=reached)
 
 
@@ -237,23 +238,39 @@ def _seconds(time_: object) -> float:
 
 
 def targets(dump: Mapping[str, Any], most: int = _MOST_REACHED) -> list[tuple[str, str]]:
-    """Return one pod that takes tunnels on each other node: node and address."""
-    own = (dump.get("config") or {}).get("localNode")
+    """Return what is tried: one pod that takes tunnels on each other node, and gateways of other networks.
+
+    Each is described (``node N``, ``the gateway of network N``), with its address.
+    """
+    config = dump.get("config") or {}
+    own, network = config.get("localNode"), config.get("network") or ""
+    gateways: dict[str, str] = {}
     found: dict[str, str] = {}
     for each in dump.get("workloads") or ():
         node, addresses = each.get("node"), each.get("workloadIps") or ()
         takes = each.get("protocol") == "HBONE" and each.get("status", "Healthy") == "Healthy"
         if node and node != own and takes and addresses and each.get("networkMode", "Standard") == "Standard":
-            found.setdefault(str(node), str(addresses[0]))
-    return sorted(found.items())[:most]
+            found.setdefault(f"node {node}", str(addresses[0]))
+        place, _, host = str((each.get("networkGateway") or {}).get("destination") or "").rpartition("/")
+        if each.get("network", network) != network and _is_address(host):
+            gateways.setdefault(f"the gateway of network {each.get('network') or place}", host)
+    return [*sorted(gateways.items()), *sorted(found.items())][:most]
 
 
-def _reach(pages: Pages, node: str, address: str) -> dict[str, Any]:
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _reach(pages: Pages, place: str, address: str) -> dict[str, Any]:
     try:
         answer = dict(pages.json("/check", {"reach": address}))
     except AskFailed as error:
-        return {"node": node, "address": address, "error": str(error)}
-    return {"node": node, **answer}
+        return {"place": place, "address": address, "error": str(error)}
+    return {"place": place, **answer}
 
 
 # Archives

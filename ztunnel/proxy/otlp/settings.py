@@ -44,6 +44,7 @@ VARIABLES: Final = frozenset(
         "OTEL_LOGS_EXPORTER",
         "OTEL_TRACES_EXPORTER",
         "OTEL_TRACES_SAMPLER",
+        "OTEL_TRACES_SAMPLER_ARG",
         "OTEL_METRIC_EXPORT_INTERVAL",
         "OTEL_BLRP_MAX_QUEUE_SIZE",
         "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE",
@@ -67,7 +68,6 @@ OTHERS: Final = frozenset(
         "OTEL_METRIC_EXPORT_TIMEOUT",
         "OTEL_BLRP_EXPORT_TIMEOUT",
         "OTEL_BSP_EXPORT_TIMEOUT",
-        "OTEL_TRACES_SAMPLER_ARG",
     }
 )
 #: What Envoy's dialect refuses, and why.
@@ -116,6 +116,9 @@ class Batching:
     delay_s: float
 
 
+_RATIO: Final = "parentbased_traceidratio"
+#: The numbers that the last 7 octets of a trace's identifier can be.
+_TRACES: Final = 1 << 56
 _LINES: Final = Batching(queue=_QUEUE, batch=_BATCH, delay_s=1.0)
 _SPANS: Final = Batching(queue=_SPAN_QUEUE, batch=_BATCH, delay_s=_SPAN_DELAY_S)
 
@@ -124,6 +127,7 @@ _SPANS: Final = Batching(queue=_SPAN_QUEUE, batch=_BATCH, delay_s=_SPAN_DELAY_S)
 class OtlpSettings:
     """Attributes:
     metrics, logs, traces: where they go; None: nowhere.
+    sampled_below: see :func:`hbone.headers.format_traceparent`; 0: this proxy begins no sampled trace.
     interval_s: time between two exports of all metrics.
     lines, spans: how access lines and spans wait.
     attributes: of the resource, as the operator names them: they replace the proxy's own.
@@ -132,6 +136,7 @@ class OtlpSettings:
     metrics: Destination | None = None
     logs: Destination | None = None
     traces: Destination | None = None
+    sampled_below: int = 0
     interval_s: float = 60.0
     lines: Batching = _LINES
     spans: Batching = _SPANS
@@ -157,11 +162,13 @@ def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSetting
         for variable, reason in _ENVOYS.items():
             if env.get(variable, "").strip():
                 seen.refuse(f"{variable}: {reason}")
-    sampler = seen.read("OTEL_TRACES_SAMPLER", _one_of("parentbased_always_off", "always_off"), "")
+    sampler = seen.read("OTEL_TRACES_SAMPLER", _one_of("parentbased_always_off", "always_off", _RATIO), "")
+    ratio = seen.read("OTEL_TRACES_SAMPLER_ARG", _share, 1.0) if sampler == _RATIO else 0.0
     settings = OtlpSettings(
         metrics=metrics,
         logs=logs,
         traces=traces if sampler != "always_off" else None,
+        sampled_below=int(ratio * _TRACES) if traces is not None else 0,
         interval_s=seen.read("OTEL_METRIC_EXPORT_INTERVAL", _milliseconds, 60.0),
         lines=_batching(seen, "OTEL_BLRP", _LINES),
         spans=_batching(seen, "OTEL_BSP", _SPANS),
@@ -175,6 +182,13 @@ def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSetting
     if seen.faults:
         raise SettingsError(seen.faults)
     return settings if sends else None
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError("must be between 0 and 1")
+    return value
 
 
 class _Variables:

@@ -1,7 +1,7 @@
 """Decides which access lines end a connection with a span, and builds that span.
 
-A span is made where the ``traceparent`` of a tunnel is sampled, and nowhere else: this proxy begins no
-sampled trace.
+A span is made where the ``traceparent`` of a tunnel is sampled, and nowhere else. Whether traces that begin here
+are, the operator says (``OTEL_TRACES_SAMPLER``).
 """
 
 import random

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import json
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.dialects.istio.local_file import parse_local_file
 from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Never
+from xds.model.workload import GatewayAddress, NetworkAddress, WorkloadUid
 from ztunnel.ask.check.gather import Shared, clock, targets
 from ztunnel.ask.check.rules.model import NodeFacts
 from ztunnel.cli import main
@@ -110,10 +112,20 @@ def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Said) -> None:
 def test_the_page_tries_only_what_takes_tunnels() -> None:
     async def check(rig: Rig) -> None:
         rig.proxy.mesh.apply([CLIENT, BACK])
-        for wanted, reason in (("x", "no address"), ("192.0.2.1", "no workload of the mesh takes tunnels")):
+        for wanted, reason in (
+            ("x", "no address"),
+            ("192.0.2.1", "no workload or gateway of the mesh takes tunnels"),
+        ):
             answer = await rig.ask("admin", f"/check?reach={wanted}")
             assert answer.status == 400
             assert reason in answer.text
+        port = free_port()
+        gateway = GatewayAddress(destination=NetworkAddress("far", "127.0.0.1"), hbone_mtls_port=port)
+        rig.proxy.mesh.apply([replace(BACK, uid=WorkloadUid("far"), network="far", network_gateway=gateway)])
+        tried = json.loads((await rig.ask("admin", "/check?reach=127.0.0.1")).text)
+        assert tried["port"] == port
+        assert "Connect" in tried["error"]
+        rig.proxy.mesh.apply([], ["far"])
         page = json.loads((await rig.ask("admin", "/check")).text)
         assert page["mesh"]["workloads"]["number"] == 2
         assert page["kernel"]["process"]["descriptors"] > 0
@@ -220,8 +232,14 @@ def test_one_pod_of_each_other_node_is_tried() -> None:
     }
     found = targets(dump, most=5)
     assert len(found) == 5
-    assert ("n2", "10.0.2.1") in targets(dump, most=99)
-    assert {node for node, _ in targets(dump, most=99)} == {"n2", *(f"m{number:02}" for number in range(30))}
+    nodes = {"node n2", *(f"node m{number:02}" for number in range(30))}
+    assert ("node n2", "10.0.2.1") in targets(dump, most=99)
+    assert {place for place, _ in targets(dump, most=99)} == nodes
+    far = workload("f1", "10.9.0.1", network="b", networkGateway={"destination": "b/192.0.2.9"}, protocol="TCP")
+    named = workload(
+        "f2", "10.9.0.2", network="c", networkGateway={"destination": "ns/gw.example"}, protocol="TCP"
+    )
+    assert targets({**dump, "workloads": [far, named]}) == [("the gateway of network b", "192.0.2.9")]
 
 
 def test_a_servers_clock_is_compared_at_the_middle_of_the_request() -> None:

@@ -163,7 +163,9 @@ def node(name: str) -> NodeFacts:
         dump=dump(name),
         check=check(name),
         clock_s=0.1,
-        reached=[{"node": other, "address": "10.0.0.9", "seconds": 0.01, "error": "", "largeArrives": True}],
+        reached=[
+            {"place": f"node {other}", "address": "10.0.0.9", "seconds": 0.01, "error": "", "largeArrives": True}
+        ],
         agent={
             "kernel": kernel(),
             "rulesRefused": "",
@@ -393,14 +395,16 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
     ),
     (
         "NET1",
-        on_node(lambda f: replace(f, reached=[{"node": "n2", "address": "10.0.0.9", "error": "timeout"}])),
+        on_node(lambda f: replace(f, reached=[{"place": "node n2", "address": "10.0.0.9", "error": "timeout"}])),
         "error",
-        "no TLS handshake with 10.0.0.9:15008 on node n2: timeout",
+        "no TLS handshake with 10.0.0.9:15008, node n2: timeout",
     ),
     (
         "NET1",
         on_node(
-            lambda f: replace(f, reached=[{"node": "n2", "address": "10.0.0.9", "seconds": 0.5, "error": ""}])
+            lambda f: replace(
+                f, reached=[{"place": "node n2", "address": "10.0.0.9", "seconds": 0.5, "error": ""}]
+            )
         ),
         "warning",
         "took 0.500 s",

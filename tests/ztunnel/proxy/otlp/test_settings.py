@@ -107,13 +107,31 @@ def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_
         ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/none", "no such file, or it cannot be read"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "0", "must be a whole number above 0"),
         ("OTEL_METRICS_EXPORTER", "prometheus", "must be otlp or none"),
-        ("OTEL_TRACES_SAMPLER", "always_on", "must be parentbased_always_off or always_off"),
+        (
+            "OTEL_TRACES_SAMPLER",
+            "always_on",
+            "must be parentbased_always_off or always_off or parentbased_traceidratio",
+        ),
         ("OTEL_SDK_DISABLED", "maybe", "must be true or false"),
         ("OTEL_RESOURCE_ATTRIBUTES", "a=b,c", "item 2 is not name=value"),
     ],
 )
 def test_what_cannot_be_meant_is_named(name: str, value: str, reason: str) -> None:
     assert faults({name: value}) == [f"{name}={value}: {reason}"]
+
+
+def test_a_share_of_the_traces_that_begin_here_is_sampled() -> None:
+    ratio = {f"{TRACES}ENDPOINT": "http://c", "OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}
+    for share, below in (("0.5", 1 << 55), ("1", 1 << 56), ("0", 0), ("", 1 << 56)):
+        found = otlp_settings({**ratio, "OTEL_TRACES_SAMPLER_ARG": share})
+        assert found is not None
+        assert found.sampled_below == below
+    assert faults({**ratio, "OTEL_TRACES_SAMPLER_ARG": "2"}) == [
+        "OTEL_TRACES_SAMPLER_ARG=2: must be between 0 and 1"
+    ]
+    plain = otlp_settings({f"{TRACES}ENDPOINT": "http://c"})
+    assert plain is not None
+    assert plain.sampled_below == 0
 
 
 def test_headers_may_be_credentials_and_are_not_repeated() -> None:

@@ -64,7 +64,7 @@ class NodeFacts:
         dump: ``/config_dump`` of a proxy of an Istio mesh, ours or the Rust ztunnel's.
         check: ``/check`` of our proxy; ``None`` of the Rust ztunnel.
         clock_s: the proxy's clock less that of this machine at the middle of the request.
-        reached: trials of port 15008 on other nodes: node, address, seconds, error.
+        reached: trials of tunnels to other nodes and gateways: place, address, port, seconds, error.
         agent: ``/check`` of our node agent.
         audit: ``/audit`` of our node agent.
     """

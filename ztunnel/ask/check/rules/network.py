@@ -21,12 +21,12 @@ _PLUGIN: Final = "ztunnel-cni"
 
 
 def tunnels_between_nodes(facts: Facts) -> Iterator[Finding]:
-    """Judge the trials of port 15008 from each node to pods on others."""
+    """Judge the trials of port 15008 from each node to pods on others, and to gateways of other networks."""
     tried = 0
     for node, found in facts.nodes.items():
         for each in found.reached:
             tried += 1
-            target = f"{each.get('address')}:15008 on node {each.get('node')}"
+            target = f"{each.get('address')}:{each.get('port') or 15008}, {each.get('place')}"
             if each.get("error"):
                 yield error(f"no TLS handshake with {target}: {each['error']}", node=node)
             elif float(each.get("seconds") or 0) > _SLOW_S:
@@ -43,7 +43,7 @@ def large_packets(facts: Facts) -> Iterator[Finding]:
             if "largeArrives" in each:
                 tried += 1
                 if not each["largeArrives"]:
-                    target = f"{each.get('address')}:15008 on node {each.get('node')}"
+                    target = f"{each.get('address')}:{each.get('port') or 15008}, {each.get('place')}"
                     yield error(f"small packets reach {target}, packets of full size do not", node=node)
     if not tried:
         raise NotGathered(facts.no_nodes or "no tunnel between nodes was tried with success")

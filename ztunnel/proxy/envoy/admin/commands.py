@@ -141,7 +141,7 @@ def _flows(asked: Asked) -> Awaitable[Page]:
 
 
 def _profile(asked: Asked) -> Awaitable[Page]:
-    from ztunnel.runtime import profile  # most proxies never make one
+    from ztunnel.runtime.http import profile  # most proxies never make one
 
     return profile.page(asked.query)
 

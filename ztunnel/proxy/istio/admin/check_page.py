@@ -1,7 +1,7 @@
 """``/check``: facts for ``ztunnel check``, and with ``?reach=ADDRESS`` a trial of port 15008.
 
 The trial ends with the handshake: nothing is sent afterwards. Only addresses of workloads of the mesh that take
-tunnels are tried, so that the page is no scanner of ports.
+tunnels, and of gateways of networks, are tried, so that the page is no scanner of ports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import xxhash
 
-from xds.model.workload import Protocol
+from xds.model.workload import NetworkAddress, Protocol
 from ztunnel.proxy.istio.admin import config_dump
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.credentials import CredentialsError, Token
@@ -47,9 +47,10 @@ async def check_page(proxy: InspectedProxy, request: PageRequest) -> Page:
         address = str(ipaddress.ip_address(wanted))
     except ValueError:
         return text(f"reach: no address: {wanted!r}\n", 400, PLAIN)
-    if not _takes_tunnels(proxy, address):
-        return text(f"reach: no workload of the mesh takes tunnels at {address}\n", 400, PLAIN)
-    return text(json.dumps(await reach(address)) + "\n", content_type=JSON)
+    port = _tunnel_port(proxy, address)
+    if port is None:
+        return text(f"reach: no workload or gateway of the mesh takes tunnels at {address}\n", 400, PLAIN)
+    return text(json.dumps(await reach(address, port)) + "\n", content_type=JSON)
 
 
 async def facts(proxy: InspectedProxy) -> dict[str, Any]:
@@ -119,9 +120,17 @@ async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"number": number, "hash": f"{total:016x}"}
 
 
-def _takes_tunnels(proxy: InspectedProxy, address: str) -> bool:
+def _tunnel_port(proxy: InspectedProxy, address: str) -> int | None:
+    """Return the port at which a workload, or a gateway of a network, takes tunnels; None: there is none."""
     workload = proxy.mesh.workload_at(proxy.config.network, address)
-    return workload is not None and workload.protocol is Protocol.HBONE
+    if workload is not None and workload.protocol is Protocol.HBONE:
+        return HBONE_PORT
+    for each in proxy.mesh.workloads():
+        gateway = each.network_gateway
+        place = gateway.destination if gateway is not None else None
+        if gateway is not None and isinstance(place, NetworkAddress) and place.host == address:
+            return gateway.hbone_mtls_port or HBONE_PORT
+    return None
 
 
 async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:

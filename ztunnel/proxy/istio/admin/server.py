@@ -232,7 +232,7 @@ class Servers:
             case path if path in _METRICS_PATHS:
                 return self._stats(request)
             case "/profile":
-                from ztunnel.runtime import profile  # most proxies never make one
+                from ztunnel.runtime.http import profile  # most proxies never make one
 
                 return profile.page(request.query)
             case "/flows":

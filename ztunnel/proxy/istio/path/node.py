@@ -113,6 +113,11 @@ class Node:
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
 
     @property
+    def sampled_below(self) -> int:
+        """See :func:`hbone.headers.format_traceparent`."""
+        return self.config.otlp.sampled_below if self.config.otlp is not None else 0
+
+    @property
     def warns_unmatched(self) -> bool:
         """Whether lines of connections that match no service or workload are warnings."""
         return self.config.warns_unmatched

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, connect
@@ -500,7 +499,7 @@ class Outbound:
             early_from: whose first bytes may go along with the CONNECT. They are peeked at and stay in the
                 kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets them.
         """
-        request = _request(route.authority, call, self._node.rng)
+        request = _request(route.authority, call, self._node)
         certificate = await self._pod.certificate(call.labels.workload)
         with Deadline(self._node.poller, ANSWER_TIMEOUT_S):
             tunnel = await self.tunnels.open(target, route.identities, certificate, request, early_from)
@@ -535,7 +534,7 @@ class Outbound:
             entry.inner = inner
             network = (b"x-forwarded-network", node.config.network.encode())
             with Deadline(node.poller, ANSWER_TIMEOUT_S):
-                tunnel = await inner.open((*_request(route.authority, call, node.rng), network))
+                tunnel = await inner.open((*_request(route.authority, call, node), network))
             undo.pop_all()
         _learned(self._node, entry.record, inner, tunnel.headers)
 
@@ -605,11 +604,11 @@ def _learned(node: Node, record: Record, inner: Connection, headers: Headers) ->
     )
 
 
-def _request(authority: str, call: PodCall, rng: Random) -> tuple[Header, ...]:
+def _request(authority: str, call: PodCall, node: Node) -> tuple[Header, ...]:
     """Make the CONNECT of a tunnel, fields in upstream's order."""
     record = call.entry.record
     service = record.service
-    record.trace = format_traceparent(rng.getrandbits(192))
+    record.trace = format_traceparent(node.rng.getrandbits(192), node.sampled_below)
     return (
         (b":method", b"CONNECT"),
         (b":authority", authority.encode()),

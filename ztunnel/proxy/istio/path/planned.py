@@ -107,7 +107,7 @@ class PlannedConnection(PodConnection):
             self._owner.tunnels.pool.release(place)
             self._give_to_coroutine(None)
             return
-        block, record.trace = self._plan.request(record.source, node.rng.getrandbits(192))
+        block, record.trace = self._plan.request(record.source, node.rng.getrandbits(192), node.sampled_below)
         tunnel = self._owner.tunnels.pool.open_on(place, block, self._client, self._answered)
         self._tunnel, self.connection = tunnel, tunnel.connection
         poller = node.poller

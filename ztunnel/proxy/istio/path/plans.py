@@ -94,14 +94,14 @@ class Plan:
             key = self._key = tunnel_key(self.target, self.route.identities, certificate)
         return key
 
-    def request(self, source: SocketAddress, noise: int) -> tuple[bytes, bytes]:
+    def request(self, source: SocketAddress, noise: int, sampled_below: int) -> tuple[bytes, bytes]:
         """Return the header block of a CONNECT, fields in the Rust ztunnel's order, and its ``traceparent``.
 
         Args:
             source: the client's address.
-            noise: see :func:`hbone.headers.format_traceparent`.
+            noise, sampled_below: see :func:`hbone.headers.format_traceparent`.
         """
-        trace = format_traceparent(noise)
+        trace = format_traceparent(noise, sampled_below)
         forwarded = field(b"forwarded", format_forwarded(str(source), self._host))
         return self._block + forwarded + field(b"traceparent", trace), trace
 

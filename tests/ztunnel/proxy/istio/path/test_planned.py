@@ -428,7 +428,7 @@ def test_a_bug_at_the_beginning_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     async def body(cluster: Cluster) -> None:
         await remote(cluster)
 
-        def fails(self: Plan, source: object, noise: int) -> None:
+        def fails(self: Plan, *_: object) -> None:
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:

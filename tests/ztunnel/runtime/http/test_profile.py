@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from ztunnel.runtime.http.page import Query
-from ztunnel.runtime.profile import page
+from ztunnel.runtime.http.profile import page
 
 
 def busy(until_s: float) -> None:
@@ -26,7 +26,7 @@ def test_a_profile_shows_what_keeps_the_loop_busy() -> None:
         lines = [line for piece in cast(Any, found.body) for line in piece.splitlines()]
         (mine,) = [line for line in lines if ":busy " in line]
         assert int(mine.rpartition(" ")[2]) >= 3
-        assert mine.startswith("__main__:") or ";tests.ztunnel.runtime.test_profile:" in mine
+        assert mine.startswith("__main__:") or ";tests.ztunnel.runtime.http.test_profile:" in mine
 
     asyncio.run(main())
 
