@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from ztunnel.ask.inspect.fleet import Found, gather
 from ztunnel.ask.inspect.source import ADDRESS, AskFailed, Pages, add_source, failed
 from ztunnel.ask.inspect.watch import add_watch, watch
+from ztunnel.ask.stat.graph import dot
 from ztunnel.ask.stat.traffic import (
     EDGE,
     STAT,
@@ -35,6 +37,7 @@ from ztunnel.runtime.settings import duration_s
 _WINDOW: Final = "10s"
 _ARCHIVED_S: Final = 10.0
 _NOT_FOUND: Final = 404
+DOT: Final = "dot"
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -50,7 +53,7 @@ def add_arguments(subparsers: Any) -> None:
             description=f"{text[0].upper()}{text[1:]}, over a window, from two readings of all metrics and "
             "the flight recorders, without Prometheus.",
         )
-        add_source(command, across=True, saved=True)
+        add_source(command, across=True, saved=True, forms=(DOT,) if name == "edges" else ())
         command.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
         command.add_argument(
             *("-t", "--window"),
@@ -82,7 +85,13 @@ def run(args: argparse.Namespace) -> int:
         if args.command == "top" or getattr(args, "watch", None) is not None:
             pause = getattr(args, "watch", None) or 1.0
             return watch(lambda: _answer(args, window_s), pause, args.output, command=args.command)
-        return emit(_answer(args, window_s), args.output)
+        answer = _answer(args, window_s)
+        if args.output.form != DOT:
+            return emit(answer, args.output)
+        print("\n".join(dot(answer.items)))
+        for silent in answer.silent:
+            print(f"no answer from node {silent.node}: {silent.reason}", file=sys.stderr)
+        return answer.status
     except AskFailed as error:
         return failed(args, str(error))
 

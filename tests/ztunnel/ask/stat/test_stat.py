@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from tests.ztunnel.ask.inspect.test_commands import pages
@@ -14,7 +15,18 @@ from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.model.address import SocketAddress
-from ztunnel.ask.stat.traffic import NodeReadings, PairKey, edges, pairs, plain_because, quantile, reading, stats
+from ztunnel.ask.stat.graph import dot
+from ztunnel.ask.stat.traffic import (
+    Edge,
+    NodeReadings,
+    PairKey,
+    edges,
+    pairs,
+    plain_because,
+    quantile,
+    reading,
+    stats,
+)
 from ztunnel.cli import main
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.record import Direction, Record
@@ -160,6 +172,10 @@ def test_a_real_proxy_is_measured(capsys: Said) -> None:
         assert (plain["security"], plain["because"]) == ("plain", "the destination is outside the mesh")
         assert (secured["source"], secured["connections"], secured["denied"]) == ("shop/client", 3, 1)
         assert secured["connectP50Seconds"] is not None
+        assert await asyncio.to_thread(main, ["edges", "--total", "--address", address, "-o", "dot"]) == 0
+        graph = capsys.readouterr().out
+        assert graph.startswith("digraph mesh {\n")
+        assert '"shop/client" -> "shop/back"' in graph
         assert await ask("stat", "--total") == 0
         assert {each["workload"] for each in told(capsys)["items"]} == {"back", "unknown"}
 
@@ -180,3 +196,15 @@ def test_a_proxy_without_metrics_on_its_admin_server_is_named(capsys: Said) -> N
         assert main(["stat", "--total", "--address", address]) == 2
     assert "its admin server has no /metrics" in capsys.readouterr().err
     assert main(["stat", "--window", "soon"]) == 2
+
+
+def test_pairs_are_a_graph() -> None:
+    good = Edge(
+        source="shop/web", destination="shop/db", security="mTLS", window_seconds=1.0, connections=3, failed=0,
+        denied=0, open=0, bytes_sent=0, bytes_received=0, connect_p99_seconds=0.002,
+    )  # fmt: skip
+    more = {"source": 'a"b', "security": "plain", "connections": 1, "failed": 1, "connect_p99_seconds": None}
+    found = "\n".join(dot([good, msgspec.structs.replace(good, **more)]))
+    assert 'subgraph cluster_0 { label="shop";' in found
+    assert '"shop/web" -> "shop/db" [label="3 connections, p99 2.0 ms", color=darkgreen];' in found
+    assert '"a\\"b" -> "shop/db" [label="1 connections, 1 failed, 0 denied", color=red, style=dashed];' in found
