@@ -344,7 +344,7 @@ def test_a_file_is_followed_and_faults_leave_the_last_good_state(
                     path.write_text(file_of(member, neighbour))
                     await agent.until_enabled(MEMBER, NEIGHBOUR)
                 path.write_text("pods: {member: {netns: 1, dns: x}, other: {}}")
-                await until(lambda: "3 faults; the last good state stays in force" in caplog.text)
+                await until(lambda: "3 faults; the last good state stays active" in caplog.text)
                 assert "pods.other: needs netns or pid" in caplog.text
                 path.unlink()
                 await until(lambda: "No such file" in caplog.text)

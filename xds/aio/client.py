@@ -348,8 +348,8 @@ class _Stream:
         elif self._away_since_s is None:
             self._away_since_s = asyncio.get_running_loop().time()
             logger.warning(
-                "control plane does not answer target=%s error=%s; the last configuration stays in force and "
-                "attempts go on. Check that it runs, that name and port are right, and that its certificate or "
+                "control plane does not answer target=%s error=%s; the last configuration stays active and "
+                "attempts continue. Check that it runs, that name and port are right, and that its certificate or "
                 "the socket's permissions let this node in",
                 self._name,
                 broken,

@@ -218,7 +218,7 @@ class ControlPlane:
             text = read_text(self._path)
         except OSError as error:
             if self._text:
-                log.error("%s: %s; the last good mesh stays in force", self._path, error.strerror)
+                log.error("%s: %s; the last good mesh stays active", self._path, error.strerror)
                 self._text = ""
             return False
         if text == self._text:
@@ -229,7 +229,7 @@ class ControlPlane:
         except MeshFaults as error:
             for fault in error.faults:
                 log.error("%s: %s", self._path, fault)
-            log.error("%s: %d faults; the last good mesh stays in force", self._path, len(error.faults))
+            log.error("%s: %d faults; the last good mesh stays active", self._path, len(error.faults))
             return False
         log.info("%s changed: %d pods, %d services", self._path, len(self._mesh.pods), len(self._mesh.services))
         return True

@@ -88,14 +88,14 @@ def test_a_faulty_edit_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
         good = plane.mesh
         path.write_text(yaml.safe_dump(document(pods={"p": {"node": "mars", "addresses": ["10.0.0.1"]}})))
         async with asyncio.timeout(WAIT_S):
-            while "the last good mesh stays in force" not in caplog.text:
+            while "the last good mesh stays active" not in caplog.text:
                 await asyncio.sleep(0.02)
         assert plane.mesh is good
         assert "pods.p.node: no such node: 'mars'" in caplog.text
         assert inbox.updates.empty()
         path.write_bytes(b"\xff\xfe")
         async with asyncio.timeout(WAIT_S):
-            while "not UTF-8 text at byte 0; the last good mesh stays in force" not in caplog.text:
+            while "not UTF-8 text at byte 0; the last good mesh stays active" not in caplog.text:
                 await asyncio.sleep(0.02)
         path.unlink()
         await asyncio.sleep(0.5)

@@ -45,9 +45,9 @@ async def is_last(client: Client, namespace: str, name: str, node: str) -> bool:
         if error.status in _GONE:
             log.info("last agent of this node: %s", error)
             return True
-        log.warning("pods stay in the mesh, for a successor may come: %s", error)
+        log.warning("pods stay in the mesh, because a successor could start: %s", error)
     except KubeError as error:
-        log.warning("pods stay in the mesh, for a successor may come: %s", error)
+        log.warning("pods stay in the mesh, because a successor could start: %s", error)
     return False
 
 

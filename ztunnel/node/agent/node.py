@@ -679,11 +679,11 @@ class _File:
             if self._text != before:
                 for fault in error.faults:
                     log.error("%s: %s", self._path, fault)
-                log.error("%s: %d faults; the last good state stays in force", self._path, len(error.faults))
+                log.error("%s: %d faults; the last good state stays active", self._path, len(error.faults))
             return None
         except OSError as error:
             if self._text:
-                log.error("%s: %s; the last good state stays in force", self._path, error.strerror)
+                log.error("%s: %s; the last good state stays active", self._path, error.strerror)
                 self._text = ""
             return None
         return None if self._text == before else pods

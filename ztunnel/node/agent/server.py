@@ -269,7 +269,7 @@ class ZdsServer:
         except ProxyGone:
             pass  # logged by the reader
         except ProxySilent as error:
-            log.error("ztunnel let go error=%s", error)
+            log.error("ztunnel disconnected by the agent error=%s", error)
             channel.shut_down()
 
 

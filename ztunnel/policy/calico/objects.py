@@ -89,7 +89,7 @@ class PolicyObjects:
         read = read_object(value)
         made = next(_entries(read.found), None)
         if read.faults and before is not None:
-            self.problems[key] = Problem(key, read.faults, "its last good form stays in force")
+            self.problems[key] = Problem(key, read.faults, "its last good form stays active")
             return
         if read.faults and key.kind.partition(".")[0] not in _POLICY_KINDS:
             self.problems[key] = Problem(key, read.faults, "not in force")

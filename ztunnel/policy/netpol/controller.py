@@ -210,7 +210,7 @@ class Controller:
             self._judge = True
             if foreign:
                 self.counts.repaired += 1
-                log.warning("somebody else changed table %s, repaired changes=%d", built.table.name, len(steps))
+                log.warning("another program changed table %s, repaired changes=%d", built.table.name, len(steps))
             pods = {direction.value: len(found) for direction, found in built.policed.items()}
             log.info(
                 "table applied changes=%d ingress_pods=%d egress_pods=%d duration=%.0fms",

@@ -38,7 +38,7 @@ def families(controller: Controller, table: Table | None, not_followed: Iterable
     for name, kind, text, value in plain:
         yield family(name, kind, text, [((), float(value))], ())
     kinds = [((kind,), 1.0) for kind in not_followed]
-    text = "Kinds or files that cannot be followed now: what is known of them stays in force"
+    text = "Kinds or files that cannot be followed now: their last known state stays active"
     yield family("netpol_not_followed", "gauge", text, kinds, ("what",))
     if built is not None:
         pods = [((str(direction),), float(len(found))) for direction, found in built.policed.items()]

@@ -27,6 +27,6 @@ def families(server: PolicySyncServer, faulty: int, not_followed: Iterable[str])
     text = "Objects that are not in force as written, and files with parts that cannot be read"
     yield family("policysync_faulty_objects", "gauge", text, [((), float(faulty))], ())
     kinds = [((kind,), 1.0) for kind in not_followed]
-    text = "Kinds that the API server does not tell of now: what is known of them is served on"
+    text = "Kinds that the API server does not report now: their last known state is served"
     yield family("policysync_not_followed", "gauge", text, kinds, ("what",))
     yield from process_families()

@@ -38,7 +38,7 @@ def test_an_edit_that_is_no_text_leaves_the_last_good_state(
     assert len(file.read()) == 1
     path.write_bytes(b"\xff\xfe")
     assert file.edited() is None
-    assert f"{path}: not UTF-8 text at byte 0; the last good state stays in force" in caplog.text
+    assert f"{path}: not UTF-8 text at byte 0; the last good state stays active" in caplog.text
     path.write_text("pods: {}")
     assert file.edited() == ()
 
