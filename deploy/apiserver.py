@@ -108,7 +108,7 @@ class ApiServer:
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=RBAC",
             "--service-cluster-ip-range=10.96.0.0/24",
-            # No controller makes the default accounts that this one wants.
+            # There is no controller to make the default accounts for the admission plugin.
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged",
             "--v=0",
@@ -133,7 +133,7 @@ class ApiServer:
         self._end("etcd")
 
     def compact(self, version: str) -> None:
-        """Have etcd forget all versions before this one; watches from them are refused."""
+        """Have etcd forget all earlier versions; watches from these are refused."""
         body = json.dumps({"revision": version, "physical": True}).encode()
         address = f"http://127.0.0.1:{self._ports[0]}/v3/kv/compaction"
         with urllib.request.urlopen(urllib.request.Request(address, body), timeout=30) as answer:

@@ -1,6 +1,6 @@
 """Makes the Grafana dashboard of the charts: ``python -m deploy.dashboard``.
 
-Panels are described here by their queries, and Grafana's own JSON, ten times as long, is generated from them.
+Panels are described here by their queries. Grafana's own JSON, ten times as long, is generated.
 There are two rows: the users' view of the mesh by service and policy, and the state of the proxies by node.
 """
 

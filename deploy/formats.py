@@ -26,7 +26,7 @@ _READING = frozenset({"document", "mapping", "part"})
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, the option that takes such a file, and the module that reads it."""
+    """A format: its name, the option for such a file, and the module that reads it."""
 
     title: str
     option: str

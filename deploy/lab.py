@@ -12,7 +12,7 @@ the pod. A bridge in another namespace connects the nodes. All have IPv4 and IPv
     pods         10.244.<i>.10..  fd00:10:244:<i>::10..
 
 ``ip netns`` shows the namespaces as ``pt-<pid>-<n>-<name>``. Leaving the ``with`` removes them, also after an
-exception, SIGINT or SIGTERM. The next lab removes those of a killed process.
+exception, SIGINT or SIGTERM. The next lab removes the namespaces of a killed process.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ class Worker:
         return _ipv6(f"fd00:10:244:{self.number}::1")
 
     def wanted(self, members: Sequence[str] | None = None) -> Node:
-        """Return the wanted resources of this node, for all its pods or the named ones."""
+        """Return the desired resources of this node, for all its pods or the named ones."""
         chosen = self.pods if members is None else {name: self.pods[name] for name in members}
         return Node(
             host_addresses=(*self.place.addresses, self.gateway(4), self.gateway(6)),

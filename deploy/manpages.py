@@ -1,6 +1,6 @@
 """Writes a manual page for the program and one for each command: ``python -m deploy.manpages FOLDER``.
 
-Their text is that of ``--help``: the parsers are asked, so that no page says what a command does not.
+Their text comes from ``--help``, by the parsers, so that no page differs from its command.
 """
 
 import argparse

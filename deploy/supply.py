@@ -1,4 +1,4 @@
-"""``make audit``: what the image is made of, and whether that can be trusted; ``python -m deploy.supply``.
+"""``make audit``: the contents of the image, and whether they can be trusted; ``python -m deploy.supply``.
 
 Four checks, each with a line of its own and all of them in the exit status:
 

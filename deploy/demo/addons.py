@@ -1,4 +1,4 @@
-"""The demo of addons in an Istio mesh: the five of ``examples/addons``, or the one that ``ADDON`` names.
+"""The demo of addons in an Istio mesh: the five of ``examples/addons``, or the addon named by ``ADDON``.
 
 Each of the five has a connection that shows its effect, and its line in ``explain``. Of another addon the calls of
 its hooks are shown.
@@ -74,7 +74,7 @@ class AddonsDemo(InPodDemo):
         self._act_replaced()
 
     def explain(self) -> None:
-        """Print nothing: this demo does not stay up."""
+        """No hints: this demo does not stay up."""
 
     # The play
 

@@ -29,7 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.do_GET()
 
     def log_message(self, *args: object) -> None:
-        """Log nothing, so that only the proxies' lines are shown."""
+        """Do not log, so that only the proxies' lines are shown."""
 
 
 def main() -> None:

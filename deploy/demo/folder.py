@@ -1,9 +1,9 @@
 """The folder of a demo, with private keys in it, and a watcher that removes it however the demo ends.
 
 Leaving the ``with`` removes the folder, also after SIGTERM and SIGHUP (a closed terminal). ``kill -9`` cannot be
-caught, so a second process in its own session waits for the end of a pipe that only the demo holds open, ends
-every process that has the folder's name in its environment, and removes the folder. If both were killed, the next
-demo removes the folder, whose lock is then free.
+caught, so a second process in its own session waits for the end of a pipe held open by the demo only. Then it ends
+every process with the folder's name in its environment, and removes the folder. If both were killed, the next demo
+removes the folder, whose lock is then free.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from deploy.lab import sweep
 
-#: The variable by which the watcher recognises the demo's programs, and their children.
+#: The variable that marks the demo's programs and their children for the watcher.
 MARK = "DEMO_FOLDER"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 #: How long the watcher sends SIGKILL. A process that outlives it hangs in a system call.
@@ -87,7 +87,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _locked(prefix: str) -> tuple[Path, int]:
-    """Make a folder and take its lock, which the kernel gives back when this process ends."""
+    """Make a folder and take its lock, which the kernel releases when this process ends."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
         if len(os.fsencode(path)) + 1 + _LONGEST_NAME > _LONGEST_ADDRESS:
@@ -101,7 +101,7 @@ def _locked(prefix: str) -> tuple[Path, int]:
 
 
 def _lock(path: Path) -> int | None:
-    """Return a descriptor that holds a folder's lock; None if the folder is gone or another user's, or locked."""
+    """Return a descriptor with a folder's lock, or None if the folder is gone, another user's, or locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -167,7 +167,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment with which a process was started. Empty for one that has ended, or belongs to
+    """The environment that a process was started in. Empty for one that has ended, or belongs to
     another user.
     """
     try:

@@ -42,7 +42,7 @@ from ztunnel.runtime.console.proxy_flags import ADDON_VARIABLES
 HOSTNAME = "reviews.default.svc.cluster.local"
 #: An address without a host: only the pod's own proxy can answer queries to it.
 NAME_SERVER = "10.96.0.10"
-#: Enough random draws for each of three endpoints to occur; one run in millions misses one.
+#: Enough random draws for each of three endpoints to occur. A run in millions misses an endpoint.
 _CALLS = 40
 _TUNNEL_PORT = 15008
 #: The namespace of worker2's second proxy: its own, as that of a DaemonSet's next pod.
@@ -51,7 +51,7 @@ _NEXT = "ztunnel-next"
 
 @dataclass
 class InPodDemo(Demo):
-    """The demo in which a node agent enrols each pod and the proxy listens inside the pods."""
+    """The demo with a node agent that enrols each pod, and a proxy that listens inside the pods."""
 
     setting = "two nodes, their pods, a control plane that speaks WDS, an agent and a proxy per node"
     places: ClassVar[Mapping[str, list[str]]] = {**NODES, "worker2": [*NODES["worker2"], _NEXT]}
@@ -214,7 +214,7 @@ class InPodDemo(Demo):
         self.check(packets == 0, f"{packets} packets crossed the wire between the nodes")
 
     def _act_outside(self) -> None:
-        """From outside the mesh, in plain text: let in where no policy forbids it."""
+        """From outside the mesh, in plain text: accepted where no policy forbids it."""
         print("\na pod outside the mesh calls one inside")
         call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
         self._show("outside", call, call.answered_by == "ratings", self._records(1))

@@ -64,7 +64,7 @@ def programs() -> dict[str, str]:
 
 @dataclass
 class KubeDemo(InPodDemo):
-    """The demo in which labels in an API server select the pods of the mesh."""
+    """The demo with an API server, where labels select the pods of the mesh."""
 
     setting = "an API server, a control plane, and per node an agent, a proxy and network policy"
     places: ClassVar[Mapping[str, list[str]]] = {
@@ -208,7 +208,7 @@ class KubeDemo(InPodDemo):
     # The play
 
     def play(self) -> None:
-        """Run the acts; plain traffic is part of them, so the wire is not judged."""
+        """Run the acts. They include plain traffic, so the wire is not judged."""
         self.acts()
 
     def acts(self) -> None:
@@ -297,7 +297,7 @@ class KubeDemo(InPodDemo):
         return True
 
     def _call_or_fail(self, pod: str, address: str) -> Call:
-        """Call, and return a connection that is not made as a call that failed."""
+        """Call, and report a failed connect as a failed call."""
         try:
             return self.call(pod, address)
         except OSError as error:
@@ -353,7 +353,7 @@ class KubeDemo(InPodDemo):
         self.check(status == 0, f"nothing is wrong, status {status}")
 
     def _is_tunnelled(self, pod: str, address: str) -> bool:
-        """Return whether a connection of a pod leaves with its identity, whether or not anything answers it."""
+        """Return whether a connection of a pod leaves with its identity, with or without an answer."""
         self.new_lines()
         self._call_or_fail(pod, address)
         return any("src.identity" in line for line in self._records(1))
@@ -371,7 +371,7 @@ class KubeDemo(InPodDemo):
         self._wait_or_fail("new connections are plain", plain)
 
     def traffic(self) -> "contextlib.AbstractContextManager[object]":
-        """Do nothing: the pods of this demo are created through the API server."""
+        """Without effect: the pods of this demo are created through the API server."""
         return contextlib.nullcontext()
 
     def explain(self) -> None:

@@ -28,7 +28,7 @@ from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
 
 @dataclass
 class NodeDemo(Demo):
-    """The demo in which TPROXY on each node captures its pods and the control plane sends listeners."""
+    """The demo with TPROXY on each node, and a control plane that sends listeners."""
 
     setting = "two nodes, their pods, a control plane, a proxy per node"
 
@@ -114,7 +114,7 @@ class NodeDemo(Demo):
         self._show("pod, IPv6", call, call.answered_by == "reviews-v1" and kept, self._hops())
 
     def _act_outside(self) -> None:
-        """From outside the mesh, in plain text: let in where no policy forbids it."""
+        """From outside the mesh, in plain text: accepted where no policy forbids it."""
         print("\na pod outside the mesh calls one inside")
         call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
         self._show("outside", call, call.answered_by == "ratings", self._hops())
@@ -219,6 +219,6 @@ def _row(hop: dict[str, object]) -> str:
 
 
 def _place_on_path(hop: str) -> int:
-    """Return the position of a hop between client and application; timestamps in milliseconds may be equal."""
+    """Return the position of a hop between client and application; timestamps in milliseconds can be equal."""
     words = ("capture", "outbound tunnel", "passthrough", "inbound")
     return next((place for place, word in enumerate(words) if hop.startswith(word)), len(words))

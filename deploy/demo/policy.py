@@ -57,7 +57,7 @@ class PolicyDemo:
     tunnels: Counter[policy_tunnels.Call] = field(default_factory=Counter)
 
     def start(self) -> None:
-        """Start everything.
+        """Start the servers, the proxies and the applications.
 
         Raises:
             Unexpected: a part did not become ready in time.
@@ -70,7 +70,7 @@ class PolicyDemo:
         self._certificates()
         wanted = ("application", "database", "http", "network", "admin", "to backend", "to database")
         self.ports = _free_ports([*wanted, *(f"{a}-{b}" for a, b in CALLS)])
-        # The database listens where nothing else does on this machine.
+        # The database listens on a port that is free on this machine.
         pods = self.folder / "pods.yaml"
         pods.write_text(pods.read_text().replace("5432", str(self.ports["database"])))
         self._run(
@@ -299,7 +299,8 @@ class PolicyDemo:
         return answer.status if answer is not None else None
 
     def get(self, caller: str, path: str, *, method: str = "GET", port: str = "http") -> "Answer | None":
-        """Send one request as a service account, from its pod's address; None if the connection was closed."""
+        """Send one request as a service account, from its pod's address. Return None if the connection was
+        closed."""
         context = ssl.create_default_context(cafile=str(self.folder / "root.pem"))
         context.check_hostname = False
         context.load_cert_chain(self.folder / f"{caller}.pem", self.folder / f"{caller}.key")
@@ -465,9 +466,7 @@ def _ended(sock: socket.socket) -> bool:
 
 
 def _free_ports(names: list[str]) -> dict[str, int]:
-    """Return a port for each name, below the kernel's ephemeral ports, so that none is taken before
-    it is bound.
-    """
+    """Return a port for each name, below the kernel's ephemeral ports, so that no client takes it first."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     free = iter(random.sample(range(lowest // 2, lowest), lowest - lowest // 2))
     found: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""The demo's policies with no Envoy: our own proxy judges connections by them, at both ends of its tunnels.
+"""The demo's policies with no Envoy: our own proxy judges connections, at both ends of its tunnels.
 
-One process has what two nodes would: a listener for each pod that calls, whose connections become tunnels with
-that pod's certificate and from its address, and a listener for each pod that is called, where tunnels end.
+One process has what two nodes would: a listener for each calling pod, which opens tunnels with the pod's
+certificate and from its address, and a listener for each called pod, where tunnels end.
 """
 
 import json

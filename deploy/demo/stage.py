@@ -44,7 +44,7 @@ SETTLE_S = 10.0
 #: The widest line of a table.
 COLUMNS = 120
 _INDENT = " " * 6
-#: Between two rounds of calls of a demo that stays up.
+#: Seconds between two rounds of calls in a demo that stays up.
 _TRAFFIC_S = 0.5
 #: Calls before and after a proxy is gone.
 _CALLS = 40
@@ -84,7 +84,7 @@ class Demo(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start everything; returns when all are ready.
+        """Start all processes, and return when they are ready.
 
         Raises:
             Unexpected: a part did not become ready in time.
@@ -258,7 +258,7 @@ class Demo(ABC):
         return True
 
     def page(self, place: Place, port: int, path: str) -> tuple[int, str]:
-        """Return a page of one of a proxy's servers, requested inside its namespace."""
+        """Return a page of a proxy's server, requested inside its namespace."""
         connection = connect(place, "127.0.0.1", port)
         try:
             connection.request("GET", path)
@@ -488,7 +488,7 @@ def row(parts: Iterable[str]) -> str:
 
 
 def enter(place: Place) -> str:
-    """Return the command that enters a namespace from another terminal; a program's command follows it.
+    """Return the command that enters a namespace from another terminal, to be followed by a program's command.
 
     The namespaces of a demo without root belong to its user namespace, and have names in its mounts only.
     """

@@ -27,7 +27,7 @@ class HookItem(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class AddonItem(Item, frozen=True, kw_only=True):
-    """An addon of a proxy, with the sums of its processes. ``hook`` is of a row of the table."""
+    """An addon of a proxy, with the sums of its processes. ``hook`` is the hook of a table row."""
 
     name: str
     source: str

@@ -204,7 +204,7 @@ def _faults_by_mypy(file: str) -> Iterator[str]:
         print("mypy is not installed; only annotations of hooks were checked")
         return
     flags = ("--follow-imports=silent", "--no-error-summary", "--config-file=")
-    # mypy finds installed packages by itself, but not one that is installed as a link to its sources.
+    # mypy finds installed packages by itself, except a package installed as a link to its sources.
     sources = Path(ztunnel.__file__).parents[1]
     found = {} if sources.name == "site-packages" else {"MYPYPATH": str(sources)}
     done = subprocess.run(

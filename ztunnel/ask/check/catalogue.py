@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are printed. Pure."""
+"""All checks, in the order of printing. Pure."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class UnknownCheck(ValueError):
 
 
 def chosen(only: Iterable[str], skip: Iterable[str], *, before: bool) -> list[Check]:
-    """Return the checks that are wanted.
+    """Return the selected checks.
 
     Args:
-        only: ids or categories; empty means all.
+        only: ids or categories. Empty means all.
         skip: ids or categories.
         before: only those that make sense before installation.
 

@@ -52,7 +52,7 @@ KINDS: Final = (
 _ACCESS: Final = Kind(
     "SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews", namespaced=False
 )
-#: What checks need beside lists.
+#: The permissions that checks need beside lists.
 _VERBS: Final = (("create", "", "pods", "portforward"), ("get", "", "pods", "log"))
 #: The longest wait for the API server.
 _API_S: Final = 5.0
@@ -87,7 +87,7 @@ def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
 
 
 def cluster_facts(args: argparse.Namespace) -> Facts:
-    """Return what the API server says."""
+    """Return the API server's facts."""
     try:
         return asyncio.run(_cluster(args))
     except KubeError as error:
@@ -167,7 +167,7 @@ def _agent(args: argparse.Namespace, node: str) -> dict[str, Any]:
 
 
 def ask_agents(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return ``/check`` and ``/audit`` of every node agent by node; empty where there are no agents."""
+    """Return ``/check`` and ``/audit`` of every node agent by node. There are none without agents."""
 
     def pages(agent: Pages) -> dict[str, Any]:
         return {"agent": _page(agent, "/check"), "audit": _page(agent, "/audit")}
@@ -208,7 +208,7 @@ class Shared:
 
 
 def look(pages: Pages) -> NodeFacts:
-    """Return what one proxy says, and have it try port 15008 on other nodes.
+    """Return one proxy's facts, and have it try port 15008 on other nodes.
 
     Raises:
         AskFailed: it does not answer.

@@ -1,4 +1,4 @@
-"""``ztunnel flows``: the last connections that ended, of one proxy or of all, and those that end from now on."""
+"""``ztunnel flows``: the connections that ended last, of one proxy or of all, and new ones as they end."""
 
 from ztunnel.ask.flows.command import add_arguments
 

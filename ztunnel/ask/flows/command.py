@@ -72,7 +72,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 class _Add(argparse.Action):
-    """Adds a filter to those of the command line; a pending ``--not`` turns it round."""
+    """Adds a filter to the command line's filters, negated by a pending ``--not``."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         filters: list[Filter | None] = list(namespace.filters or [])
@@ -95,7 +95,7 @@ class _Not(argparse.Action):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a command line asks for: a test, bounds in nanoseconds, and how many per proxy."""
+    """The request of a command line: a test, bounds in nanoseconds, and the number per proxy."""
 
     test: Test
     since_ns: int
@@ -161,7 +161,7 @@ Line = tuple[Flow, Mapping[str, Any]]
 
 
 def look(pages: Pages, wanted: Wanted) -> list[Line]:
-    """Return the wanted flows of one proxy, the oldest first.
+    """Return the selected flows of one proxy, the oldest first.
 
     Raises:
         AskFailed: it does not answer, or has no flight recorder.
@@ -192,7 +192,7 @@ def _read(page: str, wanted: Wanted, name: str) -> Iterator[Line]:
 
 
 def _explained(pages: Pages, lines: list[Line]) -> list[Line]:
-    """Add to refused inbound flows the clause by which the present policies decide; each question once."""
+    """Add the deciding clause of the present policies to refused inbound flows; each question is asked once."""
     answers: dict[tuple[str, str, str], str | None] = {}
 
     def clause(flow: Flow) -> str | None:

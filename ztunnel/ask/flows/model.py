@@ -1,7 +1,7 @@
 """A flow as commands print it, read from a line of ``/flows``, and the filters that choose some. Pure.
 
 Filters mean what Hubble's mean: ``NAMESPACE/PREFIX`` of pods, where an empty namespace is any, and a prefix alone
-is in namespace default. Filters of one kind are alternatives; those of different kinds must all hold.
+is in namespace default. Filters of one kind are alternatives; filters of different kinds must all hold.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ FLOW: Final[Kind[Flow]] = Kind(
 
 
 def read(line: Mapping[str, Any]) -> Flow | None:
-    """Return the flow of a line of ``/flows``, ours or Hubble's; None for a line about something else."""
+    """Return the flow of a line of ``/flows``, ours or Hubble's, or None for another line."""
     flow = line.get("flow")
     if not isinstance(flow, Mapping):
         return None
@@ -148,7 +148,7 @@ class BadFilter(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """One filter of a command line: its name, what it holds of, and whether it is turned round by ``--not``."""
+    """One filter of a command line: its name, its value, and whether ``--not`` negates it."""
 
     name: str
     test: Test
@@ -161,7 +161,7 @@ def make(name: str, value: str, *, negated: bool = False) -> Filter:
     Args:
         name: from, to, pod, identity, verdict, port, service, plain, encrypted, direction or trace.
         value: of the flag.
-        negated: flows for which it holds are left out.
+        negated: matching flows are left out.
 
     Raises:
         BadFilter: the value has another form.
@@ -230,7 +230,7 @@ def _prefix(value: str) -> str:
 
 
 def chosen(filters: Sequence[Filter]) -> Test:
-    """Return whether a flow is wanted: a filter of each kind holds, and no negated one does."""
+    """Return whether a flow is selected: a filter of each kind holds, and no negated one does."""
     kinds: dict[str, list[Test]] = {}
     for each in filters:
         if not each.negated:

@@ -19,6 +19,7 @@ def shown_age(seconds: float) -> str:
 
 
 def shown_span(text: str) -> str:
-    """Return a duration of JSON such as ``666.769s`` in the form of :func:`shown_age`; another text as it is."""
+    """Return a duration of JSON such as ``666.769s`` in the form of :func:`shown_age`. Other texts are returned
+    unchanged."""
     found = _SECONDS.fullmatch(text)
     return text if found is None else shown_age(float(found[1]))

@@ -54,7 +54,7 @@ def add_arguments(subparsers: Any) -> None:
     explain.add_arguments(subparsers)
     config = subparsers.add_parser(
         "config",
-        help="print the configuration in force: all, a part, or entries of it",
+        help="print the active configuration: all, a part, or some entries",
         description="Print the config_dump of a running proxy as JSON, or a part: in an Istio mesh as services "
         "or config, in Envoy's dialect as listeners or clusters.",
     )
@@ -145,7 +145,7 @@ def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
 
 
 def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any]]:
-    """Return the items of one proxy, and their kind. A proxy in Envoy's dialect has some of them.
+    """Return the items of one proxy, and their kind. A proxy in Envoy's dialect has some.
 
     Raises:
         AskFailed: there is no answer.

@@ -46,7 +46,7 @@ def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool 
     ``look`` runs in threads, at most :data:`MOST_AT_ONCE` at a time.
 
     Raises:
-        AskFailed: a single one does not answer, none of several is there, or the flags contradict each other.
+        AskFailed: a single proxy does not answer, no proxy of several exists, or the flags contradict each other.
     """
     file, selector = getattr(args, "file", None), getattr(args, "selector", "")
     several = getattr(args, "all_nodes", False) or bool(selector)

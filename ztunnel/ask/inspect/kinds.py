@@ -1,6 +1,7 @@
 """The kinds of items that commands print about a proxy: their fields, columns and names. Pure.
 
-Columns of an Istio mesh are those of ``istioctl ztunnel-config``. A field is ``None`` where the answer lacks it.
+Columns of an Istio mesh are the same as in ``istioctl ztunnel-config``. A field is ``None`` where the answer lacks
+it.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class Service(Item, frozen=True, kw_only=True):
 class Policy(Item, frozen=True, kw_only=True):
     """An authorization policy with its decisions.
 
-    ``without_effect`` says why a policy decides about nothing, which looks like safety. ``enforced`` is false for
-    a dry run, whose numbers are hypothetical.
+    ``without_effect`` is the reason why a policy never decides, although it looks like protection. ``enforced`` is
+    false for a dry run, whose numbers are hypothetical.
     """
 
     namespace: str | None = None

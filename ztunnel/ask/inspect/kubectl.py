@@ -59,8 +59,7 @@ class Kubectl:
     Args:
         context: of its configuration. Empty means the current one.
         kubeconfig: the file of its configuration. Empty means its own choice.
-        as_user: to impersonate. Empty for nobody.
-        limit_s: the time limit for one request.
+        as_user: to impersonate. Empty for the kubeconfig's own user. limit_s: the time limit for one request.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Kubectl:
         return newest["metadata"]["namespace"], newest["metadata"]["name"]
 
     def of_all_nodes(self, daemon: Daemon, selector: str = "") -> dict[str, tuple[str, str]]:
-        """Return namespace and name of the daemon of every node; of two generations, the newer one.
+        """Return namespace and name of every node's daemon, the newer of two generations.
 
         Args:
             daemon: which.
@@ -181,7 +180,7 @@ class Kubectl:
         }
 
     def logs(self, namespace: str, name: str, *, previous: bool = False, limit_bytes: int, since: str = "") -> str:
-        """Return the newest lines of a pod's log, or those of its containers before their restart.
+        """Return the newest lines of a pod's log, or of its containers before their restart.
 
         Raises:
             Unreachable: there is no answer in time, or kubectl refuses.

@@ -145,7 +145,7 @@ def of_envoy(server: Mapping[str, Any]) -> NodeStatus:
 
 
 def of_mesh(dump: Mapping[str, Any], check: Mapping[str, Any] | None) -> NodeStatus:
-    """Return the line of a proxy of an Istio mesh.
+    """Return the line of a proxy in an Istio mesh.
 
     Args:
         dump: its ``/config_dump``.

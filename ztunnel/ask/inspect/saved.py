@@ -1,6 +1,6 @@
 """Answers from a ``config_dump``: of a Rust ztunnel, which has no ``/explain``, or saved in a file. Pure.
 
-The words are the proxy's own, because its functions are asked. What a dump does not have is said with each answer.
+The words are the proxy's own, because its functions are asked. Each answer names the facts missing from the dump.
 """
 
 from __future__ import annotations

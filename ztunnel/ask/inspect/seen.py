@@ -52,7 +52,7 @@ class Seen:
 
 
 def live(page: Page, wanted: str, identity_at: Mapping[str, str] | None = None) -> Iterator[Seen]:
-    """Yield the selected live connections. If both ends are here, both directions, outbound first.
+    """Yield the selected live connections. If both ends are on this node, both directions, outbound first.
 
     Args:
         page: ``/connections`` of either dialect, or ``workloadState`` of a dump.
@@ -267,7 +267,7 @@ def _value(text: str) -> str:
 
 
 def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer with the observed facts before it, and the route taken marked."""
+    """Return an answer that starts with the observed facts, and marks the route taken."""
     told: dict[str, Any] = {"seen": dict(seen.shown), **answer}
     ways = told.get("ways")
     places = ways if ways is not None else list(_endpoints(told.get("hop", {})))
@@ -284,7 +284,7 @@ def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _endpoints(hop: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the endpoints of a hop and of the hops after it (Envoy's dialect)."""
+    """Yield the endpoints of a hop and of later hops (Envoy's dialect)."""
     for cluster in hop.get("clusters", []):
         for endpoint in cluster.get("endpoints", []):
             yield endpoint

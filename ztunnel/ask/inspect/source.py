@@ -1,4 +1,4 @@
-"""Sources of answers: a proxy's admin server, or a saved page of it."""
+"""Sources of answers: a proxy's admin server, or its saved page."""
 
 import argparse
 import http.client
@@ -37,7 +37,7 @@ class Pages(Protocol):
 
     Attributes:
         name: of the server or file, for errors.
-        saved: the pages are a file's, and nothing can be asked or changed.
+        saved: the pages come from a file; requests and changes are impossible.
     """
 
     name: str

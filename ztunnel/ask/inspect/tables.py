@@ -1,7 +1,7 @@
 """Tables of what a proxy of an Istio mesh knows, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
 
-Columns are those of ``istioctl ztunnel-config``. Serial numbers are hexadecimal. A dump is JSON of any origin:
-missing values are ``None``, or ``-`` where a text is needed.
+Columns are the same as in ``istioctl ztunnel-config``. Serial numbers are hexadecimal. A dump is JSON of any
+origin: missing values are ``None``, or ``-`` where a text is needed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

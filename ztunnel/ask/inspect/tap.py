@@ -218,7 +218,7 @@ def _event(http: h11.Connection, sock: socket.socket) -> Any:
 def _received(sock: socket.socket) -> bytes:
     """Return the next bytes. An interrupt is handled within half a second.
 
-    A signal that arrives just before recv(2) begins does not interrupt that call. The tap would then run until the
+    A signal just before recv(2) starts does not interrupt the call. The tap would then run until the
     next packet.
     """
     while not select.select((sock,), (), (), _LOOK_S)[0]:

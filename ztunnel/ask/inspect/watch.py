@@ -1,8 +1,8 @@
 """``--watch`` of a table: again and again on a terminal, its changes elsewhere.
 
 A terminal is redrawn. A pipe gets the existing items and then immediately a line for each added (``+``) or removed
-(``-``) one; with ``-o json`` an object a line. What opens and closes between two reads is missed; ``ztunnel flows
--f`` shows that, too.
+(``-``) one; with ``-o json`` an object a line. Connections that open and close between two reads are missed;
+``ztunnel flows -f`` shows them, too.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _interval_s(text: str) -> float:
 def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> Iterator[Change]:
     """Yield the removed items with ``-``, then the added ones with ``+``.
 
-    Equal items count: a dump can have two equal connections. Fields that change by time alone do not make an item
-    another one; a connection in Envoy's dialect fills its other fields while it is established.
+    Equal items count: a dump can have two equal connections. Fields that change by time alone are not compared. A
+    connection in Envoy's dialect fills its other fields while it is established.
     """
 
     def key(item: Item) -> bytes:
@@ -134,7 +134,7 @@ def watch(
 ) -> int:
     """Show a table until Ctrl-C or until its reader closes. Return the exit status.
 
-    If a proxy stops answering, the command waits for it, because the proxy can be in replacement. The items of a
+    If a proxy stops answering, the command waits, because the proxy can be in replacement. The items of a
     silent node stay as they were.
 
     Args:

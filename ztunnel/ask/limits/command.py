@@ -1,6 +1,6 @@
 """The command ``ztunnel limits``: prints the limits of an Istio mesh's proxy with their current values.
 
-The values are those of the command's own environment, descriptors and memory. If two values share a row, the first
+The values come from the command's own environment, descriptors and memory. If two values share a row, the first
 is a burst and the second a rate per second. Exit status: 0, or 2 with unusable settings, each on a line of
 standard error.
 """

@@ -15,13 +15,13 @@ from ztunnel.ask.inspect.fleet import MOST_AT_ONCE
 from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Daemon, Kubectl, Unreachable, kubectl_of
 from ztunnel.ask.inspect.source import AskFailed, ask
 
-#: Pages of a proxy's admin server, of either dialect; one that it lacks is left out.
+#: Pages of a proxy's admin server, of either dialect. Missing pages are left out.
 PAGES: Final = (
     *("/config_dump", "/check", "/connections", "/denials", "/flows", "/policies"),
     *("/server_info", "/clusters", "/certs", "/init_dump", "/rbac", "/stats"),
 )
 AGENT_PAGES: Final = ("/check", "/audit", "/pods", "/metrics")
-#: The port of metrics of a proxy of an Istio mesh.
+#: The metrics port of a proxy in an Istio mesh.
 STATS: Final = Daemon("ztunnel", "ztunnel", 15020)
 #: Between the two readings of the metrics.
 BETWEEN_S: Final = 10.0
@@ -59,7 +59,7 @@ def collect(args: argparse.Namespace, bounds: Bounds, done: Callable[[str, Colle
         Nodes without an answer, and why.
 
     Raises:
-        AskFailed: no node is there, or kubectl does not answer.
+        AskFailed: there is no node, or kubectl does not answer.
     """
     if not args.all_nodes and args.node is None and args.pod is None:
         found = Collected()

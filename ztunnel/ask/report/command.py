@@ -87,7 +87,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: datetime) -> dict[str, str]:
-    """Collect and write everything; return silent nodes and why."""
+    """Collect and write the archive; return silent nodes and why."""
     facts = gather_facts(args, before=False)
     cluster: Mapping[str, Any] = {
         kind: items for kind, items in facts.objects.items() if not isinstance(items, str)

@@ -28,7 +28,7 @@ _SECRET_ANNOTATIONS: Final = ("kubectl.kubernetes.io/last-applied-configuration"
 _IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
 _IPV6: Final = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])")
 _WORD: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
-#: Names that tell nothing about their owner, or that checks know.
+#: Names without information about their owner, or used by checks.
 _COMMON: Final = frozenset(
     [
         "default",
@@ -81,7 +81,7 @@ def reduced(item: Any) -> Any:
 
 
 class Redaction:
-    """Replaces names and addresses by others that are the same within one archive, and mean nothing outside it.
+    """Replaces names and addresses by pseudonyms, stable within one archive and without meaning outside.
 
     Args:
         key: makes the replacements of this archive.

@@ -1,4 +1,4 @@
-"""Replays the connections of an access log against an addon that is not loaded: what it would have said.
+"""Replays the connections of an access log against an addon that is not loaded, and collects its verdicts.
 
 Each access line becomes the facts that the hook would have got: ``connecting`` for a line of the source's proxy,
 ``accepting`` for one of the destination's. The hooks of one object are called in the order of the lines, so that
@@ -43,7 +43,7 @@ class Replay(NamedTuple):
 
 
 def replay(loaded: LoadedAddon, lines: Iterable[str], workloads: Iterable[Workload]) -> Replay:
-    """Return what an addon would have said of the connections of a log.
+    """Return an addon's verdicts on the connections of a log.
 
     Args:
         loaded: the addon.
@@ -51,7 +51,7 @@ def replay(loaded: LoadedAddon, lines: Iterable[str], workloads: Iterable[Worklo
         workloads: of the mesh, for labels, which lines do not have.
 
     Raises:
-        ReplayFailed: a hook raised, or answered anything but a verdict.
+        ReplayFailed: a hook raised, or its result is not a verdict.
     """
     at = {address: each for each in workloads for address in each.addresses}
     found: dict[tuple[Change, str, str, str, str], int] = {}

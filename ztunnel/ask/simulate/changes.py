@@ -24,7 +24,7 @@ class Change(Enum):
 
 
 class Row(NamedTuple):
-    """Connections of one pair of workloads.
+    """Connections between one pair of workloads.
 
     Attributes:
         source: ``NAME.NAMESPACE`` of the workload, its address where the mesh does not know one.
@@ -32,7 +32,7 @@ class Row(NamedTuple):
         destination: ``NAME.NAMESPACE:PORT``.
         times: connections.
         because: the deciding policy after the change. For connections that were refused before, the deciding
-            policy before it.
+            policy before the change.
     """
 
     change: Change

@@ -127,8 +127,8 @@ def applied(
     for name in removed:
         if policies.pop(PolicyKey(name), None) is None:
             raise ConfigError(f"--remove {name}: the mesh has no such policy")
-    # The control plane removes a policy's name from its workloads when the policy is deleted, or applies to all of
-    # them. A remaining name would refuse every connection, like that of a policy that has not arrived.
+    # The control plane removes a policy's name from its workloads when the policy is deleted, or applies to every
+    # workload. A remaining name would refuse every connection, like a policy that has not arrived.
     unnamed = {PolicyKey(name) for name in removed}
     unnamed |= {each.policy.key for each in proposals if each.policy.scope is not PolicyScope.WORKLOAD_SELECTOR}
     workloads = [
@@ -228,7 +228,7 @@ def _proposal(document: object, place: str, root_namespace: str) -> Proposal:
 
 
 def _clauses(value: object, place: str, namespace: str) -> Iterator[object]:
-    """Yield the clauses of a rule, all of which must match, in the form of a local file."""
+    """Yield the clauses of a rule, which must all match, in the form of a local file."""
     rule = _mapping(value or {}, place)
     _only(rule, ("from", "to", "when"), place)
     readers: tuple[tuple[str, str, Mapping[str, tuple[str, _Read]]], ...] = (

@@ -1,4 +1,5 @@
-"""``ztunnel stat``, ``top`` and ``edges``: what workloads and pairs did within a window, without Prometheus."""
+"""``ztunnel stat``, ``top`` and ``edges``: the traffic of workloads and pairs within a window, without
+Prometheus."""
 
 from ztunnel.ask.stat.command import add_arguments
 

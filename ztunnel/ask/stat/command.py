@@ -33,7 +33,7 @@ from ztunnel.ask.stat.traffic import (
 from ztunnel.runtime.console.output import Answer, Silent, emit
 from ztunnel.runtime.settings import duration_s
 
-#: The window between two readings; that of an archive's, too.
+#: The window between two readings, also of an archive.
 _WINDOW: Final = "10s"
 _ARCHIVED_S: Final = 10.0
 _NOT_FOUND: Final = 404

@@ -28,7 +28,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """Who talks to whom, and whether by mTLS."""
+    """A pair of workloads, and whether it uses mTLS."""
 
     source: Name
     destination: Name
@@ -37,7 +37,8 @@ class PairKey:
 
 @dataclass(slots=True)
 class Counted:
-    """What a pair did. ``connects`` are the times of its connections until they were established, in seconds."""
+    """The traffic of a pair. ``connects`` are the times of its connections until they were established, in
+    seconds."""
 
     opened: float = 0.0
     closed: float = 0.0
@@ -49,7 +50,7 @@ class Counted:
     connects: list[float] = field(default_factory=list)
 
     def add(self, other: Counted) -> None:
-        """Add the numbers of another one."""
+        """Add the numbers of another item."""
         self.opened += other.opened
         self.closed += other.closed
         self.failed += other.failed
@@ -153,7 +154,7 @@ def _side(endpoint: Mapping[str, Any]) -> Name:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which a share of the values is (nearest rank); None without values."""
+    """Return the quantile of the values by nearest rank, or None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -164,7 +165,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 class Stat(Item, frozen=True, kw_only=True):
-    """What a workload did within a window, as the server of connections or as their client.
+    """A workload's traffic within a window, as the server of connections or as their client.
 
     ``encrypted`` is the share of its new connections that had mTLS; ``connect_*`` are times until established, of
     connections that ended within the window.
@@ -186,7 +187,8 @@ class Stat(Item, frozen=True, kw_only=True):
 
 
 class Edge(Item, frozen=True, kw_only=True):
-    """What a pair of workloads did within a window. ``security`` is mTLS or plain, ``because`` why it is plain."""
+    """The traffic of a pair of workloads within a window. ``security`` is mTLS or plain, ``because`` why it is
+    plain."""
 
     source: str
     destination: str

@@ -12,8 +12,8 @@ from cryptography import x509
 from ztunnel.ask.check.rules import objects as o
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Object, error, warning
 
-#: The lowest minor of Kubernetes 1 whose API this project uses (``MutatingAdmissionPolicy`` apart), and the one
-#: that its tests run against.
+#: The lowest minor of Kubernetes 1 whose API this project uses (``MutatingAdmissionPolicy`` apart), and the minor
+#: of its tests.
 LEAST_MINOR: Final = 28
 TESTED_MINOR: Final = 32
 #: A rollout takes minutes, because each node's connections drain; longer means that a pod hinders it.

@@ -1,4 +1,4 @@
-"""What the control plane delivered, and whether pods are captured as they say. Pure."""
+"""Judges the delivered configuration, and whether pods are captured as it requires. Pure."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _up(dump: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 
 def references(facts: Facts) -> Iterator[Finding]:
-    """Judge whether named policies, waypoints and gateways are there; by the dump of one proxy."""
+    """Judge whether named policies, waypoints and gateways exist, by the dump of one proxy."""
     node, dump = next(iter(facts.dumps()))
     policies = {f"{each.get('namespace')}/{each.get('name')}" for each in dump.get("policies") or ()}
     services = dump.get("services") or ()

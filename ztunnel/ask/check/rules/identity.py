@@ -15,7 +15,7 @@ from ztunnel.ask.check.rules.objects import seconds_of
 
 #: Of the tokens that istiod takes.
 _AUDIENCE: Final = "istio-ca"
-#: Renewal is due at half of a certificate's life; below this share it has failed for some time.
+#: Renewal is due at half of a certificate's life; below this share it has failed repeatedly.
 _LEFT: Final = 0.4
 _ROOT_WARN_S: Final = 60 * 86400.0
 _ROOT_S: Final = 7 * 86400.0
@@ -70,7 +70,7 @@ def authorities(facts: Facts) -> Iterator[Finding]:
 
 
 def trust(facts: Facts) -> Iterator[Finding]:
-    """Judge whether each node's leaf verifies at the others, and whether their roots are the same."""
+    """Judge whether each node's leaf verifies at the other nodes, and whether all have the same roots."""
     roots: dict[str, dict[bytes, x509.Certificate]] = {}
     chains: dict[str, list[x509.Certificate]] = {}
     for node, dump in facts.dumps():
@@ -99,7 +99,7 @@ def trust(facts: Facts) -> Iterator[Finding]:
 
 
 def tokens(facts: Facts) -> Iterator[Finding]:
-    """Judge the token by which each proxy asks for certificates and for configuration."""
+    """Judge the token of each proxy's requests for certificates and configuration."""
     found = False
     for node, check in facts.checks():
         token = check.get("token")

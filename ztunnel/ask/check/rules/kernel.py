@@ -74,7 +74,7 @@ def connection_tracking(facts: Facts) -> Iterator[Finding]:
 
 
 def local_ports(facts: Facts) -> Iterator[Finding]:
-    """Judge the range of local ports, and how many of it a pod uses toward one target."""
+    """Judge the range of local ports, and how many ports a pod uses toward one target."""
     found = False
     for node, check in facts.checks():
         found = True

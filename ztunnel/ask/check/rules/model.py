@@ -17,7 +17,7 @@ Object = Mapping[str, Any]
 
 
 class Severity(StrEnum):
-    """What a finding means; of a check its worst finding."""
+    """The meaning of a finding; for a check, of its worst finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -58,7 +58,7 @@ def error(fact: str, about: str = "", node: str = "") -> Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a node's proxy and agent say.
+    """The facts from a node's proxy and agent.
 
     Attributes:
         dump: ``/config_dump`` of a proxy of an Istio mesh, ours or the Rust ztunnel's.
@@ -176,9 +176,7 @@ class Check:
     """A check.
 
     Attributes:
-        id: such as ``NET3``.
-        asks: what it looks at.
-        remedy: what a person does about its findings.
+        id: such as ``NET3``. asks: the subject of the check. remedy: what a person does about its findings.
         judge: yields findings; none is ok.
         before: it makes sense before installation.
     """

@@ -54,7 +54,7 @@ def status(item: Object) -> Mapping[str, Any]:
 
 
 def seconds_of(time: object) -> float | None:
-    """Return the Unix time of RFC 3339; ``None`` for anything else."""
+    """Return the Unix time of RFC 3339, or ``None`` for another text."""
     try:
         return datetime.fromisoformat(str(time)).timestamp()
     except ValueError:
@@ -73,7 +73,7 @@ def is_running(pod: Object) -> bool:
 
 
 def of_app(facts: Facts, app: str) -> list[Object]:
-    """Return the running pods of a DaemonSet of ours or of Istio's, by the label ``app`` or ``k8s-app``."""
+    """Return the running pods of our DaemonSet or Istio's, by the label ``app`` or ``k8s-app``."""
     return [
         pod
         for pod in facts.listed("Pod")

@@ -56,7 +56,7 @@ def upgrades(facts: Facts) -> Iterator[Finding]:
 
 
 def observed(facts: Facts) -> Iterator[Finding]:
-    """Judge whether metrics are scraped and alerts are there."""
+    """Judge whether metrics are scraped and alerts exist."""
     pods = o.of_app(facts, o.PROXY)
     if not pods:
         raise NotGathered("no proxy runs")

@@ -16,7 +16,7 @@ PROBES: Final = ipaddress.ip_address("169.254.7.127")
 _HOUR_S: Final = 3600.0
 _HTTP_OPERATION: Final = ("hosts", "notHosts", "methods", "notMethods", "paths", "notPaths")
 _HTTP_SOURCE: Final = ("requestPrincipals", "notRequestPrincipals", "remoteIpBlocks", "notRemoteIpBlocks")
-#: Keys of conditions that a node proxy knows.
+#: Keys of conditions that a node proxy supports.
 _KEYS: Final = (
     "source.ip",
     "source.namespace",
@@ -154,7 +154,7 @@ def _ports(item: Object) -> set[str]:
 
 
 def _undeclared(facts: Facts, item: Object, ports: set[str]) -> Iterator[Finding]:
-    """Yield a port that none of the selected pods declares, where all of them declare some."""
+    """Yield a port that no selected pod declares, if every pod declares ports."""
     if not ports or isinstance(facts.objects.get("Pod", ""), str):
         return
     selector, namespace = o.spec(item).get("selector"), o.key(item)[0]

@@ -14,7 +14,7 @@ _NO_PROXY: Final = "sidecar.istio.io/inject"
 
 
 def waypoints(facts: Facts) -> Iterator[Finding]:
-    """Judge waypoints that nothing uses, and used ones without a ready pod."""
+    """Judge unused waypoints, and used ones without a ready pod."""
     gateways = [item for item in facts.listed("Gateway") if o.spec(item).get("gatewayClassName") == WAYPOINT_CLASS]
     if not gateways:
         raise NotGathered("there is no waypoint")
