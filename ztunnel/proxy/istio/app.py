@@ -151,6 +151,7 @@ class IstioProxy:
             expiry_s=config.metric_expiry_s,
             removed=config.metric_labels_removed,
             flows=ring_of(config.flows),
+            ports=config.metric_ports,
         )
         self.mesh = Mesh(node=config.node)
         self._ineffective = Ineffective(self.mesh)

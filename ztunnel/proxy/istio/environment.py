@@ -6,7 +6,7 @@ Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
 ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_HUBBLE*``, ``ZTUNNEL_LOG_WAIT``,
-``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``, ``ZTUNNEL_WARN_UNMATCHED``, and those of
+``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``, ``ZTUNNEL_WARN_UNMATCHED``, ``ZTUNNEL_METRIC_PORTS``, and those of
 :mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
 
@@ -447,6 +447,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     except ValueError as error:
         seen.faults.append(str(error))
     values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", _switch, False)
+    values["metric_ports"] = seen.get("ZTUNNEL_METRIC_PORTS", _switch, False)
     values["warns_unmatched"] = seen.get("ZTUNNEL_WARN_UNMATCHED", _switch, False)
     values["connect_retries"] = seen.get("ZTUNNEL_CONNECT_RETRIES", _number(0, 10), 2)
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)

@@ -63,6 +63,11 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
+#: Labels of connections by port, ``result`` is ``ok`` or ``failed``.
+PORT_LABELS: Final = (
+    *("reporter", "destination_workload", "destination_workload_namespace"),
+    *("destination_service_name", "destination_port", "result"),
+)
 _SECURITY: Final = TRAFFIC_LABELS.index("connection_security_policy")
 _MUTUAL_TLS: Final = "mutual_tls"
 #: Labels that operators may do without. Who reports stays, how a connection ended, and whether it was encrypted.
@@ -261,6 +266,7 @@ class Counts:
     crl_rejections: Mapping[str, int] = field(default_factory=dict)
     crl_untracked: Mapping[str, int] = field(default_factory=dict)
     on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    ports: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     errors: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     times: TimeCounts = field(default_factory=dict)
     decisions: LedgerCopy[Pair] | None = None
@@ -313,6 +319,7 @@ class Metrics(ConnectionTimes):
         removed: labels to leave out of traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections that
             differ only in them are counted in one series from the start, so that no counter decreases.
         flows: keeps connections that ended; None keeps none.
+        ports: count connections by port, too.
     """
 
     def __init__(
@@ -323,6 +330,7 @@ class Metrics(ConnectionTimes):
         expiry_s: float = EXPIRY_S,
         removed: frozenset[str] = frozenset(),
         flows: FlowRing | None = None,
+        ports: bool = False,
     ) -> None:
         super().__init__()
         self.version = version
@@ -339,6 +347,8 @@ class Metrics(ConnectionTimes):
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
+        #: Ended connections by :data:`PORT_LABELS`; None: they are not counted.
+        self.ports: BoundedCounts[tuple[str, ...]] | None = BoundedCounts() if ports else None
         #: Returns ended streams by reason; called for each page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
@@ -505,6 +515,7 @@ class Metrics(ConnectionTimes):
             crl_rejections=dict(self.crl_rejections),
             crl_untracked=dict(self.crl_untracked),
             on_demand_dns=dict(self.on_demand_dns),
+            ports=dict(self.ports or {}),
             errors=dict(self.errors),
             times=self.time_counts(),
             decisions=self.ledger.copy(),
@@ -572,6 +583,8 @@ class Metrics(ConnectionTimes):
         _add(self.crl_rejections, part.crl_rejections)
         _add(self.crl_untracked, part.crl_untracked)
         _add(self.on_demand_dns, part.on_demand_dns)
+        if self.ports is not None:
+            _add(self.ports, part.ports)
         _add(self.errors, part.errors)
         self.add_times(part.times)
         if part.decisions is not None:
@@ -592,7 +605,8 @@ class Metrics(ConnectionTimes):
 
     def page_with(self) -> "Metrics":
         """Return a copy to which the counts of other processes are added for one page."""
-        page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed)
+        ports = self.ports is not None
+        page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed, ports=ports)
         for name in _OF_MAIN:
             setattr(page, name, getattr(self, name))
         for part in self.counts():

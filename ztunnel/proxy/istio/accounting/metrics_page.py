@@ -16,6 +16,7 @@ from ztunnel.proxy.dataplane.handover.families import handover_families
 from ztunnel.proxy.flows.families import histograms, time_families
 from ztunnel.proxy.istio.accounting.metrics import (
     DECISIONS,
+    PORT_LABELS,
     SIDE_LABELS,
     TRAFFIC_LABELS,
     Metrics,
@@ -121,6 +122,8 @@ _BEFORE_DURATIONS: tuple[_Row, ...] = (
      _by_one(lambda m: m.sockets_open)),
     ("istio_on_demand_dns", "counter", "The total number of on-demand DNS requests made", _ON_DEMAND,
      lambda m: list(m.on_demand_dns.items())),
+    ("ztunnel_connections_by_port", "counter", "Ended connections by the port of the application", PORT_LABELS,
+     lambda m: list((m.ports or {}).items())),
     ("istio_crl_policy_rejections", "counter", "The total number of connections rejected by revocation lists",
      _REPORTER, _by_one(lambda m: m.crl_rejections, zeros=False)),
     ("istio_crl_untracked_connections", "counter", "The total number of connections that revocation cannot end",

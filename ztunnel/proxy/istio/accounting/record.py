@@ -16,6 +16,7 @@ from xds.model.workload import Workload
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.lives import Life
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.flows.times import RESULTS
 from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.logs import (
@@ -25,6 +26,7 @@ from ztunnel.proxy.istio.accounting.logs import (
     Recurring,
 )
 from ztunnel.proxy.istio.accounting.metrics import (
+    UNKNOWN,
     Metrics,
     PeerLabels,
     TrafficSeries,
@@ -322,6 +324,8 @@ class Record:
         logged = node.logs.access_level <= (_ERROR if failure is not None else _WARN if unmatched else _INFO)
         series.used_s = now_s
         series.finished(flags, self.counts)
+        if node.metrics.ports is not None:
+            node.metrics.ports.count(self._port_labels(failed=failure is not None))
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
         flows.note(node.metrics.flows, self, node.clock.wall(), now_s, failure)
@@ -350,6 +354,13 @@ class Record:
             fields += (*failure.fields, ("error", str(failure)))
         level = "error" if failure is not None else "warn" if unmatched else "info"
         logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
+
+    def _port_labels(self, *, failed: bool) -> tuple[str, ...]:
+        there = self.destination_labels
+        service = self.service.name if self.service is not None else UNKNOWN
+        port = self.hbone_authority.rpartition(":")[2] or str(self.destination.port)
+        names = (there.workload or UNKNOWN, there.namespace or UNKNOWN, service)
+        return (self.direction.reporter, *names, port if port.isdigit() else UNKNOWN, RESULTS[failed])
 
     def _count_failure(self, failure: Failed, *, connected: bool) -> None:
         if self.direction is Direction.INBOUND and failure.reason in _BEFORE_ANSWER:

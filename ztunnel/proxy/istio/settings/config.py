@@ -74,6 +74,7 @@ class IstioConfig:
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         open_ahead: idle tunnel connections of a pod from which on none is opened ahead; 0: none is.
+        metric_ports: connections are also counted by port.
         warns_unmatched: lines of connections that match no service or workload are warnings.
         flows: connections that the flight recorder keeps; 0 switches it off.
         hubble: where Hubble's gRPC service is served; None: nowhere.
@@ -143,6 +144,7 @@ class IstioConfig:
     tls12: bool = False
     authz_info_logging: bool = False
     warns_unmatched: bool = False
+    metric_ports: bool = False
     log_filter: str = "info"
     log_json: bool = False
     proxy_metadata: Mapping[str, str] = field(default_factory=dict)

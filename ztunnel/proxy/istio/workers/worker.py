@@ -144,6 +144,7 @@ class _Carrier:
             expiry_s=config.metric_expiry_s,
             removed=config.metric_labels_removed,
             flows=ring_of(config.flows),
+            ports=config.metric_ports,
         )
         self.mesh = Mesh(node=config.node)
         self.revocations = ReplicatedRevocations() if config.crl_path else None

@@ -28,6 +28,7 @@ from ztunnel.proxy.istio.accounting.outcome import (
 )
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.runtime.bounded_counts import BoundedCounts
 
 SERVICE = Service(name="example", namespace="default", hostname="example.com")
 
@@ -266,3 +267,23 @@ def test_a_connection_that_never_settles_counts_at_its_end(tmp_path: Path) -> No
         assert list(samples(node.metrics, "istio_tcp_connections_failed_total").values()) == [1]
 
     with_node(tmp_path, check)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_connections_can_be_counted_by_port(tmp_path: Path, wanted: bool) -> None:
+    async def main() -> None:
+        with a_node(tmp_path, {"ZTUNNEL_METRIC_PORTS": str(wanted).lower()}) as (node, _, _lines):
+            assert node.config.metric_ports is wanted
+            node.metrics.ports = BoundedCounts() if wanted else None
+            for authority, failure in (("10.0.0.2:8080", None), ("", Failed("x", Reason.REFUSED))):
+                ends = SocketAddress("10.0.0.1", 4000), SocketAddress("192.0.2.1", 443)
+                record = Record(node, Direction.OUTBOUND, *ends)
+                record.hbone_authority = authority
+                record.opened()
+                record.complete(failure)
+            found = samples(node.metrics.page_with(), "ztunnel_connections_by_port_total")
+            assert set(found.values()) == ({1.0} if wanted else set())
+            ends_of = [labels.partition("destination_port=")[2] for labels in found]
+            assert ends_of == (['"8080",result="ok"}', '"443",result="failed"}'] if wanted else [])
+
+    asyncio.run(main())
