@@ -534,7 +534,6 @@ class Proxy:
 
     async def _drain(self) -> None:
         """Leave new connections to a successor, stop accepting, send GOAWAY, and wait until the deadline."""
-        deadline_s = self.clock.monotonic() + self.settings.shutdown_s
         log.info("draining %d connections, at most %g s", len(self.connections), self.settings.shutdown_s)
         await self.listeners.hand_over()
         self.listeners.stop()
@@ -543,6 +542,7 @@ class Proxy:
         if handover is not None:
             await handover.give()
             self._tasks.start(handover.give_late(), "late hand-over")
+        deadline_s = self.clock.monotonic() + self.settings.shutdown_s  # of what has not moved
         self.connections.review_all(Event.DRAIN)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(deadline_s - self.clock.monotonic(), 0.0)):

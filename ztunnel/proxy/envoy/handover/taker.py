@@ -43,7 +43,7 @@ from ztunnel.proxy.envoy.path.internal import takes_internal
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, TunnelRules, tunnel_route
 from ztunnel.proxy.envoy.path.tunnel_server import Served, TunnelServer
-from ztunnel.proxy.envoy.stream.outcome import NOT_SERVED
+from ztunnel.proxy.envoy.stream.outcome import NOT_SERVED, Refused
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
@@ -419,7 +419,10 @@ class Pending:
             life.filter_sinks = chain.sinks
             chain.hold(info)
         if parts.watch is not None and hop.host is not None:
-            parts.watch(life, hop.host)
+            try:
+                parts.watch(life, hop.host)
+            except Refused as error:
+                life.end(error.details or NOT_SERVED)
         return life
 
     def _connection(self, hop: Hop, release: Callable[[], object]) -> LiveConnection:

@@ -96,7 +96,11 @@ class Enforcer:
         return self._policies.source.in_sync
 
     def watch(self, hop: LiveHop, host: Host) -> None:
-        """Have a hop of another process judged as long as it lives, by the host that it has."""
+        """Have a hop of another process judged as long as it lives, by the host that it has.
+
+        Raises:
+            Refused: what it asks for cannot be said with the configuration of now.
+        """
         info, address = hop.info, host.endpoint.address
         chain = hop.chain
         assert chain is not None

@@ -97,11 +97,19 @@ def test_all_faults_are_reported_together() -> None:
         ({"control_plane": "unix:/x"}, "--control-plane needs --node"),
         ({"control_plane": "unix:/x", "node": "n", "bootstrap": "/no"}, "exclude each other"),
         ({"bootstrap": "/no/such"}, "--bootstrap /no/such: no such file"),
+        ({"control_plane": "unix:/x", "node": "n"}, "--replace .* needs --handover-dir"),
+        ({"control_plane": "unix:/x", "node": "n", "handover_dir": "here"}, "must be an absolute path"),
     ],
 )
 def test_what_must_go_together(flags: dict[str, str | None], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        settings_from(flags, {})
+        settings_from(flags, {"ZTUNNEL_REPLACE": "true"})
+
+
+def test_a_successor_in_place_has_a_folder_to_meet_in() -> None:
+    flags: dict[str, str | None] = {"control_plane": "unix:/x", "node": "n", "handover_dir": "/run/ztunnel"}
+    found = settings_from(flags, {"ZTUNNEL_REPLACE": "true"})
+    assert (found.handover_dir, found.replace) == ("/run/ztunnel", True)
 
 
 def test_the_reference_bootstrap() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 import pytest
@@ -49,16 +50,24 @@ class Generations:
         resources: of both, by name; tests change what the successor has before :meth:`meet`.
     """
 
-    def __init__(self, folder: Path, port: int, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, folder: Path, port: int, stack: contextlib.AsyncExitStack, policies: Mapping[str, str]
+    ) -> None:
         self.folder, self.port = folder, port
         self._stack = stack
-        self.old, self.new = self._rig("old"), self._rig("new")
+        self.old, self.new = (self._rig(name, policies.get(name)) for name in ("old", "new"))
         identities = Identities()
         self._secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
         self.policy = rbac(CLIENT)
 
-    def _rig(self, name: str, policies: PolicySettings | None = None) -> Rig:
+    def _rig(self, name: str, text: str | None) -> Rig:
         (self.folder / name).mkdir()
+        policies = None
+        if text is not None:
+            directory = self.folder / f"policies-{name}"
+            directory.mkdir()
+            (directory / "all.yaml").write_text(text)
+            policies = PolicySettings(directory=str(directory))
         return Rig(self.folder / name, Switches(), None, policies, handover_dir=str(self.folder))
 
     def resources(self, rig: Rig) -> dict[str, tuple[str, Json]]:
@@ -165,10 +174,10 @@ class Generations:
 
 
 @contextlib.asynccontextmanager
-async def generations(folder: Path) -> AsyncIterator[Generations]:
-    """Both; the old proxy runs, with an application."""
+async def generations(folder: Path, policies: Mapping[str, str]) -> AsyncIterator[Generations]:
+    """Both; the old proxy runs, with an application. ``policies`` are Calico's, by ``old`` and ``new``."""
     async with application() as port, contextlib.AsyncExitStack() as stack:
-        made = Generations(folder, port, stack)
+        made = Generations(folder, port, stack, policies)
         await made.start(made.old)
         yield made
 
@@ -179,12 +188,13 @@ def play(
     monkeypatch: pytest.MonkeyPatch,
     *,
     joined: bool = False,
+    policies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run ``body`` with two generations; ``joined``: tunnels do not leave the process."""
     monkeypatch.setattr(app, "_SHORTCUT_PORTS", AnyPort() if joined else {})
 
     async def main() -> None:
-        async with generations(folder) as made:
+        async with generations(folder, policies) as made:
             await body(made)
 
     asyncio.run(main())

@@ -8,6 +8,7 @@ import pytest
 
 import ztunnel
 from tests.ztunnel.proxy.envoy.handover.generations import PLACES, Generations, play
+from tests.ztunnel.proxy.envoy.path.test_guarded import BY_OTHER, policies
 from tests.ztunnel.proxy.envoy.rig import SERVER, Identities, Open, ask, chain, listener, page, rbac, tcp, tls
 from tests.ztunnel.proxy.envoy.test_lives import OTHER, POLICY_CHANGE, WAYS
 from ztunnel.proxy.envoy.admin import metrics
@@ -92,6 +93,34 @@ def test_the_successor_judges_by_its_own_policies(
     play(tmp_path, body, monkeypatch, joined=joined)
 
 
+@WAYS
+def test_calicos_policies_of_the_successor_judge_what_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    async def body(made: Generations) -> None:
+        opened = await made.opened()
+        await made.meet()
+        assert made.new.proxy.policies is not None
+        source = made.new.proxy.policies.source
+        source.in_sync = False
+        result = await made.give(0.0)
+        assert set(result.stays) == {"declined: policies have not arrived"}
+        source.in_sync = True
+        result = await made.give(0.0)
+        assert result.left == 0
+        for each in opened.values():
+            assert await each.say(b"again") == b"again"
+        before = made.new.proxy.policies.changes
+        (tmp_path / "policies-new/all.yaml").write_text(policies(ingress=BY_OTHER))
+        await made.new.until(lambda: made.new.proxy.policies.changes > before)
+        for each in opened.values():
+            assert await each.ended()
+            await each.close()
+
+    both = {"old": policies(), "new": policies()}
+    play(tmp_path, body, monkeypatch, joined=joined, policies=both)
+
+
 @pytest.mark.parametrize(
     ("without", "reason"),
     [
@@ -143,11 +172,18 @@ def test_a_connection_whose_chain_has_changed_stays(
     play(tmp_path, body, monkeypatch)
 
 
-def test_new_tunnels_use_the_connections_that_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("idle", [False, True], ids=["with tunnels", "idle"])
+def test_new_tunnels_use_the_connections_that_have_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
     async def body(made: Generations) -> None:
         opened = await made.opened()
+        if idle:
+            for name in ("tunnel", "behind"):
+                await opened.pop(name).close()
+            await made.old.until(lambda: len(made.old.proxy.connections) == 2)  # the plain one and the tunnels'
         await made.meet()
-        await made.give()
+        assert (await made.give()).left == 0
         assert await ask(made.new.port("tunnel")) == b"ping"
         assert made.new.count("cluster.tunnel.upstream_cx_total") == 0
         assert made.new.count("cluster.tunnel.upstream_cx_active") == 1
