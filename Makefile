@@ -45,7 +45,7 @@ check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
 	$(PY) -m pytest -q $(WORKERS) -m 'not netns and not interop and not hostile and not compiled and not kube'
 
-nightly: $(STAMP) ## what a commit has no time for: every test with all examples of property tests, and ten minutes of PINGs beside a server in Go
+nightly: $(STAMP) ## what a commit has no time for: every test with all examples, sizes and variants, and ten minutes of PINGs beside a server in Go
 	EXAMPLES=all $(PY) -m pytest -q $(WORKERS)
 	$(MAKE) keepalive
 

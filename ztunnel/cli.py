@@ -60,7 +60,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-#: The commands by what a person wants, in the order of the help.
+#: The commands by purpose, in the order of the help.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Ask": (
         *(
@@ -168,7 +168,7 @@ def _packages(named: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
-    # Roots with a serial number of 0 are common. What a certificate is refused for is said in our own words.
+    # Roots with a serial number of 0 are common. The reason for refusing a certificate is given in our own words.
     warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
     try:
         status = _run(argv)

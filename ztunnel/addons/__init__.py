@@ -1,4 +1,4 @@
-"""The API of addons: classes in Python that the proxy asks or informs at the steps of a connection's life.
+"""The API of addons: classes in Python with hooks that the proxy calls at the steps of a connection's life.
 
 An addon is a class with any of the methods of :data:`HOOKS`; :class:`Addon` is an optional base class. Every value
 that a hook receives is a tuple of the classes below and cannot be changed. A hook that decides returns one of the
@@ -70,7 +70,7 @@ class Workload(NamedTuple):
         service_account: of the pod.
         node: the name of its node.
         cluster: the id of its cluster.
-        labels: those that the control plane sends. In an Istio mesh these are ``app``, ``version``,
+        labels: as sent by the control plane. In an Istio mesh these are ``app``, ``version``,
             ``topology.kubernetes.io/region``, ``topology.kubernetes.io/zone`` and ``kubernetes.io/hostname``.
     """
 
@@ -83,7 +83,7 @@ class Workload(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known about a connection when a hook is called. Unknown texts are empty.
+    """The known facts of a connection when a hook is called. Unknown texts are empty.
 
     Attributes:
         connection: a number that all hooks of one connection get, unique in the process.
@@ -100,7 +100,7 @@ class Facts(NamedTuple):
         destination_identity: outbound: the SPIFFE identity that the far end must prove. Inbound: the pod's own.
         endpoint: ``host:port`` of the endpoint that was drawn (outbound).
         service: the host name of the service.
-        names: the names for which the pod got this address from the proxy's DNS (outbound).
+        names: the names that the proxy's DNS resolved to this address for the pod (outbound).
         server_name: SNI of a TLS connection that is passed through. Only for addons with ``server_name`` in
             :attr:`Addon.needs`.
     """
@@ -181,7 +181,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Prefer:
-    """Draw the endpoint among those with these labels, if routing allows one of them; otherwise among all.
+    """Draw the endpoint among those with these labels, if routing allows any; otherwise among all.
 
     Attributes:
         labels: at least one.
@@ -281,7 +281,7 @@ class _Hooks(Protocol):
         """Return families for the metrics page that is being made."""
 
     def done(self) -> None:
-        """Release everything, because the process ends or another version replaces this one."""
+        """Release all resources, because the process ends or another version replaces this one."""
 
 
 #: Name of each hook, and whether the value that it returns decides about the connection.
@@ -305,8 +305,7 @@ class Deprecated(NamedTuple):
 
     Attributes:
         since: the release that deprecated it.
-        removed_in: the first release without it.
-        instead: what replaces it.
+        removed_in: the first release without it. instead: its replacement.
     """
 
     since: str

@@ -137,7 +137,7 @@ class Playbook:
             expect: a verdict, the class of one, or ``None``. Left out: any verdict is right.
 
         Raises:
-            HookFault: the hook fails, or its verdict is another one.
+            HookFault: the hook fails, or returns another verdict.
         """
         return self._decide("connecting", facts if facts is not None else outbound(), expect)
 
@@ -203,7 +203,7 @@ class Playbook:
 
 
 class _Everyone(dict[str, Mapping[str, Given]]):
-    """The options of one addon, whatever its name is."""
+    """The options of one addon, with any name."""
 
     def __init__(self, given: Mapping[str, Given]) -> None:
         super().__init__()
