@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 #: Calls for flows at once; a further one is refused.
 MOST_CALLS: Final = 8
+#: Entries that a call for the newest flows looks at first.
+_FIRST_LOOK: Final = 64
 #: Entries between two turns of the loop; one takes 0.1 ms.
 _SLICE: Final = 8
 #: Between two looks at the ring of a call that follows.
@@ -145,16 +147,17 @@ class Observer:
         number, newest_ns = request.number, time.time_ns()
         since_ns = request.since.ToNanoseconds() if request.HasField("since") else None
         until_ns = request.until.ToNanoseconds() if request.HasField("until") else _MOST
-        onwards = since_ns is not None or request.first
         found: list[Response] = []
-        if onwards or number or not request.follow:
+        if since_ns is not None or request.first or not (number or request.follow):
             async for time_ns, each in self._read((since_ns or 1) - 1):
-                if time_ns > until_ns or (onwards and number and len(found) >= number and not request.follow):
+                if time_ns > until_ns or (number and len(found) >= number and not request.follow):
                     break
-                newest_ns = max(newest_ns, time_ns) if request.follow else newest_ns
+                newest_ns = max(newest_ns, time_ns)
                 if test(each["flow"]):
                     found.append(each)
-        for each in found if onwards or not number else found[-number:]:
+        elif number:
+            found, newest_ns = await self._newest(number, until_ns, test)
+        for each in found:
             await _write(context, _message(each))
         while request.follow:
             await asyncio.sleep(_AGAIN_S)
@@ -169,15 +172,36 @@ class Observer:
                 if test(each["flow"]):
                     await _write(context, _message(each))
 
-    async def _read(self, after_ns: int) -> AsyncIterator[tuple[int, Response]]:
-        """Yield what ended after a time, the oldest first, with turns of the loop in between."""
+    async def _newest(
+        self, number: int, until_ns: int, test: Callable[[Response], bool]
+    ) -> tuple[list[Response], int]:
+        """Return the newest flows that are wanted, the oldest first, and the time of the newest flow of all.
+
+        It looks at few first, because mostly the newest are enough.
+        """
+        last = max(_FIRST_LOOK, number)
+        while True:
+            newest_ns, seen = 0, 0
+            found: list[Response] = []
+            async for time_ns, each in self._read(0, min(last, _MOST)):
+                newest_ns, seen = time_ns, seen + 1
+                if time_ns <= until_ns and test(each["flow"]):
+                    found.append(each)
+            if len(found) >= number or seen < last:
+                return found[-number:], newest_ns or time.time_ns()
+            last *= 8
+
+    async def _read(self, after_ns: int, last: int = _MOST) -> AsyncIterator[tuple[int, Response]]:
+        """Yield what ended after a time, the oldest first and at most ``last``, with turns of the loop between."""
+        entries = self._ring.entries(after_ns, last)
         if self._more is not None:
-            lines = await self._more(after_ns, _MOST)
-            own = [(entry.ended_ns, self._shape(entry)) for entry in self._ring.entries(after_ns)]
-            for time_ns, each in sorted([*own, *((at, json.loads(line)) for at, line in lines)], key=_time):
+            lines = await self._more(after_ns, last)
+            own = [(entry.ended_ns, self._shape(entry)) for entry in entries]
+            both = sorted([*own, *((at, json.loads(line)) for at, line in lines)], key=_time)
+            for time_ns, each in both[-last:]:
                 yield time_ns, each
             return
-        for count, entry in enumerate(self._ring.entries(after_ns)):
+        for count, entry in enumerate(entries):
             if count % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)
             yield entry.ended_ns, self._shape(entry)

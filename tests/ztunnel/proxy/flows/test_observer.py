@@ -124,6 +124,20 @@ def test_where_flows_begin_and_end(tmp_path: Path) -> None:
     asked(tmp_path, body)
 
 
+def test_the_newest_are_found_behind_many_that_are_not_wanted(tmp_path: Path) -> None:
+    async def body(client: Client, rig: Rig) -> None:
+        for _ in range(40):
+            fill(rig)
+        wanted = [FlowFilter(verdict=[DROPPED])]
+        assert await client.verdicts(number=30, whitelist=wanted) == [DROPPED] * 30
+        assert await client.verdicts(number=2**64 - 1, whitelist=wanted) == [DROPPED] * 41
+        times = [each.time.ToNanoseconds() for each in await client.flows(number=100)]
+        assert len(times) == 100
+        assert times == sorted(times)
+
+    asked(tmp_path, body)
+
+
 def with_bytes(*data: int) -> FlowFilter:
     return FlowFilter.FromString(bytes(data))
 
