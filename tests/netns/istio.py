@@ -64,7 +64,7 @@ class NodeProxy:
 
     def local_files(self) -> int:
         """How many contents of the local file have been current since the first one."""
-        return sum(line["message"] == "local file in force" for line in self.log())
+        return sum(line["message"] == "local file applied" for line in self.log())
 
     def access(self, direction: str = "") -> list[dict[str, Any]]:
         """Access lines about ended connections."""

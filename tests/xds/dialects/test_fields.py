@@ -136,7 +136,10 @@ NOT_WALKED = {
     "xds.type.v3.TypedStruct": "stands for the message that it holds",
 }
 #: Packages of what this proxy only sends or answers, and of other dialects.
-_OTHERS = ("envoy.admin.", "envoy.data.", "envoy.service.", "istio.", "google.", "udpa.", "felix.", "dikastes.")
+_OTHERS = (
+    *("envoy.admin.", "envoy.data.", "envoy.service.", "istio.", "google.", "udpa.", "felix.", "dikastes."),
+    *("flow.", "observer.", "peer.", "relay.", "grpc.health."),  # Hubble's
+)
 #: Sites of messages that are read elsewhere.
 IGNORED_SITES = {
     "resolvers/socket_address": _ANY_PROTOCOL,
