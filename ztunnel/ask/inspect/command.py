@@ -250,7 +250,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _asked(address: str, key: str | None, entry: str) -> Any:
-    """Return a part of a running proxy's dump. A proxy that can cuts it; others send all of it.
+    """Return a part of a running proxy's dump. Ours sends only that part; other proxies send the whole dump.
 
     Raises:
         AskFailed, NoSuchPart: there is no answer, or nothing of that name.

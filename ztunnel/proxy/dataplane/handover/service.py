@@ -130,7 +130,7 @@ class Handover:
         self._tasks.keep(self._run, "rendezvous")
 
     async def close(self) -> None:
-        """End both roles; what the other process has not released stays there."""
+        """End both roles. Connections that the other process has not released stay there."""
         await self._tasks.close()
         if self._listener is not None:
             self._listener.close()

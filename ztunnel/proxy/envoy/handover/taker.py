@@ -89,7 +89,7 @@ class Parts:
 
 
 class Hop(NamedTuple):
-    """A hop that can continue here: its value, what is known of it, and the configuration that it has here."""
+    """A hop that can continue here: the value from the other process, and its configuration in this one."""
 
     value: HopValue
     info: StreamInfo

@@ -99,7 +99,7 @@ class Enforcer:
         """Have a hop of another process judged as long as it lives, by the host that it has.
 
         Raises:
-            Refused: what it asks for cannot be said with the configuration of now.
+            Refused: the current configuration cannot express its question to the policies.
         """
         info, address = hop.info, host.endpoint.address
         chain = hop.chain

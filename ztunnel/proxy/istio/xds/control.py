@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -158,9 +157,15 @@ class ControlPlane:
             update = last.update(type_url)
             if update is None:
                 continue
-            with contextlib.suppress(UpdateRejected):  # of another version of this program; the log names them
+            versions = {each.name: each.version for each in update.resources}
+            try:
                 await receive(update)
-            client.resume(type_url, {each.name: each.version for each in update.resources})
+            except UpdateRejected as error:
+                # Another version of this program has accepted these. The control plane is to send them again.
+                log.warning("resources of the process that died cannot be read error=%s", error)
+                for name in error.rejected or ():
+                    versions.pop(name, None)
+            client.resume(type_url, versions)
             self._pending.discard(type_url)
         if not self._pending:
             log.warning("the configuration of the process that died is used until the control plane answers")

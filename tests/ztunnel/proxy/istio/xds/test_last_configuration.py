@@ -13,12 +13,17 @@ import pytest
 
 from tproxy.aio import held_sockets
 from xds.model.identity import SpiffeId
+from xds.model.mesh import Mesh
+from xds.proto.istio.workload import workload_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import ISTIO, ClientOptions
 from xds.protocol.delta import DeltaClient
 from xds.protocol.resource import Resource, Update
 from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate
+from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.certificates.fake_ca import FakeCertificateAuthority
+from ztunnel.proxy.istio.environment import config_from
+from ztunnel.proxy.istio.xds.control import ControlPlane
 from ztunnel.proxy.istio.xds.last_configuration import NAME, SCHEMA, LastConfiguration, Saved
 from ztunnel.runtime.clock import SystemClock
 
@@ -189,3 +194,31 @@ def test_the_first_request_lists_the_versions_of_the_process_before() -> None:
     client.stream_opened()
     (request,) = client.requests_to_send()
     assert dict(request.initial_resource_versions) == {"a": "7"}
+
+
+def test_resources_that_a_former_process_accepted_and_this_one_refuses_are_asked_for_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        config = config_from({"XDS_ADDRESS": "unix:/nowhere/xds.sock"}, cpus=1, read_file=lambda path: None)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        holder = held_sockets.Holder(ours)
+        last = LastConfiguration(holder, SystemClock())
+        good = workload_pb2.Address(workload=workload_pb2.Workload(uid="u", name="a", namespace="shop"))
+        last.note(update(resource("u", value=good.SerializeToString()), resource("bad", value=b"\xff")))
+        last.note(Update(type_url=OTHER, version="", resources=()))
+        mesh = Mesh(node="n")
+        plane = ControlPlane(config, mesh, Metrics("", 100), last)
+        async with plane:
+            assert plane.ready.is_set()
+            assert mesh.counts()["workloads"] == 1
+            assert plane._client is not None
+            client = plane._client._stream.state
+            assert isinstance(client, DeltaClient)
+            assert client._type(KIND).held == {"u": "1"}
+        last.close()
+        holder.close()
+        theirs.close()
+
+    asyncio.run(main())
+    assert "resources of the process that died cannot be read error=bad" in caplog.text
