@@ -88,6 +88,9 @@ class Asked(Protocol):
     def addon(self) -> str:
         """The addons that returned a verdict, joined by commas."""
 
+    is_open: bool
+    """Whether the relay has run."""
+
     def opened(self, life: Life, counts: ByteCounts) -> None:
         """Inform them that the relay of ``life`` runs."""
 
@@ -363,7 +366,8 @@ class Record:
         return (self.direction.reporter, *names, port if port.isdigit() else UNKNOWN, RESULTS[failed])
 
     def _count_failure(self, failure: Failed, *, connected: bool) -> None:
-        if self.direction is Direction.INBOUND and failure.reason in _BEFORE_ANSWER:
+        denied = failure.reason is Reason.ADDON and self.asked is not None and not self.asked.is_open
+        if self.direction is Direction.INBOUND and (denied or failure.reason in _BEFORE_ANSWER):
             connected = False  # a destination counts it as opened before it dials the application
         stage = Stage.RELAY if connected else Stage.CONNECT
         self._node.metrics.failed(self.direction.reporter, stage, failure.reason)

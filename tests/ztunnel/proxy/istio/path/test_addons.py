@@ -269,6 +269,7 @@ def test_an_inbound_connection_can_be_denied_after_policy(tmp_path: Path) -> Non
         assert facts.destination.name == "server"
         assert addon.names() == ["accepting", "refused"]
         assert cluster.closed("destination") == {"DENY": 1}
+        assert cluster.node.metrics.errors == {("destination", "connect", "addon"): 1}
 
     play(tmp_path, closing(body))
 
