@@ -165,6 +165,8 @@ def test_a_listener_filter_that_has_not_arrived_closes_a_tunnel(
         assert await ask(rig.port("l")) == b"ping"
         await tunnel.publish(rbac(CLIENT), listener_filters=awaited)
         await rig.until(lambda: all(each.model.name != "inbound" or each.filters for each in live(rig)))
+        # The tunnel connection of before takes tunnels until it has drained.
+        await rig.until(lambda: not len(rig.proxy.connections))
         assert await ask(rig.port("l")) == b""
         missing = [each for each in rig.proxy.stats if each.name.endswith("extension_config_missing")]
         assert sum(each.value for each in missing) == 1  # type: ignore[union-attr]
