@@ -176,6 +176,7 @@ PURE_APPLICATION = (
     "ztunnel/proxy/tap/request.py",
     "ztunnel/proxy/tap/stream.py",
     "ztunnel/proxy/flows/filters.py",
+    "ztunnel/proxy/flows/history.py",
     "ztunnel/proxy/flows/hubble.py",
     "ztunnel/proxy/flows/settings.py",
     "ztunnel/proxy/flows/times.py",

@@ -54,6 +54,13 @@ class Reason(StrEnum):
     OTHER = "other"
 
 
+#: The connection was refused on purpose, here or by the peer; others failed.
+REFUSALS: Final = frozenset(
+    {
+        *(Reason.POLICY, Reason.POLICY_MISSING, Reason.POLICY_CHANGE, Reason.PEER_DENIED),
+        *(Reason.ADDON, Reason.REVOKED),
+    }
+)
 #: Begin of the text with which an addon cuts a connection.
 CUT_BY_ADDON: Final = "connection cut by addon"
 _BY_CODE: Final = {

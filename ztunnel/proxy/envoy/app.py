@@ -421,7 +421,7 @@ class Proxy:
                 source = TappedAddresses(self.taps, self.connections)
                 await stack.enter_async_context(TapServer(Path(self.settings.tap_socket), source, self.clock))
             await stack.enter_async_context(self._files)
-            self._tasks.keep(self._flush_logs, "access log flush")
+            self._tasks.keep(self._flush_logs, "access log flush and samples")
             self._tasks.keep(self.secrets.files.run, "files of secrets")
             if self.policies is not None:
                 self._tasks.keep(self.policies.run, "policies")
@@ -528,7 +528,9 @@ class Proxy:
         self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
 
     async def _flush_logs(self) -> None:
+        """Flush access logs, and sample the totals as often."""
         while True:
+            await self.account.sample(self.connections)
             await asyncio.sleep(self.settings.log_flush_s)
             self.logs.writer.flush()
 

@@ -6,7 +6,8 @@ Bounded: labels are closed lists, and none names a workload.
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.dataplane.reasons import REFUSALS, Reason, Stage
+from ztunnel.proxy.flows.history import History
 from ztunnel.runtime.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations
 
 #: The label ``path``.
@@ -50,9 +51,11 @@ class ConnectionTimes:
         lengths: from accept to end, by reporter and path.
         handshakes: TLS handshakes of tunnel connections, by role (client, server) and result.
         waits: waits of connections by what they waited for; connections that need not wait are not counted.
+        history: growth of the counts in the last 15 minutes.
     """
 
     def __init__(self) -> None:
+        self.history = History()
         self.errors: dict[tuple[str, str, str], int] = {}
         self.connects = {(path, result): Durations(CONNECT_BUCKETS) for path in PATHS for result in RESULTS}
         self.lengths = {(reporter, path): Durations(LENGTH_BUCKETS) for reporter in REPORTERS for path in PATHS}
@@ -74,6 +77,11 @@ class ConnectionTimes:
         """Count a failed connection."""
         key = (reporter, str(stage), str(reason))
         self.errors[key] = self.errors.get(key, 0) + 1
+
+    def failures(self) -> tuple[int, int]:
+        """Return the numbers of failed connections, and of those that were refused."""
+        refused = sum(count for (_, _, reason), count in self.errors.items() if reason in REFUSALS)
+        return sum(self.errors.values()), refused
 
     def histograms(self, family: Family) -> Mapping[tuple[str, ...], Durations]:
         """Return the histograms of a family by the values of its labels."""

@@ -34,6 +34,7 @@ from ztunnel.proxy.identity.crl import RevocationFile
 from ztunnel.proxy.istio.accounting.flows import flow_node, peers_in, ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
+from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
 from ztunnel.proxy.istio.admin.server import Servers
 from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
@@ -85,8 +86,6 @@ log = logging.getLogger(__name__)
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS = "workers"
 DESCRIPTORS = "descriptors"
-#: The interval at which series of removed workloads expire.
-_SWEEP_S = 60.0
 #: Between looks at whether this process carries its pods.
 _READY_S = 0.02
 
@@ -457,7 +456,7 @@ class IstioProxy:
             if self.workers is not None:
                 await stack.enter_async_context(self.workers)
             await stack.enter_async_context(self.control)
-            self._tasks.keep(self._sweep, "metrics sweep")
+            self._tasks.keep(partial(sweep, self.metrics, self.clock), "metrics sweep")
             if self.node.policies is not None:
                 self._tasks.keep(self.node.policies.run, "policies")
             if self.config.hubble is not None:
@@ -539,11 +538,6 @@ class IstioProxy:
             if self.workers is not None:
                 await self.workers.meet_successor()
             self.handover.begin()
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            self.metrics.expire(self.clock.monotonic())
 
     async def _drain(self, servers: Servers) -> None:
         """Close all listeners, and wait until open connections end or the deadline passes."""

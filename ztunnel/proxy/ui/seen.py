@@ -46,10 +46,14 @@ class Flow:
 
     Attributes:
         source, destination: keys of workloads.
-        service: the service that the client addressed. Empty without one.
+        service: the service that the client addressed, by host name, or by address where no name is known. Empty
+            without one.
+        service_namespace: empty if unknown.
         reporter: ``source`` if the proxy has the client's side of them, ``destination`` for the server's.
         open: now.
-        opened, failed, denied: since then. Denied connections are included in the failed ones.
+        opened, failed: since then.
+        denied: the failed ones that a policy of this proxy's denied.
+        refused: the failed ones that the peer's policy refused, as the source's side knows.
         bytes_sent: from client to server, ``bytes_received`` back.
     """
 
@@ -64,6 +68,8 @@ class Flow:
     denied: int
     bytes_sent: int
     bytes_received: int
+    refused: int = 0
+    service_namespace: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -182,6 +188,7 @@ class Facts:
         totals: numbers of things by name, such as ``workloads``.
         counted_since_s: the wall clock when flows began to be counted; 0 for the proxy's start.
         question: an example of what the form of explain takes, by its parameters.
+        flows_kept: ended connections that the flight recorder keeps; 0: it is off.
     """
 
     dialect: str
@@ -193,6 +200,7 @@ class Facts:
     totals: Mapping[str, int] = field(default_factory=dict)
     counted_since_s: float = 0.0
     question: Mapping[str, str] = field(default_factory=dict)
+    flows_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +210,7 @@ class Seen:
     Attributes:
         connections: a selection, those with the most bytes first. ``connections_open`` counts all.
         denials: the newest first.
+        past: the last 15 minutes, see :meth:`ztunnel.proxy.flows.history.History.shown`.
     """
 
     facts: Facts
@@ -214,3 +223,4 @@ class Seen:
     certificates: Sequence[Certificate]
     sources: Sequence[Source]
     refusals: Sequence[Refusal]
+    past: Mapping[str, object] = field(default_factory=dict)

@@ -121,6 +121,7 @@ def event(seen: Seen, rates: Rates, now_s: float, wall_s: float, bounds: Bounds 
     return {
         "time_s": wall_s,
         "facts": _shown(seen.facts),
+        "past": dict(seen.past),
         "flows": {"shown": kept, "left_out": len(seen.flows) - len(kept)},
         **lists,
     }

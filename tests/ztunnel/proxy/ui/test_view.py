@@ -73,6 +73,11 @@ def test_workloads_of_this_node_come_before_others_that_are_idle() -> None:
     assert [each["key"] for each in event(known, Rates(), 1.0, 2.0)["workloads"]["shown"]] == ["z/near", "a/far"]
 
 
+def test_the_past_is_shown_whole() -> None:
+    past = {"step_s": 10.0, "connections": list(range(90))}
+    assert event(seen(past=past), Rates(), 1.0, 2.0)["past"] == past
+
+
 def test_an_event_is_bounded_whatever_names_are_like() -> None:
     """Hostile names are long, and many: an event of all bounds has less than 2 MB, JSON of ASCII alone."""
     long = "\u2028</script>\ud800" + "x" * 10_000

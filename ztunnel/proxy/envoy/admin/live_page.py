@@ -16,11 +16,12 @@ from typing import Final, NamedTuple
 from xds.model.policy import Verdict
 from ztunnel import __version__
 from ztunnel.policy.ledger import PolicyUse, Tally
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.admin.certs import certificates_shown
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection
-from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven
+from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven, service_of
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.decisions import NONE_MATCHED, DeniedBy
@@ -56,6 +57,7 @@ class _Ends(NamedTuple):
     source: str
     destination: str
     service: str
+    service_namespace: str
     reporter: str
     security: Security
 
@@ -63,10 +65,10 @@ class _Ends(NamedTuple):
 class _Counts:
     """The ended connections of one pair."""
 
-    __slots__ = ("denied", "failed", "opened", "received", "sent")
+    __slots__ = ("denied", "failed", "opened", "received", "refused", "sent")
 
     def __init__(self) -> None:
-        self.opened = self.failed = self.denied = self.sent = self.received = 0
+        self.opened = self.failed = self.denied = self.refused = self.sent = self.received = 0
 
 
 class Traffic:
@@ -96,6 +98,7 @@ class Traffic:
         counts.opened += 1
         counts.failed += bool(info.flags) or bool(info.termination_details)
         counts.denied += info.termination_details.startswith(_POLICY_DENIED)
+        counts.refused += info.failure is Reason.PEER_DENIED
         sent, received = _moved(connection)
         counts.sent += sent
         counts.received += received
@@ -106,7 +109,7 @@ class Traffic:
         for pair, times, _, _ in self._proxy.decisions.ledger.denials if self.since_s else ():
             if pair.identity:  # of others the connection itself is counted
                 host = pair.destination.rpartition(":")[0].strip("[]")
-                ends = _Ends(pair.source, host, "", "destination", Security.MUTUAL_TLS)
+                ends = _Ends(pair.source, host, "", "", "destination", Security.MUTUAL_TLS)
                 denied[ends] = denied.get(ends, 0) + max(0, times - self._denied_before.get(pair, 0))
         for ends, times in denied.items():
             if times:
@@ -119,7 +122,7 @@ class Traffic:
         counts = self.counts.get(ends)
         if counts is None:
             if len(self.counts) >= _MOST_FLOWS:
-                ends = ends._replace(source=_OTHERS, destination=_OTHERS, service="")
+                ends = ends._replace(source=_OTHERS, destination=_OTHERS, service="", service_namespace="")
             counts = self.counts.setdefault(ends, _Counts())
         return counts
 
@@ -139,8 +142,11 @@ class Traffic:
             for host, identity in zip((source, destination), proven_names, strict=True):
                 if identity:
                     self.identities[host] = identity
-        service = str(there) if reporter == "source" and there.host != destination else ""
-        return _Ends(source, destination, service, reporter, _security(info, proven_names))
+        named = service_of(hops) if reporter == "source" else None
+        service, namespace = (".".join(filter(None, named)), named[1]) if named is not None else ("", "")
+        if reporter == "source" and not service and there.host != destination:
+            service = str(there)
+        return _Ends(source, destination, service, namespace, reporter, _security(info, proven_names))
 
 
 def _security(info: StreamInfo, names: tuple[str, str]) -> Security:
@@ -207,6 +213,7 @@ async def seen(proxy: InspectedProxy, traffic: Traffic) -> Seen:
             for kind, failures in (("cluster", proxy.clusters.failures), ("listener", proxy.listeners.failures))
             for each in failures.values()
         ],
+        past=proxy.account.times.history.shown(proxy.clock.monotonic(), proxy.clock.wall()),
     )
 
 
@@ -228,6 +235,7 @@ def _facts(proxy: InspectedProxy, traffic: Traffic) -> Facts:
         totals={"listeners": len(proxy.listeners.active), "clusters": len(proxy.clusters.active)},
         counted_since_s=traffic.since_s,
         question={"source": "10.244.2.10", "destination": "10.96.183.192:9080"},
+        flows_kept=proxy.account.ring.capacity,
     )
 
 
@@ -257,12 +265,14 @@ def _flow(ends: _Ends, ended: _Counts | None, now: list[int] | None) -> Flow:
         source=ends.source,
         destination=ends.destination,
         service=ends.service,
+        service_namespace=ends.service_namespace,
         reporter=ends.reporter,
         security=ends.security,
         open=count,
         opened=ended.opened + count,
         failed=ended.failed,
         denied=ended.denied,
+        refused=ended.refused,
         bytes_sent=ended.sent + sent,
         bytes_received=ended.received + received,
     )
@@ -353,7 +363,9 @@ def _sources(proxy: InspectedProxy) -> Iterator[Source]:
     ads, config = proxy.ads, proxy.bootstrap.ads
     if ads is not None and config is not None:
         lost_s = ads.stats.lost_at_s
-        away_s = 0.0 if lost_s is None else asyncio.get_running_loop().time() - lost_s
+        away_s = 0.0
+        if not ads.stats.connected_state:
+            away_s = asyncio.get_running_loop().time() - (proxy.started if lost_s is None else lost_s)
         moments = [cluster.last_updated for cluster in proxy.clusters.active if cluster.added_via_api]
         moments += [listener.last_updated for listener in proxy.listeners.active]
         yield Source(

@@ -67,6 +67,9 @@ class HopAccount(Protocol):
     def ended(self, hop: LiveHop) -> None:
         """Count the end of a connection."""
 
+    def moved(self, counts: ByteCounts) -> None:
+        """Count the bytes of a relay that has ended."""
+
 
 class LiveHop(Life):
     """One hop: an accepted connection, one behind an internal listener, or the inbound half of a joined tunnel.

@@ -6,20 +6,22 @@ connection itself has an entry only if it ends before it carries requests.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from hbone.aio.relay import ByteCounts
 from xds.model.address import SocketAddress
-from xds.model.metadata import Metadata
 from ztunnel import __version__
 from ztunnel.addons import Workload
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
-from ztunnel.proxy.envoy.listeners.connections import LiveHop
-from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven, why
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveHop
+from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven, service_of, why
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.stream.workloads import described, host_name, named, of_identity, source_baggage
+from ztunnel.proxy.flows.history import Totals
 from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended, Side, response
 from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.flows.times import ConnectionTimes
@@ -27,6 +29,8 @@ from ztunnel.runtime.clock import Clock
 
 #: References of an entry, in the order of :meth:`Account.ended`.
 _WIDTH: Final = 10
+#: Live connections between two turns of the loop: a millisecond.
+_SLICE: Final = 1000
 #: The longest text that is kept of a peer.
 _MOST_TEXT: Final = 512
 #: Names that istiod gives to the policies of its RBAC filters.
@@ -53,6 +57,7 @@ class Account:
         self._clock = clock
         self.node = f"{cluster}/{node}"
         self._cluster = cluster
+        self._moved = 0
 
     def ended(self, hop: LiveHop) -> None:
         """Count the end of a connection: of its first hop, or of a tunnel's request."""
@@ -72,19 +77,39 @@ class Account:
         if self.ring.capacity:
             self._record(hop, hops, inbound=inbound, tunnelled=tunnelled)
 
+    def moved(self, counts: ByteCounts) -> None:
+        """Count the bytes of a relay that has ended."""
+        self._moved += counts.sent_here + counts.received_here
+
+    async def sample(self, connections: Connections) -> None:
+        """Sample the totals for the history: what has ended, and what is live."""
+        history, now_s = self.times.history, self._clock.monotonic()
+        if not history.is_due(now_s):
+            return
+        failures, denials = self.times.failures()
+        opened, moved = sum(each.count for each in self.times.lengths.values()), self._moved
+        for number, hop in enumerate([*connections, *connections.hops], 1):
+            tunnel = isinstance(hop, LiveConnection) and hop.owner.ends_tunnels  # its requests count
+            opened += hop.account is not None and not tunnel
+            if hop.relay is not None:
+                counts = hop.relay.counts
+                behind = hop.upstream.hops if hop.upstream is not None else ()
+                ends = sum(each.account is not None for each in (hop, *behind))
+                moved += ends * (counts.sent_here + counts.received_here)
+            if not number % _SLICE:
+                await asyncio.sleep(0)
+        history.sample(now_s, Totals(opened, failures, denials, moved))
+
     def _record(self, hop: LiveHop, hops: Sequence[StreamInfo], *, inbound: bool, tunnelled: bool) -> None:
         info, text = hop.info, self.ring.text
         client, server = proven(hops)
         secured = bool(client and server and (inbound or info.connected))
         authority = there = tunnel = ""
-        service = None
         for each in hops:
             if each.tunnel_authority:
                 authority, tunnel = each.tunnel_authority, each.upstream_host
             if each.upstream_metadata:
                 there = host_name(each.upstream_metadata) or there
-            if each.cluster_metadata and service is None:
-                service = _service(each.cluster_metadata)
         # The tunnel's port is not the application's, which the authority has.
         destination = (hop.application if inbound else None) or last_host(hops)
         if destination is None or tunnel:
@@ -102,7 +127,7 @@ class Account:
                 text(server),
                 text(source_baggage(info)[:_MOST_TEXT]),
                 text(there),
-                text(service),
+                text(service_of(hops)),
                 text(authority),
                 text(tunnel),
                 tunnelled,
@@ -151,14 +176,6 @@ def _ended(info: StreamInfo, hops: Sequence[StreamInfo], failure: Reason) -> End
     found = _ISTIO_POLICY.fullmatch(info.policy)
     policy = f"{found[1]}/{found[2]}" if found is not None else info.policy
     return Ended(failure, why(hops)[:_MOST_TEXT], policy, info.flags_text())
-
-
-def _service(metadata: Metadata) -> tuple[str, str] | None:
-    """Return name and namespace of the service that istiod's metadata of a cluster names."""
-    services = metadata.get("istio", {}).get("services")
-    if isinstance(services, Sequence) and services and isinstance(services[0], Mapping):
-        return str(services[0].get("name") or ""), str(services[0].get("namespace") or "")
-    return None
 
 
 def _trace(info: StreamInfo) -> bytes:

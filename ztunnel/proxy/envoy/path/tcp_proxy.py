@@ -162,6 +162,8 @@ class TcpProxies:
             for each in hops:
                 each.info.bytes_received = received
                 each.info.bytes_sent = sent
+                if each.account is not None:
+                    each.account.moved(counts)
                 if each.cluster is not None:
                     each.cluster.stats.cx_tx_bytes.value += counts.sent_here
                     each.cluster.stats.cx_rx_bytes.value += counts.received_here

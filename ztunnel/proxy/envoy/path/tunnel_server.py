@@ -416,6 +416,8 @@ class TunnelServer:
             received, sent = counts.sent_here, counts.received_here
             manager.cx_rx_bytes.value += received
             manager.cx_tx_bytes.value += sent
+            if hop.account is not None:
+                hop.account.moved(counts)
             if hop.cluster is not None:
                 hop.cluster.stats.cx_tx_bytes.value += received
                 hop.cluster.stats.cx_rx_bytes.value += sent

@@ -1,6 +1,6 @@
 """The two ends of a connection with all its hops, for pages and the flight recorder. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from xds.model.address import SocketAddress
 from ztunnel.proxy.envoy.stream.stream_info import LONG_NAMES, Flag, StreamInfo
@@ -35,6 +35,15 @@ def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
     for hop in reversed(hops):
         if hop.endpoint is not None and isinstance(hop.endpoint.address, SocketAddress):
             return hop.endpoint.address
+    return None
+
+
+def service_of(hops: Sequence[StreamInfo]) -> tuple[str, str] | None:
+    """Return name and namespace of the service that istiod's metadata of a cluster names, or None."""
+    for hop in hops:
+        services = hop.cluster_metadata.get("istio", {}).get("services") if hop.cluster_metadata else None
+        if isinstance(services, Sequence) and services and isinstance(services[0], Mapping):
+            return str(services[0].get("name") or ""), str(services[0].get("namespace") or "")
     return None
 
 

@@ -24,6 +24,7 @@ from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.flows.history import Steps
 from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.flows.times import PATHS, ConnectionTimes, TimeCounts
 from ztunnel.proxy.istio.accounting.denials import Pair
@@ -186,6 +187,7 @@ class TrafficSeries:
         closed: numbers of closed connections, by response flags.
         received: bytes from client to server of finished relays, for either reporter.
         sent: bytes from server to client of finished relays.
+        refused: connections that the peer's policy has refused.
         running: byte counts of running relays.
         workloads: uids of workloads whose connections are counted here.
     """
@@ -196,6 +198,7 @@ class TrafficSeries:
         "moved",
         "opened",
         "received",
+        "refused",
         "running",
         "sent",
         "times",
@@ -211,6 +214,7 @@ class TrafficSeries:
         self.closed: dict[str, int] = {}
         self.received = 0
         self.sent = 0
+        self.refused = 0
         self.running: set[ByteCounts] = set()
         self.used_s = 0.0
         self.workloads: set[str] = set()
@@ -224,6 +228,16 @@ class TrafficSeries:
     def open(self) -> int:
         """Number of open connections."""
         return self.opened + self.moved - sum(self.closed.values())
+
+    @property
+    def received_now(self) -> int:
+        """Bytes from client to server, of running relays too."""
+        return self.received + sum([counts.sent_here for counts in self.running])
+
+    @property
+    def sent_now(self) -> int:
+        """Bytes from server to client, of running relays too."""
+        return self.sent + sum([counts.received_here for counts in self.running])
 
     def went(self, counts: ByteCounts) -> None:
         """Add the bytes that a relay has moved here, which continues in another process."""
@@ -252,6 +266,7 @@ class TrafficCounts(NamedTuple):
     sent: int
     workloads: tuple[str, ...]
     moved: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +284,7 @@ class Counts:
     ports: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     errors: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     times: TimeCounts = field(default_factory=dict)
+    history: Steps | None = None
     decisions: LedgerCopy[Pair] | None = None
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
@@ -341,8 +357,9 @@ class Metrics(ConnectionTimes):
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
-        #: The number of series that were dropped so far.
+        #: The number of series that were dropped so far, and the connections and bytes that they had counted.
         self.forgotten = 0
+        self.forgotten_traffic = (0, 0)
         self.sockets_open = {"source": 0, "destination": 0}
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
@@ -476,6 +493,11 @@ class Metrics(ConnectionTimes):
             return 0
         old = [series for series in self._gone if series.idle and now_s - series.used_s > self._expiry_s]
         self.forgotten += len(old)
+        opened, moved = self.forgotten_traffic
+        self.forgotten_traffic = (
+            opened + sum(series.opened for series in old),
+            moved + sum(series.received + series.sent for series in old),
+        )
         for series in old:
             self._gone.discard(series)
             self._traffic.pop(series.labels, None)
@@ -518,6 +540,7 @@ class Metrics(ConnectionTimes):
             ports=dict(self.ports or {}),
             errors=dict(self.errors),
             times=self.time_counts(),
+            history=self.history.steps(),
             decisions=self.ledger.copy(),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
@@ -543,10 +566,11 @@ class Metrics(ConnectionTimes):
                         series.labels,
                         series.opened,
                         tuple((str(flags), count) for flags, count in series.closed.items()),
-                        series.received + sum(counts.sent_here for counts in series.running),
-                        series.sent + sum(counts.received_here for counts in series.running),
+                        series.received_now,
+                        series.sent_now,
                         tuple(series.workloads),
                         series.moved,
+                        series.refused,
                     )
                     for series in every[start : start + _SERIES_PER_PART]
                 )
@@ -561,12 +585,13 @@ class Metrics(ConnectionTimes):
                 because their end cannot be reported.
             now_s: the time.
         """
-        for labels, opened, closed, received, sent, workloads, moved in part.traffic:
+        for labels, opened, closed, received, sent, workloads, moved, refused in part.traffic:
             series = self._traffic.get(labels)
             if series is None:
                 series = self._traffic[labels] = TrafficSeries(labels, self._times(labels))
             series.opened += opened
             series.moved += moved
+            series.refused += refused
             opened += moved
             series.received += received
             series.sent += sent
@@ -587,6 +612,8 @@ class Metrics(ConnectionTimes):
             _add(self.ports, part.ports)
         _add(self.errors, part.errors)
         self.add_times(part.times)
+        if part.history is not None:
+            self.history.add(part.history)
         if part.decisions is not None:
             self.ledger.add(part.decisions)
         if not lost:

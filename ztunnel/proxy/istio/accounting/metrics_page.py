@@ -74,13 +74,9 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
     failed = (sample for sample in _closed(every) if sample[0][_FLAGS] != "-")
     yield traffic("istio_tcp_connections_failed", connections + "that failed (unstable)", failed)
     size = "The size of total bytes {} in case of a TCP connection"
-    received = (
-        (series.labels, series.received + sum(counts.sent_here for counts in series.running)) for series in every
-    )
+    received = ((series.labels, series.received_now) for series in every)
     yield traffic("istio_tcp_received_bytes", size.format("received during request"), received, "bytes")
-    sent = (
-        (series.labels, series.sent + sum(counts.received_here for counts in series.running)) for series in every
-    )
+    sent = ((series.labels, series.sent_now) for series in every)
     yield traffic("istio_tcp_sent_bytes", size.format("sent during response"), sent, "bytes")
 
 

@@ -322,6 +322,7 @@ class Record:
             connect.observe(self.opened_s - self.started_s)
         if failure is not None:
             self._count_failure(failure, connected=connected)
+            series.refused += failure.reason is Reason.PEER_DENIED
         flags = failure.flags if failure is not None else Flags.NONE
         unmatched = failure is None and node.warns_unmatched and self._is_unmatched
         logged = node.logs.access_level <= (_ERROR if failure is not None else _WARN if unmatched else _INFO)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from xds.model.authorization import AuthorizationPolicy
@@ -43,8 +44,9 @@ _SLICE: Final = 100
 _MOST_CONNECTIONS: Final = 200
 #: Workloads that are named beside their certificate.
 _MOST_USERS: Final = 3
-_REPORTER, _SERVICE, _POLICY = (
-    TRAFFIC_LABELS.index(name) for name in ("reporter", "destination_service", "connection_security_policy")
+_REPORTER, _SERVICE, _SERVICE_NAMESPACE, _POLICY = map(
+    TRAFFIC_LABELS.index,
+    ("reporter", "destination_service", "destination_service_namespace", "connection_security_policy"),
 )
 #: Of each side: workload, namespace, principal.
 _SOURCE, _DESTINATION = (
@@ -94,6 +96,7 @@ async def seen(proxy: InspectedProxy) -> Seen:
         certificates=list(_certificates(proxy)),
         sources=list(_sources(proxy)),
         refusals=[Refusal(kind=kind, name=name, reason=reason) for kind, name, reason in proxy.control.refused()],
+        past=metrics.history.shown(proxy.clock.monotonic(), proxy.clock.wall()),
     )
 
 
@@ -121,6 +124,7 @@ def _facts(proxy: InspectedProxy) -> Facts:
         uptime_s=proxy.clock.monotonic() - proxy.started_s,
         totals=mesh.counts(),
         question={"source": "default/client", "destination": "reviews.default:9080"},
+        flows_kept=config.flows,
     )
 
 
@@ -153,22 +157,24 @@ def _key(namespace: str, name: str) -> str:
 def _flow(series: TrafficSeries, workloads: dict[str, Workload]) -> Flow:
     labels = series.labels
     secured = labels[_POLICY] != UNKNOWN
-    service = labels[_SERVICE]
-    closed = list(series.closed.items())
-    running = list(series.running)
-    opened = series.opened
+    service, namespace = (
+        "" if each == UNKNOWN else each for each in (labels[_SERVICE], labels[_SERVICE_NAMESPACE])
+    )
+    closed = series.closed
     return Flow(
         source=_end(labels, _SOURCE, workloads, proven=secured),
         destination=_end(labels, _DESTINATION, workloads, proven=secured),
-        service="" if service == UNKNOWN else service,
+        service=service,
+        service_namespace=namespace,
         reporter=labels[_REPORTER],
         security=_security(secured),
         open=series.open,
-        opened=opened,
-        failed=sum(count for flags, count in closed if flags != Flags.NONE),
-        denied=sum(count for flags, count in closed if flags == Flags.DENY),
-        bytes_sent=series.received + sum(counts.sent_here for counts in running),
-        bytes_received=series.sent + sum(counts.received_here for counts in running),
+        opened=series.opened,
+        failed=sum(count for flags, count in closed.items() if flags != Flags.NONE),
+        denied=closed.get(Flags.DENY, 0),
+        refused=series.refused,
+        bytes_sent=series.received_now,
+        bytes_received=series.sent_now,
     )
 
 
@@ -195,16 +201,13 @@ def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Wo
 
 def _sum(one: Flow, other: Flow) -> Flow:
     """Return the sum of two flows of one key: series differ in labels that the graph does not show."""
-    return Flow(
-        source=one.source,
-        destination=one.destination,
-        service=one.service,
-        reporter=one.reporter,
-        security=one.security,
+    return replace(
+        one,
         open=one.open + other.open,
         opened=one.opened + other.opened,
         failed=one.failed + other.failed,
         denied=one.denied + other.denied,
+        refused=one.refused + other.refused,
         bytes_sent=one.bytes_sent + other.bytes_sent,
         bytes_received=one.bytes_received + other.bytes_received,
     )

@@ -32,6 +32,7 @@ from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.path.names import Names
 from ztunnel.proxy.istio.path.node import (
     Node,
@@ -96,8 +97,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: See :mod:`ztunnel.proxy.istio.app`.
-_SWEEP_S: Final = 60.0
 #: Entries of the dump in one part of an answer.
 _ENTRIES_PER_PART: Final = 500
 
@@ -194,7 +193,7 @@ class _Carrier:
                 statistics=self.metrics.handovers,
                 worker=begin.index,
             )
-        self._tasks.keep(self._sweep, "metrics sweep")
+        self._tasks.keep(partial(sweep, self.metrics, self.clock), "metrics sweep")
         if self.node.policies is not None:
             self._tasks.keep(self.node.policies.run, "policies")
         self.mesh.watch(self._mesh_changed)
@@ -220,11 +219,6 @@ class _Carrier:
             return self.metrics  # not asked for: the main process exports the metrics of all
 
         return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            self.metrics.expire(self.clock.monotonic())
 
     # Notifications
 

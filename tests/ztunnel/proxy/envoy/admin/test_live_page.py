@@ -15,6 +15,7 @@ from xds.model.address import SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
 from ztunnel.policy.ledger import Ledger
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.admin import live_page
 from ztunnel.proxy.envoy.admin.live_page import Traffic
 from ztunnel.proxy.envoy.config.settings import settings_from
@@ -106,7 +107,7 @@ def test_a_tunnel_is_between_the_client_and_the_host_behind_its_hops() -> None:
         info(upstream_host="10.0.0.2:15008", upstream_uri_sans=(SERVER,), upstream_own_uri_sans=(CLIENT,)),
     )
     ends = counted.ends(through)
-    assert ends == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "source", "mTLS")
+    assert ends == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "", "source", "mTLS")
     assert counted.identities == {"10.0.0.1": CLIENT, "10.0.0.2": SERVER}
     counted._ended(through)
     counts = counted.at(ends)
@@ -118,11 +119,11 @@ def test_a_tunnel_is_between_the_client_and_the_host_behind_its_hops() -> None:
 def test_tunnels_within_the_node_and_from_outside_have_both_identities() -> None:
     tls = TlsFacts(peer_uri_sans=(CLIENT,), local_uri_sans=(SERVER,))
     joined = live(info(upstream_host="10.0.0.2:15088"), info(tls=tls, upstream_host="10.0.0.2:80"))
-    assert traffic().ends(joined) == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "source", "mTLS")
+    assert traffic().ends(joined) == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "", "source", "mTLS")
     arrived = live(info(tls=tls))
-    assert traffic().ends(arrived) == ("10.0.0.1", "10.96.0.1", "", "destination", "mTLS")
+    assert traffic().ends(arrived) == ("10.0.0.1", "10.96.0.1", "", "", "destination", "mTLS")
     plain = live(info(upstream_host="10.0.0.3:80", connected=True))
-    assert traffic().ends(plain) == ("10.0.0.1", "10.0.0.3", "10.96.0.1:80", "source", "plain")
+    assert traffic().ends(plain) == ("10.0.0.1", "10.0.0.3", "10.96.0.1:80", "", "source", "plain")
 
 
 def test_what_never_connected_was_not_plain_text() -> None:
@@ -130,16 +131,23 @@ def test_what_never_connected_was_not_plain_text() -> None:
     assert traffic().ends(nowhere).security == "none"
     counted = traffic()
     refused = live(info(upstream_host="10.0.0.2:15008", upstream_own_uri_sans=(CLIENT,)))
-    assert counted.ends(refused) == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "source", "mTLS")
+    assert counted.ends(refused) == ("10.0.0.1", "10.0.0.2", "10.96.0.1:80", "", "source", "mTLS")
     assert counted.identities == {"10.0.0.1": CLIENT}
+
+
+def test_a_service_has_the_name_that_its_clusters_metadata_gives() -> None:
+    named = info(upstream_host="10.0.0.2:80", connected=True)
+    named.cluster_metadata = {"istio": {"services": [{"name": "web", "namespace": "shop"}]}}
+    assert traffic().ends(live(named)) == ("10.0.0.1", "10.0.0.2", "web.shop", "shop", "source", "plain")
 
 
 def test_failures_and_denials_are_told_apart() -> None:
     counted = traffic()
     for reason in ("rbac_access_denied_matched_policy[x]", "calico_access_denied", ""):
         counted._ended(live(info(termination_details=reason, flags={Flag.NO_ROUTE})))
+    counted._ended(live(info(flags={Flag.UPSTREAM_CONNECT_FAILURE}, failure=Reason.PEER_DENIED)))
     (counts,) = counted.counts.values()
-    assert (counts.opened, counts.failed, counts.denied) == (3, 3, 2)
+    assert (counts.opened, counts.failed, counts.denied, counts.refused) == (4, 4, 2, 1)
 
 
 def test_what_is_denied_where_a_tunnel_ends_within_the_node_is_counted() -> None:

@@ -160,6 +160,37 @@ def test_a_policy_that_comes_later(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_the_history_has_what_is_open_and_what_has_ended_once(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        account, connections = rig.proxy.account, rig.proxy.connections
+        now_s = rig.proxy.clock.monotonic()
+
+        async def sums() -> list[int]:
+            nonlocal now_s
+            now_s += 100.0
+            await account.sample(connections)
+            return [sum(column) for column in zip(*account.times.history.steps().rows, strict=True)]
+
+        account._clock = cast(Any, SimpleNamespace(monotonic=lambda: now_s, wall=lambda: now_s))
+        async with application() as port:
+            await rig.published(listener(chain(tcp())), cluster(port))
+            await sums()
+            held = await Open.to(rig.port("l"))
+            assert await held.say(b"world") == b"world"
+            assert await ask(rig.port("l"), b"one") == b"one"
+            await flows(rig, 1)
+            assert await sums() == [2, 0, 0, 16]
+            await held.close()
+            await flows(rig, 2)
+            assert await sums() == [2, 0, 0, 16]
+        await rig.published(listener(chain(tcp("gone")), name="m"), cluster(port, name="gone"))
+        assert await ask(rig.port("m")) == b""
+        await flows(rig, 3)
+        assert await sums() == [3, 1, 0, 16]
+
+    run(tmp_path, body)
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

@@ -1,15 +1,21 @@
 """The metrics page against the Rust ztunnel's names and labels, and the bounds of what it holds."""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hbone.aio.relay import ByteCounts
 from hbone.headers import Baggage
 from tests.programs import metrics_lint
-from tests.ztunnel.proxy.istio.nodes import LOCAL
+from tests.ztunnel.proxy.istio.nodes import LOCAL, StoppedClock
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import WorkloadUid
 from ztunnel.policy.ledger import TierPolicy, Use
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.flows.history import STEP_S
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.metrics import (
     EXPIRY_S,
@@ -20,6 +26,7 @@ from ztunnel.proxy.istio.accounting.metrics import (
     traffic_labels,
 )
 from ztunnel.proxy.istio.accounting.metrics_page import families
+from ztunnel.proxy.istio.accounting.sweep import sample
 from ztunnel.runtime.durations import DNS_BUCKETS, Durations
 from ztunnel.runtime.http.exposition import page
 from ztunnel.runtime.http.page import Page, PageRequest
@@ -270,6 +277,31 @@ def test_series_in_a_peers_own_words_expire_by_disuse() -> None:
     assert not metrics.series
     metrics.changed(gone("local"), [])  # which knows nothing of it any more, and must not mind
     assert metrics.expire(10 * EXPIRY_S) == 0
+
+
+def test_the_history_counts_on_when_series_expire() -> None:
+    clock, metrics = StoppedClock(), Metrics("v", 100)
+
+    def connect(name: str, moved: int) -> None:
+        counts = ByteCounts()
+        counts.follow(*(cast(Any, SimpleNamespace(read_bytes=each)) for each in (moved, 1)))
+        opened(metrics, full(), name).finished("-", counts)
+
+    async def main() -> None:
+        await sample(metrics, clock)
+        connect("a", 99)
+        clock.passed_s = STEP_S
+        await sample(metrics, clock)
+        metrics.changed(gone("a"), [])
+        assert metrics.expire(10 * EXPIRY_S) == 1
+        connect("b", 9)
+        metrics.failed("source", Stage.CONNECT, Reason.PEER_DENIED)
+        metrics.failed("source", Stage.CONNECT, Reason.REFUSED)
+        clock.passed_s = 2 * STEP_S
+        await sample(metrics, clock)
+
+    asyncio.run(main())
+    assert metrics.page_with().history.steps().rows == ((1, 0, 0, 100), (1, 2, 1, 10))
 
 
 def test_the_time_until_series_expire_is_configured() -> None:

@@ -201,6 +201,20 @@ def test_the_opening_is_told_at_debug(tmp_path: Path) -> None:
     with_node(tmp_path, check, {"RUST_LOG": "info,access=debug"})
 
 
+def test_refusals_by_the_peers_policy_are_counted_by_pair(tmp_path: Path) -> None:
+    def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
+        for failure in (None, Failed("io error", Reason.REFUSED), Failed("http status: 401", Reason.PEER_DENIED)):
+            record = a_record(node)
+            record.opened()
+            record.complete(failure)
+        (series,) = node.metrics.series
+        assert (series.opened, series.closed, series.refused) == (3, {"-": 1, "CONNECT": 2}, 1)
+        (there,) = node.metrics.page_with().series
+        assert there.refused == 1
+
+    with_node(tmp_path, check)
+
+
 def test_a_filter_silences_what_it_names(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         for failure in (None, Failed("x")):

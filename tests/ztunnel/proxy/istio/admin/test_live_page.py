@@ -68,6 +68,7 @@ def test_traffic_is_a_graph_of_workloads() -> None:
             counts = moved(100, 900)
             series = metrics.opened(labels, [CLIENT.uid, BACK.uid], counts, 1.0)
             series.finished(flags, counts)
+            series.refused += 1
         plain_text = traffic_labels("destination", PeerLabels(), back, None, secured=False)
         metrics.opened(plain_text, [], moved(7, 0), 1.0)
         shown = await data(rig)
@@ -75,7 +76,7 @@ def test_traffic_is_a_graph_of_workloads() -> None:
         client_key, back_key = "shop/client", "shop/back"
         secured, plain = told[client_key, back_key], told["?", back_key]
         assert (secured["security"], plain["security"]) == ("mTLS", "plain")
-        assert [secured[name] for name in ("opened", "open", "failed", "denied")] == [2, 0, 1, 1]
+        assert [secured[name] for name in ("opened", "open", "failed", "denied", "refused")] == [2, 0, 1, 1, 2]
         assert (secured["bytes_sent"], secured["bytes_received"]) == (200, 1800)
         assert (plain["open"], plain["bytes_sent"]) == (1, 7)
         named = {each["key"]: each for each in shown["workloads"]["shown"]}

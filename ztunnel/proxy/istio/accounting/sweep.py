@@ -1,0 +1,37 @@
+"""The periodic work on the metrics of one process: a sample for their history, and the end of unused series."""
+
+import asyncio
+import itertools
+from typing import Final
+
+from ztunnel.proxy.flows.history import STEP_S, Totals
+from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.runtime.clock import Clock
+
+#: Samples between two looks for unused series: a minute.
+_EXPIRY_SAMPLES: Final = 6
+#: Series between two turns of the loop: about a millisecond.
+_SLICE: Final = 1000
+
+
+async def sweep(metrics: Metrics, clock: Clock) -> None:
+    """Sample at the end of each step of the history, in all processes at once, until cancelled."""
+    for number in itertools.count(1):
+        if metrics.history.is_due(clock.monotonic()):
+            await sample(metrics, clock)
+        await asyncio.sleep(STEP_S - clock.monotonic() % STEP_S)
+        if not number % _EXPIRY_SAMPLES:
+            metrics.expire(clock.monotonic())
+
+
+async def sample(metrics: Metrics, clock: Clock) -> None:
+    """Sample the totals once."""
+    now_s = clock.monotonic()
+    opened, moved = metrics.forgotten_traffic
+    failures, denials = metrics.failures()
+    for number, series in enumerate(list(metrics.series), 1):
+        opened += series.opened
+        moved += series.received_now + series.sent_now
+        if not number % _SLICE:
+            await asyncio.sleep(0)
+    metrics.history.sample(now_s, Totals(opened, failures, denials, moved))
