@@ -196,7 +196,7 @@ class Demo(ABC):
         """Start serving the mesh file."""
         self.replace("mesh.yaml", self.mesh())
         serve = [*ZTUNNEL_COMMAND, "control-plane", "mesh.yaml", "--listen", f"unix:{self.socket}", *arguments]
-        self.run(next(iter(self.lab.workers.values())).place, "control-plane", serve)
+        self.control_plane = self.run(next(iter(self.lab.workers.values())).place, "control-plane", serve)
 
     def start_applications(self) -> None:
         """Start the pods' applications."""

@@ -25,9 +25,14 @@ from tests.ui.browser import Browser, browser, chromium
 PICTURES = Path(__file__).parents[2] / ".run" / "ui"
 ADMIN = "http://127.0.0.1:15000"
 WORKER = "worker2"
-VIEWS = ("mesh", "connections", "policies", "certificates", "configuration", "explain")
+VIEWS = ("mesh", "flows", "connections", "policies", "certificates", "configuration", "explain")
 #: Width, height and the colours that the user prefers.
-LOOKS = {"light": (1280, 860, "light"), "dark": (1280, 860, "dark"), "narrow": (400, 860, "light")}
+LOOKS = {
+    "light": (1280, 860, "light"),
+    "dark": (1280, 860, "dark"),
+    "narrow": (400, 860, "light"),
+    "narrow-dark": (400, 860, "dark"),
+}
 #: Between two rounds of calls.
 _PAUSE_S = 0.15
 
@@ -101,7 +106,7 @@ def asked(demo: Demo, path: str) -> Any:
 
 def pictures(page: Browser, name: str) -> None:
     page.show("mesh")
-    page.until("document.querySelector('#tiles dd').textContent.endsWith('/s')")
+    page.until("document.querySelector('#past dd').textContent.endsWith('/s')")
     for look, (width, height, scheme) in LOOKS.items():
         page.look(width=width, height=height, scheme=scheme)
         for view in VIEWS:
@@ -128,14 +133,20 @@ def walk(page: Browser, name: str) -> None:
     # The graph has the traffic of all kinds.
     page.until("[...document.querySelectorAll('.edge text')].some(each => each.textContent.includes('/s'))")
     page.until("document.querySelectorAll('#graph .node').length >= 4")
-    page.until("[...document.querySelectorAll('.edge .failures')].some(each => each.textContent)")
-    assert {"mTLS", "plain" if name == "istio" else "–"} <= column(page, "#flows", 3)
+    page.until("[...document.querySelectorAll('.edge .trouble')].some(each => each.textContent)")
+    page.until("document.querySelectorAll('#graph .node.service').length >= 1")
+    assert "default" in page.evaluate("document.querySelector('#graph .boxes').textContent")
+    assert {"mTLS", "plain" if name == "istio" else "–"} <= column(page, "#traffic", 3)
+    # The curves of the proxy's own samples.
+    page.until("document.querySelector('#past .line').getAttribute('d')")
+    assert page.text("#past dd").endswith("/s")
 
     # A workload is chosen by mouse, and let go by the keyboard.
-    everything = len(page.rows("#flows"))
+    everything = len(page.rows("#traffic"))
     page.click("#graph .node")
     page.until("document.querySelector('#graph .node.chosen') && !document.getElementById('clear').hidden")
-    assert 0 < len(page.rows("#flows")) < everything
+    assert 0 < len(page.rows("#traffic")) < everything
+    assert page.evaluate("location.hash").startswith("#mesh?node=")
     page.evaluate("document.querySelector('#graph .node.chosen').focus()")
     page.press("Enter", 13)
     page.until("!document.querySelector('#graph .node.chosen')")
@@ -149,6 +160,21 @@ def walk(page: Browser, name: str) -> None:
     page.until("document.getElementById('age').textContent === 'paused'")
     page.click("#pause")
     page.until("document.getElementById('age').textContent === 'live'")
+
+    # What ended, the newest first, by pod and verdict.
+    page.show("flows")
+    page.until("document.querySelectorAll('#flows-table tbody tr').length >= 3")
+    times = [row[0] for row in page.rows("#flows-table")]
+    assert times == sorted(times, reverse=True)
+    page.evaluate("document.getElementById('flow-verdict').value = 'dropped'")
+    page.evaluate("document.getElementById('flow-verdict').dispatchEvent(new Event('input'))")
+    page.until("document.querySelectorAll('#flows-table tbody td.bad').length >= 1")
+    assert column(page, "#flows-table", 1) == {"dropped"}
+    assert page.evaluate("location.hash") == "#flows?verdict=dropped"
+    newest = page.rows("#flows-table")[0][0]
+    page.until(f"document.querySelector('#flows-table td').textContent !== '{newest}'")
+    page.evaluate("location.hash = '#flows?verdict='")
+    page.until("location.hash === '#flows' && document.querySelector('#flows-table .tag.mtls')")
 
     # Connections are filtered.
     page.show("connections")
@@ -168,6 +194,16 @@ def walk(page: Browser, name: str) -> None:
     page.until("document.querySelector('#answer .verdict')")
     assert page.text("#answer .verdict").startswith("Verdict: ")
     assert page.evaluate("location.hash") == "#explain"
+
+
+def lose_control_plane(page: Browser, demo: Demo) -> None:
+    """The badge says since when the control plane is gone."""
+    assert page.text("#plane") == "control plane connected"
+    demo.control_plane.terminate()
+    page.until(
+        "/^control plane gone since \\d\\d:\\d\\d:\\d\\d UTC/.test(document.getElementById('plane').textContent)"
+    )
+    assert page.evaluate("document.getElementById('plane').className") == "pill bad"
 
 
 def ask(page: Browser, **fields: str) -> str:
@@ -225,6 +261,7 @@ def test_an_istio_mesh() -> None:
         assert "connected" in column(page, "#sources", 2)
         assert f"Workloads {len(dump['workloads'])}" in page.text("#totals").replace("\n", " ")
         pictures(page, "istio")
+        lose_control_plane(page, demo)
         clean(page)
 
 
@@ -269,4 +306,5 @@ def test_envoys_dialect() -> None:
         page.show("configuration")
         assert "connected" in column(page, "#sources", 2)
         pictures(page, "envoy")
+        lose_control_plane(page, demo)
         clean(page)

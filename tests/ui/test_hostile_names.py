@@ -1,14 +1,11 @@
 """The live page in a browser, where every text of the mesh is an attack."""
 
-import asyncio
 import json
-from collections.abc import Callable
 
 import pytest
 
-from tests.ui.browser import Browser, browser, chromium
-from xds.model.address import SocketAddress
-from ztunnel.proxy.ui.pages import LivePages, is_below
+from tests.ui.browser import Browser
+from tests.ui.serving import served
 from ztunnel.proxy.ui.seen import (
     Certificate,
     Connection,
@@ -22,9 +19,7 @@ from ztunnel.proxy.ui.seen import (
     Source,
     Workload,
 )
-from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.http.page import JSON, PageRequest, text
-from ztunnel.runtime.http.server import PageServer
+from ztunnel.runtime.http.page import JSON, Page, PageRequest, text
 
 #: Each would set window.hacked, or leave the page, if it were anything but text.
 ATTACK = (
@@ -104,30 +99,17 @@ def attacked() -> Seen:
     )
 
 
-def served(use: Callable[[Browser, str], None]) -> None:
-    """Serve the attacked page, and call ``use`` with a browser and the page's origin."""
-    chromium()
-
-    async def see() -> Seen:
-        return attacked()
-
-    live = LivePages(see, SystemClock(), interval_s=0.05)
-
-    def pages(request: PageRequest) -> object:
-        if is_below(request.path):
-            return live.answer(request)
+def others(request: PageRequest) -> Page:
+    if request.path == "/explain":
         answer = {"verdict": f"allowed {ATTACK}", ATTACK: [{ATTACK: ATTACK, "__proto__": ATTACK}, True, None]}
-        return text(json.dumps(answer), content_type=JSON) if request.path == "/explain" else text("", 404)
-
-    def drive(port: int) -> None:
-        with browser() as page:
-            use(page, f"http://127.0.0.1:{port}")
-
-    async def main() -> None:
-        async with PageServer("test", SocketAddress("127.0.0.1", 0), pages, SystemClock()) as server:  # type: ignore[arg-type]
-            await asyncio.to_thread(drive, server.address.port)
-
-    asyncio.run(main())
+        return text(json.dumps(answer), content_type=JSON)
+    if request.path != "/flows":
+        return text("", 404)
+    side = {"namespace": ATTACK, "pod_name": ATTACK}
+    more = {"reason": ATTACK, "failure": ATTACK, "policy": ATTACK, "addon": ATTACK, "source_identity": ATTACK}
+    flow = {"uuid": ATTACK, "time": "2026-01-01T00:00:00.000000001Z", "verdict": ATTACK, "source": side}
+    flow |= {"destination": side, "destination_service": side | {"name": ATTACK}, "extensions": {"value": more}}
+    return text(json.dumps({"flow": flow}) + "\n")
 
 
 @pytest.mark.timeout(180)
@@ -135,11 +117,16 @@ def test_hostile_names_are_shown_as_text_and_nothing_runs() -> None:
     def use(page: Browser, origin: str) -> None:
         page.open(f"{origin}/ui")
         page.until("document.querySelectorAll('.edge').length > 0")
-        page.until("document.querySelector('#flows tbody').rows.length === 8")
+        page.until("document.querySelector('#traffic tbody').rows.length === 8")
         # Twice the whole page: what is kept from event to event goes through other code than what is new.
-        for view in (*("mesh", "connections", "policies", "certificates", "configuration", "explain"), "mesh"):
+        for view in (
+            *("mesh", "flows", "connections", "policies", "certificates", "configuration", "explain"),
+            "mesh",
+        ):
             page.show(view)
             assert page.unnamed() == []
+        page.show("flows")
+        page.until("document.querySelector('#flows-table tbody button')")
         shown = ATTACK.replace("\u2028", " ")
         for table in (
             "denials",
@@ -148,9 +135,11 @@ def test_hostile_names_are_shown_as_text_and_nothing_runs() -> None:
             "sources",
             "refusals",
             "connections-table",
+            "flows-table",
         ):
             found = page.evaluate(f"document.querySelector('#{table} tbody').textContent").replace("\u2028", " ")
             assert shown in found, table
+        page.show("mesh")
         page.click("#graph .node")
         page.until("document.querySelector('#graph .node.chosen')")
         page.show("explain")
@@ -164,4 +153,4 @@ def test_hostile_names_are_shown_as_text_and_nothing_runs() -> None:
         assert page.problems == []
         assert [url for url in page.requests if not url.startswith(f"{origin}/")] == []
 
-    served(use)
+    served(attacked, use, others)

@@ -53,10 +53,14 @@ _SECURITY: Final = (
     ("cross-origin-resource-policy", "same-origin"),
     ("cross-origin-opener-policy", "same-origin"),
 )
+#: Of scripts; ``app`` is the one that the page names, and the others are its modules.
+_SCRIPTS: Final = (
+    *("app", "dom", "explain", "flow", "flowlog", "graph", "labels"),
+    *("layout", "link", "mesh", "meshview", "past", "views", "words"),
+)
 _FILES: Final = {
     PATH: ("index.html", "text/html; charset=UTF-8"),
-    f"{PATH}/app.js": ("app.js", "text/javascript; charset=UTF-8"),
-    f"{PATH}/graph.js": ("graph.js", "text/javascript; charset=UTF-8"),
+    **{f"{PATH}/{name}.js": (f"{name}.js", "text/javascript; charset=UTF-8") for name in _SCRIPTS},
     f"{PATH}/style.css": ("style.css", "text/css; charset=UTF-8"),
     f"{PATH}/icon.svg": ("icon.svg", "image/svg+xml"),
 }

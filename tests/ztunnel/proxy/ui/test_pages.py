@@ -18,6 +18,9 @@ from ztunnel.runtime.http.page import Page, PageRequest, Repeated
 from ztunnel.runtime.http.server import PageServer
 
 LIMIT_S = 20.0
+SCRIPTS = sorted(
+    each.name for each in (files("ztunnel.proxy.ui") / "assets").iterdir() if each.name.endswith(".js")
+)
 #: Of all files of the page together.
 MOST_BYTES = 200_000
 
@@ -48,8 +51,7 @@ def body(page: Page) -> str:
     [
         ("/ui", "text/html; charset=UTF-8"),
         ("/ui/", "text/html; charset=UTF-8"),
-        ("/ui/app.js", "text/javascript; charset=UTF-8"),
-        ("/ui/graph.js", "text/javascript; charset=UTF-8"),
+        *((f"/ui/{name}", "text/javascript; charset=UTF-8") for name in SCRIPTS),
         ("/ui/style.css", "text/css; charset=UTF-8"),
         ("/ui/icon.svg", "image/svg+xml"),
         ("/ui/data", "application/json"),
@@ -76,13 +78,15 @@ def test_the_page_is_small_and_needs_nothing_from_elsewhere() -> None:
         addresses = set(re.findall(r"https?://[^\s\"']+", text)) - {"http://www.w3.org/2000/svg"}
         assert not addresses, name
     linked = set(re.findall(r"(?:src|href)=\"(/[^\"]*)\"", texts["index.html"]))
-    assert linked == {"/ui/app.js", "/ui/graph.js", "/ui/style.css", "/ui/icon.svg"}
+    assert linked == {"/ui/app.js", "/ui/style.css", "/ui/icon.svg"}
+    imported = {name for each in SCRIPTS for name in re.findall(r" from \"\./(\S+)\";", texts[each])}
+    assert {"app.js", *imported} == set(SCRIPTS)
     # The policy forbids both, so that a browser would not run them: no inline script, style or handler.
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\bon[a-z]+=", texts["index.html"])
 
 
 def test_no_script_parses_what_the_mesh_says() -> None:
-    for name in ("app.js", "graph.js"):
+    for name in SCRIPTS:
         text = (files("ztunnel.proxy.ui") / "assets" / name).read_text()
         found = re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
         assert not found, name
