@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final, NamedTuple
 
-#: Upper bounds of the histogram of calls.
+#: Upper bounds of the call-duration histogram.
 BOUNDS_US: Final = (10.0, 50.0, 200.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0)
-#: The first of them.
+#: The histogram's first bound.
 QUICK_NS: Final = 10_000
 _BOUNDS_NS: Final = tuple(int(bound * 1000) for bound in BOUNDS_US)
 #: The part of the loop's time that one addon can use in :data:`WINDOW_S`.
@@ -19,7 +19,7 @@ MOST_NS: Final = int(_WINDOW_NS * SHARE)
 
 
 class HookCounts(NamedTuple):
-    """The counts of one hook of one addon, as a value that adds up over processes.
+    """Call counts of one addon's hook. The counts of several processes can be added.
 
     Attributes:
         addon: its name.
@@ -39,11 +39,11 @@ class HookCounts(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """How many calls there were, those that were not made for a suspension included."""
+        """The number of calls, including calls skipped during a suspension."""
         return sum(number for _, number in self.results)
 
     def __add__(self, other: object) -> HookCounts:
-        """Return the sum of the counts of two processes for the same hook."""
+        """Return the sum of two processes' counts for the same hook."""
         if not isinstance(other, HookCounts):
             return NotImplemented
         results = dict(self.results)
@@ -102,14 +102,15 @@ class HookAccount:
 
 
 class LoopShare:
-    """The time that one addon has used of the loop within a window of a minute.
+    """The event-loop time that one addon has used within a one-minute window.
 
-    The clock matters only when the sum has reached the share of a minute. If more than a minute has passed by
-    then, the addon has used less, and the sum begins anew. So the sum needs neither a list of calls nor a look at
-    the clock for each, and an addon is found after at most twice its share.
+    The clock is read only when the sum reaches the addon's share of a minute. If the window is then older than a
+    minute, the addon is within its share, and the sum is reset. This needs neither a list of calls nor a clock
+    reading per call. An addon is detected after at most twice its share.
 
     Attributes:
-        used_ns: the sum. Callers add to it directly, and call :meth:`exceeded` above :data:`MOST_NS`.
+        used_ns: the time used in this window. Callers add to it directly, and call :meth:`exceeded` above
+            :data:`MOST_NS`.
     """
 
     __slots__ = ("_began_ns", "used_ns")
@@ -124,7 +125,7 @@ class LoopShare:
         return self.used_ns > MOST_NS and self.exceeded(now_ns)
 
     def exceeded(self, now_ns: int) -> bool:
-        """Return whether the sum was used within a minute; begin anew if not."""
+        """Return whether the sum was used within a minute. If not, start a new window."""
         if now_ns - self._began_ns < _WINDOW_NS:
             return True
         self._began_ns, self.used_ns = now_ns, 0

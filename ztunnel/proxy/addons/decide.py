@@ -1,7 +1,7 @@
 """Checks what a hook returned, and combines the verdicts of all addons for one connection. Pure.
 
-Verdicts can only narrow: :func:`combined` can add a denial, a delay, a limit or a preference, and nothing removes
-one. Whether a connection is allowed by policy is decided elsewhere, before or after, and never read from here.
+Verdicts can only restrict: :func:`combined` adds denials, delays, limits and preferences, and never removes one.
+Policy is evaluated elsewhere, before or after the hooks, and never reads these verdicts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON
 
-#: The longest delay; a longer one is taken for a mistake of unit.
+#: The longest delay. A longer value is rejected as a mistaken unit.
 LONGEST_DELAY_S: Final = 300.0
-#: The longest reason; the rest is left out of the access line.
+#: The longest reason in the access line. Longer reasons are truncated.
 _LONGEST_REASON: Final = 200
-#: The most samples of one family of an addon.
+#: The most samples in one of an addon's metric families.
 MOST_SAMPLES: Final = 10_000
 _METRIC_NAME: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LABEL: Final = re.compile(r"(?!__|addon$)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -29,7 +29,7 @@ ALLOWED_VERDICTS: Final[Mapping[str, tuple[type[Verdict], ...]]] = {
     "accepting": (Deny,),
 }
 
-#: Labels that an endpoint must have all of; hashable, so that draws can be cached by it.
+#: Labels that an endpoint must all have. Hashable, because the cache of draws uses them as a key.
 Labels = frozenset[tuple[str, str]]
 
 
@@ -37,9 +37,9 @@ class Outcome(NamedTuple):
     """The verdicts of all addons so far.
 
     Attributes:
-        denied: the text of the access line. Empty if no addon denies.
+        denied: the denial's text for the access line, or empty if no addon denies.
         addons: the names of addons that returned a verdict, in order.
-        prefer: what narrows the draw of an endpoint, in order.
+        prefer: the preferred endpoint labels, in the addons' order.
         delay_s: the sum of delays.
         cut: the limits of the open connection.
     """
@@ -147,7 +147,7 @@ def combined(so_far: Outcome, addon: str, verdict: Verdict) -> Outcome:
 
 
 def _lower(one: Cut | None, other: Cut) -> Cut:
-    """Return the lower of each limit. The reason is of the limit of the later addon, if it lowers one."""
+    """Return the lower of each limit. The later addon's reason is used if it lowers a limit."""
     if one is None:
         return other
     seconds = _least(one.after_s, other.after_s)

@@ -1,4 +1,4 @@
-"""The object that both front ends call: it asks and informs all addons of this process, in their order.
+"""Calls the hooks of all addons of this process in order. Both front ends use this module.
 
 A front end without addons has no such object, and its connections pay for one comparison with ``None``.
 The state of an addon is that of one process: with several workers, each has its own objects.
@@ -37,10 +37,10 @@ Hooks = tuple[tuple[RunningAddon, Hook], ...]
 
 
 class Asked:
-    """What addons know and have said of one connection, from its first question to its end.
+    """One connection's facts and addon verdicts, from the first deciding hook to its end.
 
     Attributes:
-        facts: the last facts about it. The front end replaces them when it knows more.
+        facts: the latest facts about the connection. The front end replaces them when more is known.
         outcome: the verdicts so far.
         is_open: whether ``opened`` was called.
         waited: whether an addon has let the connection wait, so that facts can be outdated.
@@ -65,7 +65,7 @@ class Asked:
 
     @property
     def prefer(self) -> tuple[Labels, ...]:
-        """What narrows the draw of an endpoint."""
+        """The preferred endpoint labels."""
         return self.outcome.prefer
 
     def opened(self, life: Life, counts: ByteCounts) -> None:
@@ -82,7 +82,7 @@ class Asked:
         self._host.opened(self.facts)
 
     def ended(self, record: Record) -> None:
-        """Inform the addons that the connection has ended, or that it never opened."""
+        """Inform the addons that the connection has ended or was never opened."""
         if self._cut is not None:
             self._cut.stop()
         self._host.ended(record, was_open=self.is_open)
@@ -162,14 +162,14 @@ class AddonHost:
     # Decisions
 
     def ask_now(self, hooks: Hooks, asked: Asked) -> bool:
-        """Ask addons with a hook that decides, up to the first that says something or waits.
+        """Call deciding hooks until a hook returns a verdict or is ``async def``.
 
         Args:
             hooks: :attr:`connecting` or :attr:`accepting`.
             asked: the connection.
 
         Returns:
-            True: all have been asked, and none has said anything. False: :meth:`decide_rest` must follow.
+            True if every hook was called and none returned a verdict. After False, call :meth:`decide_rest`.
         """
         facts = asked.facts
         for place, (addon, hook) in enumerate(hooks):
@@ -228,12 +228,12 @@ class AddonHost:
             addon.inform(hook, facts)
 
     def ended(self, record: Record, *, was_open: bool) -> None:
-        """Inform the addons of the end of a connection."""
+        """Inform the addons that a connection has ended."""
         for addon, hook in self._closed if was_open else self._refused:
             addon.inform(hook, record)
 
     def mesh_changed(self, summary: Callable[[], MeshSummary]) -> None:
-        """Inform the addons of a change of the mesh, soon and at most once a second."""
+        """Inform the addons that the mesh has changed, soon and at most once a second."""
         if not self._mesh or self._mesh_timer is not None:
             return
         loop = asyncio.get_running_loop()
@@ -284,9 +284,9 @@ class AddonHost:
     # Change and end
 
     def replace(self, old: RunningAddon, loaded: LoadedAddon) -> None:
-        """Call another version of an addon from now on, at the same place in the order, and end the old one.
+        """Replace an addon by another version at the same place in the order, and end the old version.
 
-        Calls of the old version that wait go on until they have answered.
+        Waiting calls of the old version continue until they return.
         """
         new = RunningAddon(loaded, self.current)
         new.continue_from(old)

@@ -1,13 +1,14 @@
 """Interrupts a hook that blocks the loop, and names the running hook for the watchdog.
 
-Nothing on the loop can end a function that does not return. A thread looks every :data:`_LOOK_S` how long the
-current call has run, and sends a signal to the main thread above :data:`LIMIT_S`. Python runs the handler of a
-signal in the main thread between two instructions, and a blocking system call returns for it. The handler raises
-:class:`Blocked` if a hook is still running. If the hook has returned meanwhile it does nothing, because the check
-and the raise are in the same thread as the hook.
+Code on the loop cannot end a function that does not return. A thread checks every :data:`_LOOK_S` how long the
+current call has run, and sends a signal to the main thread above :data:`LIMIT_S`. Python runs the signal handler
+in the main thread between two instructions, and interrupts a blocking system call to run it. The handler raises
+:class:`Blocked` if a hook is still running. If the hook has returned meanwhile, the handler returns without
+effect: its check and its raise run in the hook's thread.
 
-A function in C that keeps the interpreter's lock, and a hook that catches ``BaseException`` and continues, cannot
-be interrupted. The watchdog (:mod:`ztunnel.runtime.watchdog`) reports them with the name of the addon.
+Two cases cannot be interrupted: a C function holding the interpreter's lock, and a hook that catches
+``BaseException`` and continues. The watchdog (:mod:`ztunnel.runtime.watchdog`) reports them with the name of the
+addon.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, Final, Self
 
 #: The longest that one call can block the loop.
 LIMIT_S: Final = 0.1
-#: Between two looks, so that a call is interrupted at most this late.
+#: The time between two checks. A call is interrupted at most this late.
 _LOOK_S: Final = 0.05
-#: A signal that nothing else in this process uses; its default action would end the process.
+#: A signal without another use in this process. Its default action would end the process.
 _SIGNAL: Final = signal.SIGALRM
 
 
@@ -37,9 +38,9 @@ class CurrentCall:
     """The hook that runs now on the loop of this process.
 
     Attributes:
-        hook: its text names the addon and the hook; ``None`` if none runs.
+        hook: the running hook, or ``None``. Its text names the addon and the hook.
         began_ns: when it began, by ``perf_counter_ns``.
-        interrupted: a signal has interrupted it, and the next one does nothing.
+        interrupted: whether a signal has interrupted the call. Further signals are ignored.
     """
 
     __slots__ = ("began_ns", "hook", "interrupted")
@@ -64,7 +65,8 @@ class CurrentCall:
 class Interrupter:
     """The thread and the signal handler, from entering to leaving.
 
-    Outside the main thread of the process it does nothing, because signals are handled there only. Tests do so.
+    Outside the process's main thread it has no effect, because Python handles signals only there. Tests use it
+    that way.
     """
 
     def __init__(self, current: CurrentCall) -> None:

@@ -1,8 +1,8 @@
 """Loads an addon: reads its file or imports its module, finds its class, reads its options, makes the object.
 
-An addon is the operator's own code and runs with the proxy's rights. A digest (``@sha256:``) ensures that the
-code is the one that was reviewed, for a file from a ConfigMap that others can write. The digest is of the bytes
-that are executed: the file is read once.
+An addon is the operator's own code and runs with the proxy's rights. A digest (``@sha256:``) ensures that only
+reviewed code runs, for example from a ConfigMap with more writers. The file is read once, so the digest covers the
+executed bytes.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _name(cls: type, place: str) -> str:
 
 
 def _hooks(cls: type, place: str) -> tuple[list[str], frozenset[str], list[str]]:
-    """Return the class's hooks, those that are ``async def``, and warnings."""
+    """Return the class's hooks, its ``async def`` hooks, and warnings."""
     api = getattr(cls, "api", API_VERSION)
     if not isinstance(api, int) or not 1 <= api <= API_VERSION:
         raise AddonError(f"{place}: it is written for version {api} of the API; this proxy has 1 to {API_VERSION}")
@@ -371,7 +371,7 @@ def _needs(cls: type, place: str) -> frozenset[str]:
 
 
 def where(error: BaseException) -> str:
-    """Return the kind and text of an error of an addon, with the last line of the addon that it passed."""
+    """Return the type and text of an addon's error, with the last line of the addon's code in its traceback."""
     try:
         words = str(error)
     except Exception:  # noqa: BLE001  the error is the addon's, and so is its text

@@ -1,7 +1,8 @@
-"""What addons would say of a connection that is not there: for ``ztunnel explain`` and ``ztunnel simulate``.
+"""Predicts addon verdicts on a hypothetical connection, for ``ztunnel explain`` and ``ztunnel simulate``.
 
-Only hooks whose verdicts follow from the facts are called. An addon says otherwise by ``pure = False``, and an
-``async def`` hook is taken to ask somebody else. Calls are not counted, and a fault suspends nothing.
+Only hooks whose verdicts follow from the facts are called. An addon with ``pure = False`` is not called, nor is an
+``async def`` hook, which probably asks another service. Calls are not counted, and a fault does not suspend the
+addon.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Said(NamedTuple):
     Attributes:
         addon: its name.
         says: in words.
-        verdict: ``None``: nothing, or it is not known.
+        verdict: the verdict. ``None`` if there is none or it is unknown.
         known: whether it is known.
         denies: the connection would be refused.
     """

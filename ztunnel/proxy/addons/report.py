@@ -1,4 +1,4 @@
-"""What addons of one or several processes have done, for metrics, ``status`` and ``ztunnel addons``. Pure."""
+"""Reports the addon calls of one or several processes: metrics, ``status`` and ``ztunnel addons``. Pure."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RunningAddon:
     # Hooks that decide
 
     def decide(self, hook: Hook, facts: object) -> Verdict | None:
-        """Call a ``def`` hook and return its verdict, or that of ``on_error``; raises nothing."""
+        """Call a ``def`` hook and return its verdict, or after an error that of ``on_error``. Never raises."""
         if self.suspended:
             return self._not_called(hook)
         try:
@@ -189,7 +189,7 @@ class RunningAddon:
     # Hooks that observe
 
     def inform(self, hook: Hook, argument: object) -> None:
-        """Call a hook that observes; raises nothing."""
+        """Call an observing hook. Never raises."""
         if self.suspended:
             return
         try:
@@ -200,7 +200,7 @@ class RunningAddon:
             hook.account.silent += 1
 
     def families(self) -> list[Metric]:
-        """Return the valid families of the hook ``metrics``. A wrong one suspends the addon; raises nothing."""
+        """Return the families of the hook ``metrics``. An invalid family suspends the addon. Never raises."""
         hook = self.hooks.get("metrics")
         if hook is None or self.suspended:
             return []
@@ -315,7 +315,7 @@ class RunningAddon:
             self._abandon(task)
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
-        """End a task whatever its hook does."""
+        """End a task even if its hook survives the cancellation."""
         self._waiting[task].abandoned = True
         task.cancel()
 
@@ -332,7 +332,7 @@ class RunningAddon:
             yield hook.account.copy(self.name, name)
 
     def continue_from(self, old: RunningAddon) -> None:
-        """Count on from the version that this one replaces, so that no counter decreases."""
+        """Take over the replaced version's counters, so that no counter decreases."""
         for name, hook in self.hooks.items():
             if name in old.hooks:
                 hook.account = old.hooks[name].account
@@ -341,7 +341,7 @@ class RunningAddon:
         """Call the hook ``done``; the caller calls this once.
 
         Args:
-            cancel: cancel calls that wait, too. Otherwise they go on until they have answered.
+            cancel: cancel waiting calls, too. Otherwise they continue until they return.
         """
         if cancel:
             for task in list(self._waiting):
@@ -370,11 +370,11 @@ class _Failed(Exception):
 
 
 class _Steps:
-    """Awaits an ``async def`` hook, and charges the time of each of its steps.
+    """Awaits an ``async def`` hook, and charges each step's time to the addon.
 
     Attributes:
-        used_ns: the time of the loop so far; waiting costs nothing.
-        abandoned: the next cancellation ends the task, and the hook with it.
+        used_ns: the loop time used so far, without the time spent waiting.
+        abandoned: whether the next cancellation ends the task and its hook.
     """
 
     def __init__(self, addon: RunningAddon, hook: Hook, facts: object) -> None:

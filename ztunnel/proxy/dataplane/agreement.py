@@ -1,9 +1,9 @@
-"""Whether two certificates of this process would accept each other in a handshake. Pure.
+"""Decides whether two certificates of this process would accept each other in a handshake. Pure.
 
-A tunnel between two pods of one node can skip TLS and HTTP/2, but only where the handshake would have succeeded;
-where it would not, the caller goes over the wire, and the handshake fails there with the right alert and counter.
-OpenSSL judges both chains, as it does in handshakes (:mod:`hbone.verification`). The answer errs to ``False``: a
-rule that cannot be judged without a handshake must make it so.
+A tunnel between two pods of one node can skip TLS and HTTP/2, but only if the handshake would succeed. Otherwise
+the caller connects over the network, where the handshake fails with the right alert and counter. OpenSSL verifies
+both chains, as it does in handshakes (:mod:`hbone.verification`). If a rule cannot be judged without a handshake,
+the answer must be ``False``.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +42,8 @@ class Credentials:
     anchors: tuple[x509.Certificate, ...] | None
     is_revoked: Callable[[Chain], bool] = none_revoked
     names: tuple[str, ...] = field(init=False)
-    # Keyed weakly by the peer's credentials: certificates are renewed, and a cache of all pairs of them would keep
-    # pairs of certificates that expired hours ago.
+    # Keyed weakly by the peer's credentials: certificates are renewed, and a strong cache of pairs would keep
+    # certificates that expired hours ago.
     _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | str]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
@@ -52,9 +52,7 @@ class Credentials:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
     def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | str":
-        """Return this side's verification of a chain: a text has the reason for a refusal. Independent of the
-        time.
-        """
+        """Return this side's verification of a chain, or the reason for a refusal. Independent of the time."""
         by_role = self._verified.setdefault(shown, {})
         try:
             return by_role[shown_by]
@@ -80,8 +78,8 @@ class Party(NamedTuple):
     """One side of a handshake.
 
     Attributes:
-        credentials: of this side.
-        accepts: whether the URI names of the peer's leaf are those of an expected peer.
+        credentials: this side's chain, trust anchors and revocation check.
+        accepts: returns whether the URI names of the peer's leaf belong to an expected peer.
     """
 
     credentials: Credentials

@@ -1,8 +1,8 @@
-"""Runs a part of a connection's work in its own fiber while another fiber waits for it.
+"""Runs a part of a connection's work in its own fiber while another fiber awaits the result.
 
-The inbound half of a tunnel within the node is such a part. It belongs to another pod than the waiting fiber, so
-it can end separately: by that pod's policy, or with that pod. The waiting half then gets an error, as it would
-over the wire, and is not cancelled.
+The inbound half of a node-local tunnel is such a part. It belongs to the destination pod, so that pod's policy or
+removal can end it separately. The waiting outbound half then gets an error, like over the network, and is not
+cancelled.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ async def run_apart(
     """Run ``work`` in its own fiber and return its result. Cancelling the caller cancels it.
 
     Args:
-        tasks: own the fiber.
-        poller: runs it.
-        work: raises its own errors, and releases everything when it is cancelled.
-        name: of the fiber.
-        discard: releases a result that came too late for its caller.
+        tasks: the owner of the fiber.
+        poller: the poller that runs the fiber.
+        work: raises its own errors, and releases all its resources when it is cancelled.
+        name: the fiber's name.
+        discard: releases a result if the caller was cancelled before receiving it.
 
     Raises:
         TunnelBroken: the fiber was cancelled by another caller, and ``work`` raised no error of its own.
@@ -40,7 +40,7 @@ async def run_apart(
     except asyncio.CancelledError:
         fiber.cancel()
         if answer.done() and not answer.cancelled() and answer.exception() is None:
-            discard(answer.result())  # it came in the same turn
+            discard(answer.result())  # it came in the same loop iteration
         raise
 
 

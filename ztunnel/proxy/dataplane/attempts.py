@@ -1,4 +1,4 @@
-"""How often a connection is tried, as a value: an attempt failed, so try again or give up. Pure.
+"""Decides after a failed connection attempt whether to try another endpoint or to give up. Pure.
 
 An attempt ends with an upstream or an error. Before the upstream has answered, the client's bytes are in the
 kernel, and another endpoint can be tried. An attempt whose peer has possibly received bytes of the client must
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-#: No further endpoint is tried after this time: applications have a patience of their own.
+#: No further endpoint is tried after this time: applications have timeouts of their own.
 RETRY_WINDOW_S: Final = 15.0
 
 #: The longest wait for the answer to a CONNECT. The peer dials its application first, with a limit of ten seconds
-#: (the Rust ztunnel's and our own). A late answer ends the attempts, whatever the window, because the application
-#: has possibly received bytes that were sent along with the CONNECT. Not shorter than the window, so that a single
-#: slow peer is not given up earlier than a row of failing ones.
+#: (the Rust ztunnel's and our own). A late answer ends the attempts even within the window, because the
+#: application has possibly received bytes that were sent along with the CONNECT. Not shorter than the window: a
+#: single slow peer gets the time that a series of failing endpoints gets.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")
@@ -67,9 +67,9 @@ class Attempts(Generic[EndpointT]):
         """Decide what follows a failed attempt.
 
         Args:
-            error: of the failed attempt.
+            error: the failed attempt's error.
             now_s: the caller's clock.
-            endpoint: the one that was tried. ``None`` if no other can be.
+            endpoint: the endpoint of this attempt, or ``None`` if no other can be tried.
         """
         self.failures += 1
         if endpoint is None or not self.repeatable(error):

@@ -27,9 +27,9 @@ def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
     """Classify the bytes that a client has sent so far, which can be empty.
 
     Args:
-        data: from the first byte on, not consumed.
-        most_bytes: the length of the message above which it is ``TOO_LONG``. Its header states it before it is
-            complete.
+        data: the connection's bytes from the first one on. They are not consumed.
+        most_bytes: the longest accepted message. Longer ones are ``TOO_LONG``. The length is known once the
+            message's header has arrived.
     """
     size, position, found = len(data), 0, 0
     header = bytearray()

@@ -1,17 +1,17 @@
-"""Limits connections before their authentication: small, limited by source and by pod, with handshakes in turn.
+"""Limits unauthenticated connections by source and by pod, and starts their handshakes one at a time.
 
-An accepted connection stays here as one small object until its whole ClientHello waits in the kernel, which is
-looked at there and not read. Only then a handshake begins: a TLS object, a fiber, some 80 KiB. Handshakes begin
-one per turn of the poller, in turns of pods and of the sources within a pod, so that a storm on one pod delays
-neither the bytes of established connections nor the handshakes of other pods.
+An accepted connection stays here as one small object until the kernel has received its whole ClientHello, which is
+peeked at and not read. Only then a handshake begins: a TLS object, a fiber, some 80 KiB. One handshake starts per
+loop iteration, round-robin over pods and over the sources within a pod. A storm on one pod therefore delays
+neither the bytes of established connections nor other pods' handshakes.
 
 ::
 
     accepted --> waiting for a ClientHello --> queued --> handshake --> established, or over
                  (timeout, limits: closed)     (limits: oldest closed)
 
-Every unfinished handshake is charged to its source, its pod and the process. A source that causes many of them
-waits. A stalled handshake keeps its place for a second while others wait.
+Every unfinished handshake is charged to its source, its pod and the process. A source with many unfinished
+handshakes waits. A stalled handshake keeps its place for a second while others wait.
 
 The first response to overload is waiting. If that is not enough, the oldest connection of the same source is
 closed, else the oldest of the same pod, else the oldest of the pod with the most.
@@ -78,7 +78,7 @@ class HalfOpenLimits:
 
     @classmethod
     def of_descriptors(cls, most: int, *, timeout_s: float = 10.0) -> HalfOpenLimits:
-        """Return limits for a process of ``most`` descriptors, a quarter of which can be half-open connections."""
+        """Return limits for a process with ``most`` descriptors: at most a quarter for half-open connections."""
         usual = cls()
         in_all = max(16, min(usual.in_all, most // 4))
         per_pod = min(usual.per_pod, in_all // 2)
@@ -124,11 +124,11 @@ class PendingHandshake:
     """One connection before the end of its handshake. It is a handler of the poller until the handshake starts.
 
     Attributes:
-        sock: non-blocking; belongs to the limiter until the handshake begins.
-        peer: its other end.
-        owner: the owner's key for it.
-        queued: it waits for its handshake.
-        over: it is here no more.
+        sock: a non-blocking socket. The limiter owns it until the handshake begins.
+        peer: the client's address.
+        owner: the owner's key for this connection.
+        queued: whether its handshake is queued.
+        over: whether it has left the limiter.
     """
 
     __slots__ = (
@@ -177,7 +177,7 @@ class PendingHandshake:
         self._limiter.offended(self.source)
 
     def ended(self) -> None:
-        """Record the end of the connection. Does nothing after :meth:`proved`."""
+        """Record the end of the connection. No effect after :meth:`proved`."""
         self._limiter.leave(self, proved=False)
 
     # For the limiter
@@ -226,7 +226,7 @@ Finished = Callable[[float, bool], object]
 
 
 def _not_counted(seconds: float, succeeded: bool) -> None:
-    """Count nothing."""
+    """The default counter, without effect."""
 
 
 class HalfOpen:
@@ -306,7 +306,7 @@ class HalfOpen:
                 continue
             waiting = True
             if limiter.begin_one(now_s):
-                # Behind the others, so that the next one is another pod's.
+                # Move this limiter to the end, so that another pod is next.
                 self._limiters.pop(limiter, None)
                 self._limiters[limiter] = None
                 self.pump()

@@ -2,12 +2,12 @@
 
 :class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction. Changes
 reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`: they look up
-:data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies
-:meth:`Life.judge` and the ways to end a life, and decides nothing else.
+:data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies only
+:meth:`Life.judge` and the ways to end a life.
 
-A life is registered when it is made, before its policy is asked: a change in between must still find it. What ends
-it changes on its way (cancel the fiber that dials, then abort the relay). The entry holds the current way, and
-remembers a reason that came while there was none.
+A life is registered when it is made, before policy judges it: a policy change in between must still find it. The
+way to end a life changes over time (first cancel the dialling fiber, later abort the relay). The entry holds the
+current way. If there is none, it stores the reason until one is set.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Life:
     # What front ends supply
 
     def judge(self) -> Verdict:
-        """Return whether it is allowed by what is current; called in states whose facts are complete.
+        """Return whether current policy allows this life. Called only in states with complete facts.
 
-        The front end that refuses a life also counts and logs the refusal, because the life ends with it.
+        The front end also counts and logs a refusal, because a refused life ends.
         """
         return ALLOWED
 
@@ -128,7 +128,7 @@ class Life:
             self._leave()
 
     def end(self, reason: str) -> None:
-        """End it at once. The first reason wins, and later calls do nothing."""
+        """End it at once. The first reason is kept, and later calls have no effect."""
         if self.reason or self.state is State.CLOSED:
             return
         self.reason = reason
@@ -142,7 +142,7 @@ class Life:
         self.end(reason)
 
     def close(self) -> None:
-        """Release everything it owns and unregister it. Idempotent."""
+        """Release all owned resources and unregister this life. Idempotent."""
         if self.state is State.CLOSED:
             return
         self.state = State.CLOSED
@@ -158,7 +158,7 @@ class Life:
 
 
 def cancels_current_task(poller: Poller) -> Abort:
-    """Return an abort for a life that does not relay yet: it cancels the fiber or task that works for it."""
+    """Return an abort for a life that does not relay yet: it cancels the current fiber or task."""
     return current(poller).cancel
 
 

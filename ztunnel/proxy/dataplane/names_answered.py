@@ -1,7 +1,7 @@
-"""Remembers the names that pods resolved to an address, so that a connection to it can be named. Pure.
+"""Remembers which names pods resolved to an address, so that connections there can be named. Pure.
 
-One address can stand for many names, and a name for many addresses. Names are texts of strangers, so everything
-is bounded: the oldest addresses of a pod are forgotten first, and the pod that asked least recently.
+One address can have many names, and one name many addresses. Names are untrusted input, so all tables are bounded:
+they evict a pod's oldest addresses, and the pod that sent no query for the longest time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES: Final = 8
 
 
 class NamesAnswered:
-    """The names by pod and address; a pod is its namespace and name."""
+    """The resolved names by pod (namespace and name) and address."""
 
     def __init__(self) -> None:
         self._pods: OrderedDict[PodKey, OrderedDict[str, tuple[str, ...]]] = OrderedDict()

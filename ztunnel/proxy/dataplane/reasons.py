@@ -1,7 +1,7 @@
 """Names why connections fail and how far they came: the labels of ``ztunnel_connection_errors_total``.
 
-Each error of the front ends carries its reason; :func:`reason_of` has those of the libraries' errors.
-docs/troubleshooting.md explains each value.
+Front ends' errors carry their reason. For libraries' errors, :func:`reason_of` returns it. docs/troubleshooting.md
+explains each value.
 """
 
 import errno
@@ -61,7 +61,7 @@ REFUSALS: Final = frozenset(
         *(Reason.ADDON, Reason.REVOKED),
     }
 )
-#: Begin of the text with which an addon cuts a connection.
+#: The prefix of the reason when an addon cuts a connection.
 CUT_BY_ADDON: Final = "connection cut by addon"
 _BY_CODE: Final = {
     errno.ECONNREFUSED: Reason.REFUSED,
@@ -83,7 +83,7 @@ def is_ordinary(error: Exception) -> bool:
 
 
 def reason_of(error: BaseException | None) -> Reason:
-    """Return the reason of an error of dialling or of a tunnel's answer, as the libraries raise it."""
+    """Return the reason for a library's error from dialling or from opening a tunnel."""
     match error:
         case ConnectTimedOut() | PeerSilent():
             return Reason.TIMEOUT

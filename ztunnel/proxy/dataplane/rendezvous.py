@@ -33,7 +33,7 @@ class RendezvousError(Exception):
 
 
 class Parcel:
-    """A message with its descriptors; those that were not taken are closed by :meth:`close`."""
+    """A message with its descriptors. :meth:`close` closes the descriptors that were not taken."""
 
     def __init__(self, data: bytes, descriptors: Sequence[int]) -> None:
         self.data = data
@@ -99,7 +99,7 @@ class Rendezvous:
         """Return the next message, or ``None`` when the other process is gone.
 
         Raises:
-            RendezvousError: a frame that is none, or descriptors that were lost.
+            RendezvousError: the frame is invalid, or descriptors were lost.
         """
         while True:
             parcel = self._parse()

@@ -1,4 +1,4 @@
-"""An open upstream: the end that a relay copies to, and the resources that must close after it."""
+"""An open upstream: the end for the relay, and the resources that must close afterwards."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -21,10 +21,11 @@ class Upstream(Generic[LifeT]):
         closing: the first such callback.
 
     Attributes:
-        end: for the relay.
-        hops: lives of this process behind the caller's, outermost first. They end with it.
-        ended_by_peer: whether the host ended last, or reset. Otherwise this side did. Set before it closes.
-        in_use: whether it was still carrying a request when it ended.
+        end: the end for the relay.
+        hops: this process's further lives of the same connection, outermost first. They end with this upstream.
+        ended_by_peer: whether the host ended last, or reset, rather than this side. Set before the upstream
+            closes.
+        in_use: whether the upstream was still carrying a request when it ended.
         moved: whether it continues in another process, which counts its end.
     """
 

@@ -1,5 +1,5 @@
 """The hand-over of open connections to the process that replaces this one: what both dialects share.
 
-Each front end supplies its units (:class:`~ztunnel.proxy.dataplane.handover.giver.Unit`), a message for them, and
-what makes and continues one (:class:`~ztunnel.proxy.dataplane.handover.taker.Pending`).
+Each front end supplies its units (:class:`~ztunnel.proxy.dataplane.handover.giver.Unit`), a message type for their
+state, and a receiver (:class:`~ztunnel.proxy.dataplane.handover.taker.Pending`).
 """

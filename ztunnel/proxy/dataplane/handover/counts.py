@@ -27,7 +27,7 @@ class HandoverCounts:
         self.connections[key] = self.connections.get(key, 0) + number
 
     def offered(self, result: str, reason: str, number: int, pause_s: float) -> None:
-        """Count the connections of an offer, which did nothing for ``pause_s``."""
+        """Count the connections of an offer, which were paused for ``pause_s``."""
         self.count(result, reason, number)
         self.paused_s += pause_s
         self._pauses[sum(pause_s > bound for bound in PAUSE_BUCKETS)] += 1

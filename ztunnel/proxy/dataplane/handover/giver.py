@@ -1,4 +1,4 @@
-"""The process that is replaced: offers its open connections one by one, and forgets those that were taken."""
+"""The giving side of a hand-over: offers the open connections one by one, and releases each accepted one."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 
-#: The time for an answer, during which a unit does nothing. A taker needs about a millisecond.
+#: The time limit for an answer. The unit is paused meanwhile. A taker needs about a millisecond.
 ANSWER_S: Final = 2.0
-#: Between two walks over what could not move: requests that are opened, records that are incomplete.
+#: The pause between two walks over units that could not move yet: opening requests, incomplete TLS records.
 _AGAIN_S: Final = 0.02
 #: Unanswered offers after which the taker counts as stuck.
 _MOST_UNANSWERED: Final = 3
@@ -45,7 +45,7 @@ class TakerGone(Exception):
 
 
 class Unit(Protocol):
-    """What moves together: a tunnel connection with the relays of its tunnels, or a relay of two plain sockets."""
+    """The connections that move together: a tunnel connection with its relays, or a relay of two plain sockets."""
 
     @property
     def entries(self) -> int:
@@ -76,7 +76,7 @@ Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 @dataclass(slots=True)
 class Result:
-    """What was given, in connections of pods and in tunnel connections, and why others stayed."""
+    """The result of an offer: moved pod connections and tunnel connections, and why the rest stayed."""
 
     given: int = 0
     carriers: int = 0
@@ -89,7 +89,7 @@ class Result:
         return self.stays.total()
 
     def pause_ms(self, part: float) -> float:
-        """Return a quantile of the pauses of what was given, in milliseconds; 1 is the longest."""
+        """Return a quantile of the moved units' pauses, in milliseconds. 1 is the longest."""
         ordered = sorted(self.pauses_s)
         return ordered[min(len(ordered) - 1, int(len(ordered) * part))] * 1000 if ordered else 0.0
 
@@ -130,7 +130,7 @@ class Giver:
         self.gone = False
 
     def answered(self, message: FromTaker) -> None:
-        """Pass an answer of the taker; an answer to a question that was withdrawn is ignored."""
+        """Process the taker's answer. An answer to a withdrawn offer is ignored."""
         if isinstance(message, Taken | Declined):
             future = self._answers.pop(message.number, None)
             if future is not None and not future.done():
@@ -145,12 +145,12 @@ class Giver:
                 future.exception()
 
     async def give(self, again_s: float) -> Result:
-        """Offer everything that can move once, then the rest again and again for ``again_s``.
+        """Offer every movable unit once, then offer the rest repeatedly for ``again_s``.
 
         The time begins after the first walk, which takes longer with many connections.
 
         Returns:
-            What was given, and what stays after the last walk.
+            The moved connections, and the ones that stay after the last walk.
         """
         loop, result = asyncio.get_running_loop(), Result()
         declined: set[int] = set()
@@ -170,7 +170,7 @@ class Giver:
                     reason = await self._offer(unit, result)
                 except TakerGone:
                     self.gone = True
-                    # It may have descriptors of what stays here, which it closes when it reads the end.
+                    # The taker can hold descriptors of units that stay here. It closes them when it reads the end.
                     self._channel.end()
                     reason = "no taker"
                 if reason:
@@ -190,10 +190,10 @@ class Giver:
             await self._send(Finished(given=result.given, left=result.left))
 
     async def _offer(self, unit: Unit, result: Result) -> str:
-        """Offer one unit; return why it stays, or nothing if it was given.
+        """Offer one unit. Return why it stays, or an empty text if it was given.
 
         Raises:
-            TakerGone: it stays, and so does everything else.
+            TakerGone: the taker is gone. This unit and all others stay.
         """
         began_s = self._clock.monotonic()
         try:
@@ -223,7 +223,7 @@ class Giver:
         return reason
 
     async def _answer_to(self, offer: Offer, frozen: Frozen) -> str:
-        """Return why the taker does not take a unit, or nothing if it does.
+        """Return why the taker declines a unit, or an empty text if it accepts.
 
         Raises:
             TakerGone: there will be no answer.

@@ -1,4 +1,4 @@
-"""What the two processes of a hand-over say to each other, in either dialect. Pure.
+"""The messages between the two processes of a hand-over, in both dialects. Pure.
 
 The *giver* has connections, and the *taker* continues them::
 
@@ -11,9 +11,9 @@ The *giver* has connections, and the *taker* continues them::
                                ...
                                <---   Finished
 
-A unit does nothing between its offer and the giver's next word about it. After :class:`Go` it is the taker's.
-Without an answer in time the giver keeps it and says so. A taker that hears neither, because the giver is gone,
-discards it.
+A unit is paused between its offer and the giver's :class:`Go` or :class:`Keep`. After :class:`Go` the taker owns
+it. Without an answer in time the giver keeps it and sends :class:`Keep`. A taker that receives neither, because
+the giver is gone, discards the unit.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Busy(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """One unit, with its descriptors beside the message. Each dialect adds what it knows of the unit.
+    """One unit, with its descriptors beside the message. Each dialect adds its own fields.
 
     Attributes:
-        number: by which the following messages name it.
-        unit: its engine, TLS and sockets.
+        number: the unit's number in the following messages.
+        unit: the state of its engine, TLS and sockets.
     """
 
     number: int
@@ -102,7 +102,7 @@ class Keep(Struct, frozen=True, tag=True):
 
 
 class Finished(Struct, frozen=True, kw_only=True, tag=True):
-    """The giver has offered everything that can move; ``left``: connections that stay, for logs."""
+    """The giver has offered all units that can move. ``left``: the connections that stay, for logs."""
 
     given: int
     left: int

@@ -1,8 +1,9 @@
-"""Both sides of a hand-over in one process: it takes from its predecessor, and later gives to its successor.
+"""Both sides of a hand-over in one process: it takes connections from its predecessor, and later gives its own to
+its successor.
 
-The processes meet at a Unix socket in a folder that both see. A process that is ready connects to it: the one that
-listens there is its predecessor, and gives when it drains. When that one is gone, this process listens in its
-place.
+The processes meet at a Unix socket in a shared folder. When a process is ready, it connects to the socket. The
+process listening there is its predecessor, which hands over its connections when it drains. After the predecessor
+has ended, this process listens itself.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: How long what cannot move at once is offered again before it is asked to leave.
+#: How long unmovable connections are offered again before they drain.
 GIVE_S: Final = 2.0
 _GREETING_S: Final = 5.0
-#: Until a busy predecessor is asked again.
+#: The delay before a busy predecessor is asked again.
 _BUSY_S: Final = 1.0
-#: Until a folder that cannot be used is tried again.
+#: The delay before an unusable folder is tried again.
 _UNUSABLE_S: Final = 15.0
-#: Until what could not move is offered again while this process drains.
+#: The delay before connections that could not move are offered again while this process drains.
 _AGAIN_S: Final = 0.25
 _BACKLOG: Final = 4
 
@@ -68,14 +69,14 @@ def protect_secrets() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """What a front end hands over, and how it continues it.
+    """How a front end hands over its connections and continues received ones.
 
     Attributes:
         dialect: its name. Processes of different dialects do not give to each other.
-        read: reads messages of a giver.
-        survey: returns what can move from here.
-        make: makes the unit of an offer.
-        carried: returns how many pods or listeners there are, for the other process's log.
+        read: parses a giver's messages.
+        survey: returns the units that can move from this process.
+        make: rebuilds the unit of an offer.
+        carried: returns the number of pods or listeners, for the other process's log.
     """
 
     dialect: str
@@ -90,13 +91,14 @@ class Handover:
 
     Args:
         folder: where the processes meet.
-        kinds: of the front end.
-        clock: for ages.
-        version: of this program, for the other one's log.
+        kinds: the front end's functions.
+        clock: measures pauses and ages.
+        version: this program's version, for the other process's log.
         replace: have the predecessor hand over and end as soon as this process is ready.
         on_take_now: called when a successor demands that of this process.
-        statistics: counts; ``None``: its own.
-        worker: index of this worker process, which meets those of the same index; ``None``: the main process.
+        statistics: receives the counts. ``None``: a new object.
+        worker: the index of this worker process, which meets only workers of the same index. ``None``: the main
+            process.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class Handover:
 
     @property
     def generations(self) -> int:
-        """The number of processes of this proxy: this one, and a predecessor that still drains."""
+        """The number of this proxy's processes: this one, and a predecessor that still drains."""
         return 1 if self._predecessor is None else 2
 
     # As the successor
@@ -277,7 +279,7 @@ class Handover:
             self._tasks.start(self._serve(sock), "successor")
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve one process that wants connections, until it is gone."""
+        """Serve one taking process until it disconnects."""
         try:
             channel = Rendezvous(sock)
         except RendezvousError as error:
@@ -298,7 +300,7 @@ class Handover:
             while (message := await read_message(channel)) is not None:
                 self._heard(giver, message)
         except TimeoutError:
-            log.warning("a process has connected for a hand-over and said nothing")
+            log.warning("a process connected for a hand-over and sent no greeting")
         except RendezvousError as error:
             log.error("the hand-over ends error=%s", error)
         except OSError as error:

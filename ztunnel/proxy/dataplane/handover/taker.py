@@ -1,4 +1,4 @@
-"""The process that replaces another one: makes the units of offers, and continues those that become its own."""
+"""The taking side of a hand-over: rebuilds offered units, and continues them once the giver has released them."""
 
 from __future__ import annotations
 
