@@ -470,7 +470,7 @@ class Proxy:
                 self.listeners.add_static(registry.pack(listener))
 
     async def _start(self) -> None:
-        """Start clusters, then listeners. No listener opens before all of it is warm."""
+        """Start clusters, then listeners. A listener opens only when all its resources have arrived."""
         self._discover(
             "cds", self.bootstrap.cds, cluster_manager.TYPE_URL, self.clusters.receive, "cluster_manager"
         )
@@ -496,7 +496,7 @@ class Proxy:
             self.handover.begin()
         if not self.listeners.active and not self.bootstrap.message.static_resources.listeners:
             node = self.bootstrap.message.node.id or "(no name)"
-            log.warning("the control plane has no listener for node %s: is that the name it knows?", node)
+            log.warning("the control plane has no listener for node %s; check that it serves this node name", node)
 
     def _discover(
         self,

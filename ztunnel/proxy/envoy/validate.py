@@ -238,7 +238,7 @@ class _Check:
                 raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
 
     def _extension(self, message: core_pb2.TypedExtensionConfig, file: str) -> None:
-        """Check a discovered filter like each place that waits for it does."""
+        """Check a discovered filter like every listener that references it."""
         body = unpack(message.typed_config, message.name)
         kind = body.DESCRIPTOR.full_name
         for wanted, read in self._extensions.get((file, message.name), ()):

@@ -25,9 +25,7 @@ def page(proxy: InspectedProxy) -> Page:
 
 
 def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
-    """Iterate over the TLS contexts that have all their secrets: those of clusters, then those of listeners'
-    chains.
-    """
+    """Iterate over TLS contexts with all secrets present: first clusters' contexts, then filter chains'."""
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
     for listener in proxy.listeners.active:
@@ -76,8 +74,8 @@ def details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dic
     """Return what the page shows of some certificates.
 
     Args:
-        certificates: of one chain or of one set of roots.
-        now: for the days that are left.
+        certificates: a certificate chain, or trusted roots.
+        now: the time for ``days_until_expiration``.
     """
     return [
         {

@@ -16,8 +16,8 @@ from ztunnel.runtime.http.page import Piece, printable
 
 Shown = Callable[[str], bool]
 
-#: Numbers of a host, in the order of the text page. Numbers that no host has are 0, like in an Envoy that tunnels
-#: TCP: its router counts errors and timeouts of requests, and no request waits for a connection.
+#: Numbers of a host, in the order of the text page. Request errors, timeouts and pending requests are always 0,
+#: like in Envoy's TCP proxy: only its HTTP router counts them.
 _COUNTS = (
     *("cx_active", "cx_connect_fail", "cx_total", "rq_active", "rq_error", "rq_pending_active"),
     *("rq_success", "rq_timeout", "rq_total"),
@@ -77,7 +77,7 @@ def _host_lines(host: Host, priority: int) -> Iterator[str]:
 
 
 def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
-    """Iterate over every host with its priority, with those of ORIGINAL_DST (priority 0) last."""
+    """Iterate over every host with its priority. ORIGINAL_DST hosts (priority 0) come last."""
     for priority, level in enumerate(cluster.hosts.levels):
         for group in level.groups:
             yield from ((host, priority) for host in group.hosts)

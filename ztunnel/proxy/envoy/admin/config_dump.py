@@ -105,7 +105,7 @@ def _elements(dumps: Iterable[Dump], name: str) -> Iterable[Message]:
 
 
 def _fits(mask: FieldMask, message: Message) -> bool:
-    # The stubs distinguish two descriptor classes, only one of which exists at run time.
+    # The stubs distinguish two descriptor classes. Only one exists at run time.
     return mask.IsValidForDescriptor(cast(Descriptor, message.DESCRIPTOR))
 
 
@@ -180,7 +180,7 @@ def _unusable(paths: Iterable[str]) -> Refused:
 
 
 def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
-    """Iterate over pieces of the text of a ``ConfigDump``, which together equal the whole text.
+    """Iterate over the text of a ``ConfigDump`` in pieces.
 
     Lists are printed element by element. Elements never change once they are in a dump (bodies of resources are
     replaced, never edited), so a large one can be printed in a thread while the proxy serves.

@@ -30,7 +30,7 @@ def denials_page(proxy: InspectedProxy) -> Page:
 
 
 def rbac_page(proxy: InspectedProxy) -> Page:
-    """Return the policies of the active RBAC filters, and those that have decided, by name."""
+    """Return the active RBAC filters' policies, and earlier policies with decisions, by name."""
     shown = {"policies": policies(proxy.listeners.active, proxy.decisions.ledger.own)}
     return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
 

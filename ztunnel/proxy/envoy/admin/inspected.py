@@ -62,7 +62,7 @@ class InspectedProxy(Protocol):
 
     @property
     def handover(self) -> Handover | None:
-        """What moves open connections; ``None`` if they do not move."""
+        """The hand-over of open connections, or ``None`` if it is off."""
 
     @property
     def state(self) -> State:

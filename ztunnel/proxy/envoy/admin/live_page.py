@@ -309,7 +309,7 @@ def _bytes(connection: Connection) -> int:
 
 
 def _policies(proxy: InspectedProxy) -> list[Policy]:
-    """Return the policies of active RBAC filters, and those that decided, most decisions first."""
+    """Return the active RBAC filters' policies, and earlier policies with decisions. Most decisions first."""
     uses = {use.policy: use for use in proxy.decisions.ledger.own}
     actions = dict.fromkeys(uses, "")
     enforced = set(uses)

@@ -69,12 +69,13 @@ class BootstrapConfig:
     """A parsed bootstrap.
 
     Attributes:
-        message: as given, for the dump.
+        message: the bootstrap as given, for the dump.
         ads: the aggregated stream; ``None`` without ``ads_config``.
-        admin: the admin address, if the bootstrap names one.
-        admin_allow_paths: targets, including queries, that the admin server answers. Empty allows all.
-        dns_resolver: looks up names of clusters that have no resolver of their own.
-        targets: static clusters that gRPC can reach, for streams that name one.
+        admin: the admin address, if the bootstrap has one.
+        admin_allow_paths: patterns of request targets, with query, that the admin server answers. Empty allows
+            all.
+        dns_resolver: the resolver of clusters without their own.
+        targets: static clusters that gRPC streams can connect to.
     """
 
     message: Bootstrap
@@ -270,7 +271,7 @@ def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
                 raise Unsupported(f"requests to the admin server are not logged; only {_NOWHERE} is possible")
     for index, extension in enumerate(message.bootstrap_extensions):
         with noting("bootstrap_extensions", index, "typed_config"):
-            # Internal listeners need no extension here. Their buffers are as large as those of sockets.
+            # Internal listeners need no extension here. Their buffers have the size of socket buffers.
             only(unpack_as(extension.typed_config, InternalListener, extension.name))
     for index, layer in enumerate(message.layered_runtime.layers):
         with noting("layered_runtime", "layers", index):

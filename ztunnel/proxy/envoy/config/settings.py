@@ -47,7 +47,7 @@ class TunnelSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """The intentional differences from Envoy. ``ENVOY_COMPAT`` disables all of them.
+    """The intentional differences from Envoy. ``ENVOY_COMPAT`` disables them all.
 
     Attributes:
         route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle apply where the configuration
@@ -82,14 +82,14 @@ class Settings:
         spin_us: time to poll without sleeping after activity; 0 is off.
         restart_epoch: the number of earlier generations; if not 0, start beside the running one.
         policies: where Calico's policies come from; ``None``: there are none.
-        handover_dir: folder in which this process meets its predecessor and its successor, so that open
-            connections move. Empty: they do not move.
+        handover_dir: folder where this process meets its predecessor and its successor to move open connections.
+        Empty disables that.
         replace: have the predecessor hand over and end as soon as this process is ready.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
-        otlp: where metrics are sent; ``None``: nowhere.
+        otlp: the metrics collector. ``None`` disables the export.
         flows: connections that the flight recorder keeps; 0 keeps none.
-        hubble: where Hubble's gRPC service is served; None: nowhere.
-        addons: the addons to load; ``None``: none.
+        hubble: the addresses of Hubble's gRPC service. ``None`` disables it.
+        addons: the addons to load, if any.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         warnings: messages for the log, which opens later.
     """

@@ -47,10 +47,10 @@ class Sources:
         self._made: dict[ConfigSource, ResourceSource] = {}
 
     def check(self, source: ConfigSource) -> None:
-        """Refuse what :meth:`of` would refuse, without watching a file.
+        """Raise the errors that :meth:`of` would raise, without watching a file.
 
-        A resource is checked before it is used. If it is refused, it is refused as a whole, and nothing waits for
-        a source that never answers.
+        Resources are checked before use. A resource with an unusable source is refused as a whole, instead of
+        waiting forever for an answer.
 
         Raises:
             ConfigError: there is no such source.

@@ -1,7 +1,7 @@
 """The offers of a hand-over in Envoy's dialect; see :mod:`ztunnel.proxy.dataplane.handover.messages`. Pure.
 
-A value names what belongs to the configuration: listeners, filter chains, clusters and hosts. The taker looks the
-names up in its own configuration, and declines what it does not have.
+Messages refer to configuration by name: listeners, filter chains, clusters and hosts. The taker looks the names up
+in its own configuration, and declines units with unknown names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Plain: TypeAlias = dict[str, dict[str, Any]]
 
 
 class Kind(StrEnum):
-    """What a hop is."""
+    """The kind of a hop."""
 
     CONNECTION = "connection"  # accepted by a listener
     INNER = "inner"  # behind an internal listener
@@ -49,10 +49,10 @@ class InfoValue(Struct, frozen=True, kw_only=True):
     """A :class:`~ztunnel.proxy.envoy.stream.stream_info.StreamInfo` without bytes and configuration.
 
     Attributes:
-        age_s: since the start of the hop.
-        texts: its attributes that are text, without empty ones.
-        endpoint: address of the host of the last attempt.
-        failed: addresses of hosts of earlier attempts.
+        age_s: the time since the hop's start.
+        texts: its non-empty text attributes.
+        endpoint: the last attempt's host address.
+        failed: host addresses of earlier attempts.
         upstream_pem: our certificate towards the host, without its key.
     """
 

@@ -1,8 +1,8 @@
-"""The process that replaces another one, in Envoy's dialect: makes the units of offers, and continues them.
+"""The taking side of a hand-over in Envoy's dialect: rebuilds offered units, and continues them.
 
-Names of a value are looked up in the configuration of this process. A unit is declined if a listener, its filter
-chain or its cluster is missing, or if the chain has become one of another kind. A unit that is taken is judged by
-the filters and policies of now as soon as it continues.
+Names of a value are looked up in the configuration of this process. A unit is declined if its listener, filter
+chain or cluster is missing, or if the chain is now of another kind. Current filters and policies judge a taken
+unit as soon as it continues.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Parts:
     """The objects of this process that carry connections.
 
     Attributes:
-        listeners, clusters: by name.
-        connections: the table of all.
-        connector: has the pools.
-        proxies, tunnels: continue what chains carry.
-        rules: for what requests name.
-        run: runs what carries a connection to its end.
-        objection: returns why nothing can be taken now. Empty if something can.
-        watch: has Calico's policies judge; ``None``: there are none.
+        listeners, clusters: the active configuration.
+        connections: the table of all live connections.
+        connector: owns the pools.
+        proxies, tunnels: continue the connections of TCP and tunnel chains.
+        rules: checks which targets requests can name.
+        run: runs the coroutine that carries a connection to its end.
+        objection: returns why this process cannot take units now. Empty if it can.
+        watch: the evaluation of Calico's policies, if there are any.
     """
 
     listeners: ListenerTable
@@ -188,10 +188,10 @@ def _cluster(parts: Parts, name: str) -> LiveCluster:
 
 
 def _hop(parts: Parts, value: HopValue, accepted: Hop | None) -> Hop:
-    """Return a hop with its configuration; ``accepted`` is the connection of a request.
+    """Return a hop with its configuration. ``accepted`` is the connection of a request.
 
     Raises:
-        Declining: this process has none for it.
+        Declining: this process lacks the hop's listener, chain or cluster.
         ValueError: the value cannot be read.
     """
     connection_id = accepted.info.connection_id if accepted is not None else parts.connections.next_id()
@@ -315,7 +315,7 @@ class Pending:
         """Continue the unit: it belongs to this process from now on."""
         unit = self._unit
         life = self._register_accepted()
-        # Registered before they are judged: what a review finds, and what ends until then, is accounted for.
+        # Registered before they are judged, so that a review finds them and an early end is counted.
         lives = [self._register(hops, ends) for hops, ends in zip(self._hops, unit.ends, strict=True)]
         try:
             unit.start()
@@ -379,7 +379,7 @@ class Pending:
     # A relay
 
     def _register(self, hops: Sequence[Hop], ends: tuple[End, End]) -> LiveHop:
-        """Register the hops of a relay, and return the first one, whose ``upstream`` has the others."""
+        """Register the hops of a relay. Return the first hop, whose ``upstream`` has the rest."""
         lives = [self._life(hop, ends) for hop in hops]
         for outer, inner in pairwise(hops):
             outer.info.behind = inner.info

@@ -1,4 +1,4 @@
-"""What of a process's live connections moves together in Envoy's dialect: :func:`survey` walks its tables."""
+"""Groups Envoy's live connections into units that move together: :func:`survey` walks the tables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Hops = tuple[LiveHop, ...]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Unit:
-    """See :class:`ztunnel.proxy.dataplane.handover.giver.Unit`.
+    """A unit of Envoy's dialect for :class:`ztunnel.proxy.dataplane.handover.giver.Giver`.
 
     Attributes:
-        connector: has the tunnel connections that were dialled here.
-        connection: the tunnel connection; ``None`` without one.
-        accepted: its life, if it was accepted.
-        relays: each with its hops, the outermost first.
+        connector: owns the tunnel connections dialled by this process.
+        connection: the tunnel connection, if there is one.
+        accepted: the connection's life, if it was accepted.
+        relays: each relay with its hops, outermost first.
     """
 
     connector: Connector

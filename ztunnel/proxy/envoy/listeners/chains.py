@@ -46,11 +46,11 @@ from ztunnel.runtime.line_limit import LineLimit
 
 
 class RbacDecision(NamedTuple):
-    """What an RBAC filter decides about a connection.
+    """An RBAC filter's decision about a connection.
 
     Attributes:
-        shadow: by its shadow rules; ``None``: it has none.
-        rules: by its rules; ``None``: it has none.
+        shadow: the shadow rules' decision. ``None`` without shadow rules.
+        rules: the rules' decision. ``None`` without rules.
         denied: Envoy's termination details if the connection must end, otherwise empty.
     """
 
@@ -101,12 +101,13 @@ class LiveRbac:
 
         Args:
             info: the connection.
-            facts: the input of the policy: the connection's own facts, or those of an application behind it.
-            lines: admits a line about a denial; ``None``: an access log will have one.
-            live: it was allowed before, and is judged again by a new policy.
+            facts: the policy's input: the connection's own facts, or its facts with the tunnel's application as
+                destination.
+            lines: limits log lines about denials. ``None``: an access log has them.
+            live: the connection is open, and a new policy judges it again.
 
         Raises:
-            Denied: with the text of Envoy's termination details.
+            Denied: has Envoy's termination details.
         """
         decisions = self._decisions
         shadow, rules, denied = self.decide(facts)
@@ -387,9 +388,9 @@ class LiveChain:
             self.tls = LiveContext(Role.SERVER, model.tls, secrets, updated, owner=owner)
 
     def discover(self, place: int, found: ChainFilter | None) -> None:
-        """Take the configuration of a filter from ECDS; ``None``: it was removed, and the default is in force."""
+        """Apply a filter's configuration from ECDS. ``None``: it was removed, and the default applies."""
         found = found if found is not None else self.model.discovered[place].default
-        # The same again, as a further subscription brings it, must not make a limit forget what it counts.
+        # A further subscription can deliver the same configuration again, which must not reset a limit's counts.
         if found != self._found[place]:
             self._found[place] = found
             self._discovered[place] = self._make((found,)) if found is not None else None
@@ -411,16 +412,15 @@ class LiveChain:
 
     @cached_property
     def _lines(self) -> LineLimit:
-        """Admits lines about denials; one for each chain: what one pod is sent hides no line of another."""
+        """Limits log lines about denials, per chain: denials to one pod cannot suppress another pod's lines."""
         return self._decisions.line_limit()
 
     def admit(self, info: StreamInfo) -> None:
-        """Run the filters that limit connections before any byte is read, like Envoy, including those of a
-        handshake.
+        """Run the connection-limiting filters before any byte is read, even of a handshake, like Envoy.
 
         Raises:
-            TooMany: by the first that has no room.
-            Incomplete: the configuration of a filter has not arrived, and it could be one that denies.
+            TooMany: a limit is reached.
+            Incomplete: a filter's configuration has not arrived. The filter could deny the connection.
         """
         if not self.is_complete:
             raise Incomplete()
@@ -435,18 +435,17 @@ class LiveChain:
     def judge(self, info: StreamInfo, *, port_known: bool = True, live: bool = False) -> None:
         """Run the RBAC filters in order.
 
-        Envoy waits for the first byte of the client. Here the filters run at once: none depends on a byte, and
-        with a protocol in which the server speaks first, waiting would send its bytes to a client that is not
-        allowed.
+        Envoy waits for the client's first byte. Here the filters run at once, because none depends on a byte. With
+        a server-first protocol, waiting would send the server's bytes to a denied client.
 
         Args:
             info: the connection.
-            port_known: its destination port is the application's. Before a tunnel's request it is not, and filters
+            port_known: the destination port is the application's. Before a tunnel's request it is not, and filters
                 that read the port are left to :meth:`judge_port`.
-            live: it is open, and judged again by a new policy.
+            live: the connection is open, and a new policy judges it again.
 
         Raises:
-            Denied: by the first filter that does not allow it.
+            Denied: a filter denies the connection.
         """
         if not self.rbac:
             return
@@ -457,15 +456,15 @@ class LiveChain:
             rbac.check(info, facts, lines, live=live)
 
     def judge_port(self, info: StreamInfo, application: SocketAddress, *, live: bool = False) -> None:
-        """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
+        """Run the filters skipped by :meth:`judge`, for a tunnel to ``application``.
 
         Args:
             info: the request.
-            application: that it names.
-            live: it is open, and judged again by a new policy.
+            application: the address named by the request.
+            live: the request is open, and a new policy judges it again.
 
         Raises:
-            Denied: by the first filter that does not allow it.
+            Denied: a filter denies the request.
         """
         for rbac, facts in self.asked_about(info.facts, application):
             rbac.check(info, facts, None if self.sinks else self._lines, live=live)
@@ -479,7 +478,7 @@ class LiveChain:
     def asked_about(
         self, facts: ConnectionFacts, application: SocketAddress
     ) -> Iterator[tuple[LiveRbac, ConnectionFacts]]:
-        """Yield the RBAC filters that judge a tunnel's application, in order, with the facts for them."""
+        """Yield the RBAC filters for a tunnel's application in order, each with its facts."""
         for rbac in self.rbac:
             if rbac.reads_port:
                 yield rbac, replace(facts, destination=application)

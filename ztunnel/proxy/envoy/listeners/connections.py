@@ -1,4 +1,4 @@
-"""Everything that is alive in this proxy: accepted connections, and the hops behind and on them.
+"""The live connections of this proxy: accepted connections, their requests and further hops.
 
 Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`). Drains, policies and revocation lists
 reach them by reviews; pages iterate over them.
@@ -46,19 +46,19 @@ class HopAddons(Protocol):
     async def connecting(
         self, hop: LiveHop, host: Host, *, tunnelled: bool
     ) -> tuple[frozenset[tuple[str, str]], ...] | None:
-        """Ask about a connection whose host is chosen; see there."""
+        """Ask the addons about a connection with a chosen host."""
 
     async def accepting(self, hop: LiveHop, application: SocketAddress | None) -> None:
-        """Ask about a connection to an application; see there."""
+        """Ask the addons about a connection to an application."""
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
         """Give later hooks the facts of another host."""
 
     def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
-        """Return what addons would say of a connection; see there."""
+        """Return the addons' predicted verdicts on a connection."""
 
     def ended(self, hop: LiveHop) -> None:
-        """Inform the addons of the end of a hop."""
+        """Inform the addons that a hop has ended."""
 
 
 class HopAccount(Protocol):
@@ -77,25 +77,25 @@ class LiveHop(Life):
     Its access lines are written once, when it closes.
 
     Args:
-        group: where it is registered.
-        info: the facts about it.
-        owner: the listener that counts it.
-        clock: for its duration.
+        group: the group to register in.
+        info: the facts about the hop.
+        owner: the listener that counts the hop.
+        clock: measures the duration.
         abort: see :class:`~ztunnel.proxy.dataplane.lives.Life`.
-        port_known: its destination port is the application's. Before a tunnel's request it is not, and filters
-            that read the port are asked with :attr:`application`.
+        port_known: the destination port is the application's. Before a tunnel's request it is not, and filters
+            that read the port get :attr:`application`.
 
     Attributes:
-        owner: not always the version of the listener that is active now.
-        chain: its filter chain; ``None`` until one is chosen.
-        cluster: where its bytes go; ``None`` until that is chosen.
-        filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
+        owner: the listener's version that accepted the hop, which can be an older version.
+        chain: the filter chain, once it is chosen.
+        cluster: the upstream cluster, once it is chosen.
+        filter_sinks: loggers of the TCP proxy or connection manager. They come before ``listener_sinks``.
         application: the application that a tunnel's request names, once it is known.
         also: further judges, for example of Calico's policies.
-        addons: informed of its end; ``None``: none are loaded, or they are informed by another hop.
-        account: counts its end; ``None``: another hop's end is that of the connection.
-        asked: what addons have said. ``None`` if none was asked.
-        relay: copies the bytes. ``None`` before it runs, and of hops behind another one.
+        addons: the addons to inform of the end. ``None``: none are loaded, or another hop informs them.
+        account: counts the connection's end. ``None``: another hop counts it.
+        asked: the addons' verdicts. ``None`` if no addon was asked.
+        relay: copies the bytes. ``None`` until it runs, and always for inner hops.
         upstream: the relay's upstream, which has the hops behind this one.
         moved: whether it continues in another process. That process writes the lines and counts the end.
     """
@@ -148,7 +148,7 @@ class LiveHop(Life):
         self.moved = False
 
     def judge(self) -> Verdict:
-        """See :meth:`ztunnel.proxy.dataplane.lives.Life.judge`: by the chain that would be chosen for it now."""
+        """Judge the hop by the filter chain that would be chosen now."""
         try:
             self.require(live=True)
         except Denied as error:
@@ -181,10 +181,10 @@ class LiveHop(Life):
             chain.judge_port(self.info, self.application, live=live)
 
     def current_chain(self) -> LiveChain:
-        """Return the chain that would be chosen for it now.
+        """Return the filter chain that would be chosen now.
 
         Raises:
-            Refused: there is none any more.
+            Refused: no chain matches any more.
         """
         owner = self.owner
         if owner.successor is None and self.chain is not None:
@@ -367,8 +367,7 @@ class Connections(Lives[LiveConnection]):
         self.addons: HopAddons | None = None
         self.account: HopAccount | None = None
         self.table = LiveTable()
-        # In the order in which a review visits them, because the streams of a tunnel connection end with its
-        # reason.
+        # A review visits groups in this order: hops before tunnel connections, whose end also ends their streams.
         self.hops: Lives[LiveHop] = Lives(self.table)
         super().__init__(self.table)
         self._numbers = itertools.count(1)

@@ -52,17 +52,17 @@ def due(
     info: StreamInfo,
     notes: list[str] | None = None,
 ) -> Iterator[tuple[str, model.ListenerFilter]]:
-    """Yield the listener filters that a connection passes, with their names, in order.
+    """Yield the enabled listener filters of a connection with their names, in order.
 
-    The caller runs each before it asks for the next, because a filter can change the port that disables another.
+    The caller runs each filter before taking the next, because a filter can change the port that disables another.
 
     Args:
-        filters: of the listener. ``None`` in the place of one that ECDS has not delivered.
+        filters: the listener's filters. ``None`` stands for a filter not yet delivered by ECDS.
         info: the connection.
-        notes: takes a line for each filter that the connection does not pass, for an explanation.
+        notes: receives a line for each disabled filter, for an explanation.
 
     Raises:
-        NotArrived: at a filter without a configuration. Like in Envoy, nothing passes without it.
+        NotArrived: a filter has no configuration yet. Like in Envoy, connections are refused until it arrives.
     """
     for entry, found in filters:
         port = info.facts.destination.port
@@ -168,7 +168,7 @@ class InspectorCounts:
         self._alpn, self._no_alpn = scope.counter("alpn_found"), scope.counter("alpn_not_found")
 
     def count(self, facts: ConnectionFacts) -> None:
-        """Count an inspected connection. Of other protocols nothing more is known."""
+        """Count an inspected connection. Protocols other than TLS have only one counter."""
         if facts.transport_protocol != "tls":
             self._no_tls.value += 1
             return

@@ -1,4 +1,4 @@
-"""Limits of a chain's connections: how many at once, and how many new ones in a time."""
+"""Limits of a chain's connections: concurrent connections, and the rate of new ones."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,8 @@ from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 class LiveConnectionLimit:
     """A connection limit with its counters (``connection_limit.<stat prefix>.``).
 
-    Like in Envoy, a connection that is held before it is closed is active, but does not count towards the limit.
+    Like in Envoy, a rejected connection awaiting its delayed close is active, but does not count towards the
+    limit.
     """
 
     def __init__(self, model: ConnectionLimit, stats: Stats) -> None:
@@ -82,7 +83,7 @@ class LiveRateLimit:
         self._tokens -= 1
 
     def hold(self, info: StreamInfo) -> None:
-        """Do nothing: the process that has admitted the connection took the token."""
+        """No effect: the process that admitted the connection has taken the token."""
 
 
 def live_limit(

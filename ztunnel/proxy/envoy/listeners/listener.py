@@ -1,8 +1,8 @@
 """Listeners at run time: sockets, filters, chains and counters.
 
 Updates follow Envoy: a change of chains or matcher alone is made in place (unchanged chains keep their
-connections, the others drain). Any other change creates a new listener that takes over the sockets while the old
-one drains as a whole.
+connections, changed chains drain). Any other change creates a new listener that takes over the sockets while the
+old one drains as a whole.
 """
 
 import logging
@@ -39,7 +39,7 @@ Accepted = Callable[["LiveListener", socket.SocketType, tuple[str, int]], None]
 
 
 def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | None = None) -> ListeningSocket:
-    """Bind the socket of one address of a listener. It listens later, and accepts while the gate admits.
+    """Bind the socket of a listener's address. It listens later, and accepts while the gate admits.
 
     Raises:
         tproxy.errors.TproxyError: port taken, capability missing.
@@ -57,7 +57,8 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         reuse_port=model.reuse_port,
         freebind=model.freebind,
         socket_options=early,
-        # Bound now, so that the listener is refused if the port is in use. It listens when all of it is warm.
+        # Bound now, so that the listener is refused if the port is in use. It listens when all its resources are
+        # warm.
         backlog=0,
     )
     for option in model.socket_options:
@@ -83,13 +84,13 @@ class LiveListener:
     """One version of one listener.
 
     Attributes:
-        body: message as sent, for dumps.
-        sockets: the sockets that it accepts on; they move to the successor on an update.
+        body: the message as received, for dumps.
+        sockets: the accepting sockets. They move to the successor on an update.
         draining: it was replaced or removed, and its connections end by themselves.
-        successor: the version that has replaced it; ``None`` also if it was removed.
-        filters: listener filters in order. ``None`` for one that ECDS has not delivered.
-        reads_bytes: one of the filters waits for bytes of the client.
-        ends_tunnels: one of the chains does; its clients are other nodes.
+        successor: the version that has replaced it. ``None`` also if it was removed.
+        filters: listener filters in order. ``None`` stands for a filter not yet delivered by ECDS.
+        reads_bytes: a filter waits for bytes of the client.
+        ends_tunnels: a chain terminates tunnels. Its clients are other nodes.
 
     Raises:
         ConfigError: the TLS context of a chain cannot be built; with its place.

@@ -201,7 +201,7 @@ class ListenerManager:
         """Apply an LDS update.
 
         Raises:
-            UpdateRejected: names each refused listener. The others are applied.
+            UpdateRejected: names each refused listener. All other listeners are applied.
         """
         self.version = update.version
         errors: list[str] = []
@@ -395,7 +395,8 @@ class ListenerManager:
             manager = chain.manager
             wanted = manager.wanted_routes if manager is not None else None
             if manager is not None and wanted is not None:
-                # Also for a chain that survives an update, because the old version's subscriptions end with it.
+                # Also for a chain that survives an update: the old version's subscriptions end when it is
+                # replaced.
                 found = asyncio.Event()
                 if manager.routes is None:
                     events.append(found)
@@ -577,7 +578,7 @@ class ListenerManager:
         self._tasks.start(self._drain(listener, listener.live_chains), f"draining {listener.name}")
 
     def _drain_chains(self, successor: LiveListener, chains: list[LiveChain]) -> None:
-        """Drain connections of changed chains, and end those that the new chains would deny."""
+        """Drain connections of changed chains, and end connections that the new chains deny."""
         if not chains:
             return
         leaving = set(map(id, chains))
@@ -616,7 +617,7 @@ class ListenerManager:
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting at once; open connections continue (``/drain_listeners``, shutdown).
 
-        Listeners that ``keep`` does not spare never accept again, including later versions of them.
+        Listeners without ``keep`` never accept again, nor do their later versions.
         """
         earlier = self._may_listen
         self._may_listen = lambda listener: earlier(listener) and keep(listener)

@@ -54,8 +54,8 @@ class ListenerTable:
     def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
         """Return the listener for a connection that ``own`` accepted, by its original destination.
 
-        With ``use_original_dst``: a listener bound to that exact address, else one bound to the wildcard address
-        of that port, else ``own``.
+        With ``use_original_dst``: the listener bound to the exact address, else to the port's wildcard address,
+        else ``own``.
         """
         found = self._by_address.get(destination)
         if found is None and destination.port in self._by_port:

@@ -1,7 +1,7 @@
 """Counts the ends of connections in Envoy's dialect, and writes them into the flight recorder.
 
-A connection of a pod is one entry with all its hops; a tunnel's request is one at the other end. A tunnel
-connection itself has an entry only if it ends before it carries requests.
+A pod's connection has one entry with all its hops. At the other node, each tunnel request has one entry. The
+tunnel connection itself has an entry only if it ends without having carried a request.
 """
 
 from __future__ import annotations

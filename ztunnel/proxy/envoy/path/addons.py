@@ -3,8 +3,8 @@
 =================  ====================================================================================
 hook               when
 =================  ====================================================================================
-``connecting``     a TCP proxy has chosen a host, before it is dialled; not for a listener whose
-                   ``traffic_direction`` is INBOUND, and not for hops behind internal listeners
+``connecting``     a TCP proxy has chosen a host and not dialled yet. Not called for listeners with
+                   ``traffic_direction`` INBOUND, nor for hops behind internal listeners
 ``accepting``      an application is chosen: for a tunnel that ends here, or by a TCP proxy of an
                    INBOUND listener. Policies have allowed it
 ``opened``         the relay runs
@@ -12,8 +12,8 @@ hook               when
 ``refused``        the access lines are written, without ``opened``
 =================  ====================================================================================
 
-Less is known than in an Istio mesh: a side is described by its certificate's identity and by the baggage of its
-proxy, and an endpoint by its metadata. The service is the cluster's name.
+Fewer facts are known than in an Istio mesh: a side is described by its certificate's identity and its proxy's
+baggage, and an endpoint by its metadata. The service is the cluster's name.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class StreamAddons:
         self._decisions = decisions
 
     async def connecting(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> tuple[Labels, ...] | None:
-        """Ask about a connection whose host is chosen.
+        """Ask the addons about a connection with a chosen host.
 
         Returns:
-            What narrows another choice of its host. ``None``: the host stays.
+            Preferred endpoint labels for another choice of host. ``None``: the host stays.
 
         Raises:
             Denied: an addon denies it.
@@ -82,13 +82,13 @@ class StreamAddons:
         self._note(hop.info, asked)
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
-        """Give later hooks the facts of the host of another choice or attempt."""
+        """Give later hooks the facts of a newly chosen host."""
         asked = hop.asked
         if asked is not None and asked.facts.direction is Direction.OUTBOUND:
             asked.facts = self._outbound(asked.facts.connection, hop.info, host, tunnelled=tunnelled)
 
     def ended(self, hop: LiveHop) -> None:
-        """Inform the addons of the end of a hop."""
+        """Inform the addons that a hop has ended."""
         info, asked = hop.info, hop.asked
         if asked is None:  # refused before a hook was asked
             inbound = hop.owner.model.direction == "inbound" or bool(info.method)
@@ -132,10 +132,10 @@ class StreamAddons:
         return answer
 
     def _note(self, info: StreamInfo, asked: Asked) -> None:
-        """Put the names of addons that said something into the metadata.
+        """Put the names of addons with verdicts into the metadata.
 
         Raises:
-            Denied: one of them denies the connection.
+            Denied: an addon denies the connection.
         """
         if asked.addon:
             # A copy: the tunnels of one connection share its facts, and each has a line of its own.
@@ -194,9 +194,9 @@ _TUNNEL: Final = "tunnel"
 
 
 def without_labels(prefer: Iterable[Labels], hosts: Iterable[Host]) -> frozenset[Host]:
-    """Return the hosts that preferences do not want. Empty if no preference fits any host. Pure.
+    """Return the hosts that preferences exclude. Empty if no preference fits any host. Pure.
 
-    Each preference narrows what the ones before have left. One that would leave nothing has no effect.
+    Each preference narrows the remaining hosts. A preference that fits no remaining host has no effect.
     """
     every = {host: host_workload(host.endpoint.metadata).labels for host in hosts}
     left: frozenset[Host] = frozenset()

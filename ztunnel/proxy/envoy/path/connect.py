@@ -255,9 +255,7 @@ class Connector:
         transport: LiveTransport,
         client: End | None,
     ) -> ClusterUpstream:
-        """Continue at an internal listener. Any failure behind it reads ``Invalid argument`` here,
-        like in Envoy.
-        """
+        """Continue at an internal listener. Its failures read ``Invalid argument``, like in Envoy."""
         if transport.context is not None:
             raise UpstreamFailed("connections to an internal listener have no TLS")
         outer = hop.info
@@ -272,7 +270,7 @@ class Connector:
             failed = UpstreamFailed(INVALID_ARGUMENT, failure=behind or Reason.NO_ROUTE)
             counted.failed(failed)
             raise failed
-        counted.connected()  # as in Envoy, before the inner one is
+        counted.connected()  # before the inner hop is connected, like in Envoy
         proxy = inner.proxy
         proxy.cx_total.value += 1
         try:
@@ -283,7 +281,7 @@ class Connector:
             inner.hop.close()
             counted.ended(by_peer=True, in_use=True)
             if isinstance(error, Denied):
-                raise  # no failure of this host, and another attempt would be denied as well
+                raise  # not a failure of this host: another attempt would be denied as well
             final = isinstance(error, UpstreamFailed) and error.final
             raise UpstreamFailed(INVALID_ARGUMENT, final=final, failure=error.failure) from error
         except BaseException:
@@ -553,7 +551,7 @@ def _not_preferred(
     subset: Mapping[str, object] | None,
     failed: frozenset[Host],
 ) -> frozenset[Host]:
-    """Return the hosts to avoid: those that addons do not prefer, unless every other one has failed."""
+    """Return the hosts to avoid: the hosts that addons do not prefer, unless all preferred hosts have failed."""
     from ztunnel.proxy.envoy.path.addons import without_labels  # most proxies have no addons
 
     candidates = cluster.candidates(subset)

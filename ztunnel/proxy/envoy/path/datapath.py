@@ -1,6 +1,6 @@
 """START HERE: the life of one connection, from accept to its last log line.
 
-:meth:`Datapath.accepted` is called for each socket. What follows reads top to bottom: listener filters, filter
+:meth:`Datapath.accepted` is called for each socket. Its callees follow top to bottom: listener filters, filter
 chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (bytes go to a cluster, plainly or in a
 tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (bytes are tunnels that end here). Leaving
 ``_serve`` is the only place where an error becomes flags, and closing the connection's life counts and logs it.
@@ -172,7 +172,7 @@ class Datapath:
         """Run the filters of a listener within its limit of time.
 
         Raises:
-            FilterClosed: one of them, or the limit, ends the connection.
+            FilterClosed: a filter or the time limit ends the connection.
         """
         if not listener.reads_bytes:
             await self._run_filters(listener, end, info, transparent=transparent)

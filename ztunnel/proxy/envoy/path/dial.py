@@ -254,7 +254,7 @@ def count_request(cluster: LiveCluster, host: Host) -> None:
 
 
 def count_open(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection in what is counted of the moment; another process has counted it as new."""
+    """Count a moved connection in the gauges. The process that opened it has counted it as new."""
     cluster.stats.rq_active.stored += 1
     host.cx_active += 1
     cluster.breaker.connections += 1

@@ -1,8 +1,8 @@
 """Explains the path that a connection would take: repeats the data path's decisions and records them. Pure.
 
-It uses the objects and functions of the data path, but counts nothing, opens nothing and calls no balancer: every
-possible endpoint is followed. The kernel's diversion of a packet to a listener is unknown here, so the question
-can name the listener.
+It uses the data path's objects and functions without counting, opening sockets or calling a balancer: every
+possible endpoint is followed. This module does not know which listener the kernel redirects a packet to, so the
+question can name the listener.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from ztunnel.proxy.envoy.upstream.host import Host
 
 Answer = dict[str, Any]
 
-#: The limit of nested internal listeners, which ends a loop of them.
+#: The limit of nested internal listeners, which ends a loop between internal listeners.
 _MOST_HOPS = 4
-#: The number of a filter's policies that are printed. Of others, only their number is.
+#: The number of a filter's policies to print. The rest are only counted.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
 
@@ -75,11 +75,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class SavedSecrets:
-    """The secrets of a saved dump. They have no keys, so no context can be built from them.
+    """The secrets of a saved dump. Dumps have no private keys, so contexts cannot be built.
 
     Attributes:
-        identities: in certificates, by the name of the secret.
-        ends: when those certificates expire.
+        identities: the certificates' identities by secret name.
+        ends: the certificates' expiry times by secret name.
     """
 
     identities: Mapping[str, tuple[str, ...]]
@@ -91,16 +91,16 @@ class Configuration:
     """The current configuration.
 
     Attributes:
-        listeners: active ones, in order.
-        cluster: by name.
-        now_s: seconds of the wall clock, for the days that certificates have left.
-        tunnel_rules: for what requests for tunnels name.
+        listeners: the active listeners, in order.
+        cluster: returns a cluster by its name.
+        now_s: the wall clock, for the remaining days of certificates.
+        tunnel_rules: checks which targets requests can name.
         keep_client_address: tunnels behind an internal listener keep the client's address too.
-        saved: the secrets of a dump, in the place of contexts.
-        calico: what Calico's policies say where a socket is opened, see
-            :func:`ztunnel.proxy.envoy.path.guarded.told`; ``None``: there are none.
-        addons: what addons say of a host, and whether it is an application here, see
-            :meth:`ztunnel.proxy.envoy.path.addons.StreamAddons.explained`; ``None``: there are none.
+        saved: a dump's secrets, instead of TLS contexts.
+        calico: explains Calico's policies where a socket is opened, see
+            :func:`ztunnel.proxy.envoy.path.guarded.told`. ``None`` without such policies.
+        addons: predicts the addons' verdicts, see
+            :meth:`ztunnel.proxy.envoy.path.addons.StreamAddons.explained`. ``None`` without addons.
     """
 
     listeners: Sequence[LiveListener]
@@ -213,12 +213,12 @@ class _Explainer:
             return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
-            # It could be a filter that denies: like in the data path, nothing is served without it.
+            # The filter could deny: like in the data path, the chain serves no connection until it has arrived.
             return answer | {
                 "missing_filters": missing,
                 "verdict": "closed: the configuration of a filter has not arrived",
             }
-        # What a tunnel leads to is not known yet.
+        # The tunnel's application is not known yet.
         port_known = chain.manager is None or not self._configuration.tunnel_rules.judge_ports
         policies, denied = _policies(chain.asked(info.facts, port_known=port_known))
         if policies:
@@ -250,11 +250,11 @@ class _Explainer:
         return answer
 
     def _terminated(self, chain: LiveChain, info: StreamInfo, depth: int) -> Answer:
-        """Explain a tunnel that ends here: its route, and the application behind it."""
+        """Explain a tunnel that ends here: its route and its application."""
         manager = chain.manager
         assert manager is not None
         info.method, info.manager = "CONNECT", manager.model
-        # As this proxy's own tunnels have it.
+        # This proxy's own tunnels send this header.
         info.request_headers = (("x-envoy-original-dst-host", info.authority),)
         try:
             route = tunnel_route(manager.model, manager.routes, info)
@@ -491,9 +491,9 @@ def _policies(asked: Iterable[tuple[LiveRbac, ConnectionFacts]]) -> tuple[list[A
 
 
 def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
-    """Return the result of each policy of a filter with the deciding clause."""
+    """Return each policy's result with the deciding clause."""
     listed = [(policy, holds(policy.condition, facts)) for tier in rules.tiers for policy in tier.policies]
-    # Matching policies decide. Of the others the first are printed.
+    # Matching policies decide, so they come first. The output has room for some more.
     listed.sort(key=lambda each: not each[1])
     told: Answer = {
         "judged": [

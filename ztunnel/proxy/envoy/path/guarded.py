@@ -1,17 +1,17 @@
 """Connections of Envoy's dialect under Calico's policies; see :mod:`ztunnel.policy.calico.guard`.
 
 Calico's policies are one more list that must allow, beside the filters of the configuration. They are evaluated
-when the address to dial is known, before it is dialled. Without them none of this exists, and a connection has no
-additional cost.
+when the address to dial is known, before dialling. Without Calico's policies these objects do not exist, and
+connections have no additional cost.
 
 =================================  ==================================================================
-what is dialled                    what is judged
+target                             evaluated policies
 =================================  ==================================================================
-an application, for a tunnel that  ingress of the pod that is dialled, with the peer's certificate
+an application, for a tunnel that  ingress of the dialled pod, with the peer's certificate
 ends here
-a tunnel                           egress of the pod that dials, with the port that CONNECT will name
-anything else                      egress of the pod that dials and ingress of the pod that is dialled,
-                                   whichever are known; without either, as a pod that is not known
+a tunnel                           egress of the dialling pod, with the port in the CONNECT
+any other address                  egress of the dialling pod and ingress of the dialled pod, where the pod
+                                   is known. If neither is, rules for an unknown pod
 =================================  ==================================================================
 
 The names of a tunnel's far end are proven later, by its handshake, so rules about the destination's account allow
@@ -69,12 +69,12 @@ class Enforcer:
             await self._admit(hop, _where_it_begins(hop.info, proxy, address, self._policies.guard.knows))
 
     async def _admit(self, hop: LiveHop, questions: tuple[_Question, ...]) -> None:
-        """Return if every question is answered by an allow; they are asked again as long as the hop lives.
+        """Return if policies allow every question, and register the questions for later reviews of the hop.
 
-        The questions of a later attempt replace those of the previous one.
+        A later attempt replaces the questions.
 
         Raises:
-            Denied: one is not.
+            Denied: a question is denied.
         """
         info = hop.info
         for direction, flow in questions:
@@ -174,7 +174,7 @@ def told(
 def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
     peer, principal = info.facts.peer, ""
     if peer is not None:
-        # Not empty without an identity, because empty means plain text, for which addresses can suffice.
+        # Not empty without an identity: empty means plain text, where a rule by address can suffice.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
 

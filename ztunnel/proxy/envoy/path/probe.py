@@ -41,7 +41,7 @@ _MOST_READ: Final = 1 << 20
 #: Methods whose requests state that they have no body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
-#: Errors that mean that there was no answer.
+#: Errors of a host that did not answer.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, BadAnswer)
 
 

@@ -1,4 +1,4 @@
-"""Connections of Envoy's dialect as a tap of a pod shows them; imported where taps are permitted.
+"""Feeds a pod's connections to a tap in Envoy's dialect. Imported only where taps are permitted.
 
 The dialect identifies pods by their addresses, and so does a tap here. A connection whose client has the address
 was opened by the pod. One whose application is dialled at the address came to the pod. A connection between two
@@ -30,7 +30,7 @@ class TappedAddresses:
         self._connections = connections
 
     async def open_connections(self, pod: str) -> int:
-        """See :class:`ztunnel.proxy.tap.taps.TapSource`; ``pod`` is an address."""
+        """Return the number of a pod's open connections. ``pod`` is an address."""
         try:
             host = canonical(ipaddress.ip_address(pod))
         except ValueError:

@@ -182,7 +182,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
         proxy.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
     elif any(each.reason for each in hops):
-        # One of the hops was ended on purpose. The others end with it, in order like over the wire.
+        # One hop was ended on purpose. The other hops end gracefully as a result, like over the network.
         for each in hops:
             each.info.termination_details = each.reason
         return

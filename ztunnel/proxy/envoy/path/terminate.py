@@ -1,4 +1,4 @@
-"""The server's end of a tunnel: chooses the route of a CONNECT and connects to the application behind it.
+"""The server's end of a tunnel: chooses the route of a CONNECT and connects to the application.
 
 It serves tunnels from the wire and node-local tunnels (``internal.shortcut``) alike.
 """
@@ -22,7 +22,7 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 
-#: HTTP/2 error code CONNECT_ERROR, with which Envoy resets after a failed CONNECT.
+#: HTTP/2 error code CONNECT_ERROR. Envoy resets the stream so after a failed CONNECT.
 CONNECT_ERROR = 10
 
 NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
@@ -37,7 +37,7 @@ _BODIES = {
 }
 
 
-#: A further decision about the application of a tunnel before it is dialled. It raises ``Denied``.
+#: Judges a tunnel's application before dialling. Raises ``Denied``.
 AdmitsApplication = Callable[[LiveHop, SocketAddress], Awaitable[None]]
 
 
@@ -69,14 +69,14 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunnelRules:
-    """What requests for tunnels can name.
+    """Checks which targets tunnel requests can name.
 
     Attributes:
-        check_authority: a tunnel can only name the pod for which it was opened. If off (like in Envoy), a client
-            that can reach one pod of the node can reach all of them, judged by the first one's policy.
-        judge_ports: policies' ports are the application's. If off (like in Envoy), they are compared with the
-            captured port, 15008, so that a DENY by port never matches a tunnel.
-        own_ports: returns the ports of this proxy's listeners, to which no tunnel can lead.
+        check_authority: a tunnel can only name the pod that its connection was opened to. If off (like in Envoy),
+        a client with access to one pod of the node can reach every pod, judged by the first pod's policy.
+        judge_ports: policies' ports are the application's. If off (like in Envoy), policies see the captured port,
+        15008, so a DENY by port never matches a tunnel.
+        own_ports: returns this proxy's listening ports. A tunnel can lead to none.
     """
 
     own_ports: Callable[[], Collection[int]]
@@ -84,13 +84,13 @@ class TunnelRules:
     judge_ports: bool = True
 
     def require_own_address(self, info: StreamInfo, cluster: Cluster) -> None:
-        """Check that the request names the pod for which its connection was captured, on a port that is not ours.
+        """Check that the request names the pod of its captured connection, and no port of this proxy.
 
         Without the configuration's header the authority counts: today's ztunnels and waypoints send no
         ``x-envoy-original-dst-host``.
 
         Raises:
-            RequestRefused: it does not.
+            RequestRefused: the request names another pod, a port of this proxy, or no valid address.
         """
         config = cluster.original_dst
         if not self.check_authority or cluster.discovery is not Discovery.ORIGINAL_DST:

@@ -1,8 +1,8 @@
-"""Tunnels that end here: an HTTP/2 connection that carries them, and each of its requests.
+"""Serves tunnels: an HTTP/2 connection and each of its requests.
 
 :meth:`TunnelServer.serve` is the life of a connection: handshake, verdict, requests, GOAWAY. ``_request`` is the
-life of a request: route, verdict, application, bytes. Policies are judged before anything is opened for the
-client.
+life of a request: route, verdict, application, bytes. Policies are evaluated before the proxy opens a connection
+for the client.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class TunnelServer:
             info.failure = Reason.CLIENT_GONE
         except asyncio.CancelledError:
             if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
-                # A verdict while the application was dialled, handled like one before it.
+                # Policy denied the request while the application was dialled. It is refused like before dialling.
                 self._refuse(request, info, manager, Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE))
             else:
                 self._note_cancelled(hop)
@@ -435,7 +435,7 @@ class TunnelServer:
             info.flags.add(Flag.UPSTREAM_TERMINATED)
             info.response_details = "upstream_reset_after_response_started{connection_termination}"
         elif tunnel.gone and ended.first is tunnel:
-            # A client that leaves after the application has answered in full has lost nothing.
+            # A client that leaves after the application's complete answer has lost no data.
             lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
             info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
             info.failure = Reason.BROKEN if lost else None

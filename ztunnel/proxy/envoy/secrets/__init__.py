@@ -1,1 +1,1 @@
-"""Secrets of Envoy's dialect: fetches them by SDS, makes TLS contexts from them, and verifies peers."""
+"""Secrets of Envoy's dialect: SDS subscriptions, TLS contexts built from secrets, and peer verification."""

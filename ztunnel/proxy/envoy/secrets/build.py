@@ -1,6 +1,6 @@
-"""Build OpenSSL's context from one of the configuration and its secrets, or name the field that is wrong.
+"""Builds OpenSSL's context from a TLS context of the configuration and its secrets, or names the invalid field.
 
-Pure, but for the file of logged keys.
+Pure, except for the TLS key log file.
 
 A context is built before the version of its listener, cluster or secret is accepted: the ACK states that
 handshakes work, and so does ``--validate``. Paths of errors start at the TLS context's message
@@ -50,14 +50,13 @@ Find = Callable[[SecretRef], Secret | None]
 def build(
     role: Role, model: ContextModel, find: Find, *, movable: bool = False
 ) -> tuple[TlsContext, Validation | None] | None:
-    """Return the context and how it verifies its peer; ``None`` while a secret is missing.
+    """Return the context and its peer validation, or ``None`` while a secret is missing.
 
-    The validation has its SDS part merged in, and only the roots that can be used. For ``movable`` see
+    The validation includes its SDS part, and only usable roots. For ``movable`` see
     :class:`hbone.tls_context.TlsSettings`.
 
     Raises:
-        ConfigError: no handshake could succeed with it. The error has the field, and the file or secret if there
-            is one.
+        ConfigError: no handshake could succeed. The error names the field, and the file or secret if there is one.
     """
     _check_parameters(role, model.cipher_suites, model.curves)
     _check_inline(model)
@@ -71,7 +70,7 @@ def build(
     try:
         return TlsContext(role, _settings(model, own, validation, movable=movable)), validation
     except ValueError as error:
-        # Key material that parses but that OpenSSL refuses: keys below its security level.
+        # OpenSSL refuses some valid keys: those below its security level.
         raise ConfigError(str(error), _certificate_path(model)) from None
 
 
@@ -176,9 +175,9 @@ def _client_certificate(model: ContextModel, validation: Validation) -> ClientCe
 
 @lru_cache(maxsize=256)  # a mesh's contexts have the same few parameters; a refusal is not kept
 def _check_parameters(role: Role, cipher_suites: tuple[str, ...], curves: tuple[str, ...]) -> None:
-    """Refuse names that OpenSSL would skip, one by one, and lists that it refuses as a whole.
+    """Refuse unknown names and lists that OpenSSL rejects.
 
-    ``SSL_CTX_set_cipher_list`` ignores unknown names beside a known one. Envoy refuses each of them.
+    ``SSL_CTX_set_cipher_list`` ignores unknown names beside a known one. Envoy refuses every unknown name.
     """
     params = f"{_COMMON}.tls_params"
     for index, entry in enumerate(cipher_suites):
@@ -220,7 +219,7 @@ def _known_group(role: Role, name: str) -> bool:
 
 
 def _split(cipher_suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return suites of TLS 1.3, and those of older versions."""
+    """Split suites into TLS 1.3 and older versions."""
     names = [name for entry in cipher_suites for name in _names(entry)]
     modern = tuple(name for name in names if name in _TLS13_SUITES)
     return modern, tuple(name for name in names if name not in _TLS13_SUITES)

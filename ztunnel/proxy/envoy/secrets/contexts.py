@@ -70,19 +70,19 @@ class LiveContext:
     Args:
         role: client or server.
         model: the configuration.
-        secrets: where its references lead.
+        secrets: the store of the referenced secrets.
         on_update: called after each rebuild by a renewed secret.
         owner: the listener or cluster, for errors and warnings.
 
     Raises:
-        ConfigError: it is unusable by itself or with the available secrets. No subscription remains.
+        ConfigError: the context is unusable by itself or with the available secrets. No subscription remains.
 
     Attributes:
         current: the context for the next handshake; ``None`` while a secret is missing.
-        validation: the check of the peer, with its part from SDS. ``None`` verifies nothing.
-        generation: increases with each rebuild. It is part of the key of pooled connections, so that new tunnels
-            use a rotated certificate while old connections continue.
-        presented: its own certificate in ``current``, with its identities; the first, where it has several.
+        validation: the check of the peer, with its part from SDS. ``None`` disables verification.
+        generation: increases with each rebuild. The pool's key contains it, so that new tunnels use a rotated
+            certificate while old connections continue.
+        presented: our certificate in ``current``, with its identities. The first, if there are several.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class LiveContext:
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
         self._unfollow: Callable[[], None] = lambda: None
-        # Checked before subscribing, so that a refused context requests nothing. Static and earlier secrets are
-        # available.
+        # Checked before subscribing, so that a refused context subscribes to no secret. Static and earlier secrets
+        # are available.
         self._use(build(role, model, secrets.find, movable=secrets.movable))
         try:
             for ref in model.secret_refs:
@@ -172,7 +172,7 @@ class LiveContext:
     def party(self) -> Party | None:
         """The context as a party of an agreement without a handshake; ``None`` if only a handshake can decide.
 
-        Created on first use, because few contexts are those of tunnels within one node.
+        Created on first use, because few contexts serve node-local tunnels.
         """
         if self._party is None:
             self._party = (self._make_party(),)

@@ -1,9 +1,9 @@
 """Follows the files named by secrets and TLS contexts, so that a renewed certificate is served at once.
 
-Every file is looked at each second, through all links: it does not matter whether it was renamed, written in
-place, or swapped together with others (the ``..data`` link of Kubernetes' volumes), nor on which file system it
-is. What cannot be used leaves the last good version serving. It is reported at the second look that finds it
-unchanged, since a certificate and its key are renewed one after the other.
+Every file is checked each second, through all links. This detects renamed files, files written in place, and the
+``..data`` link of Kubernetes' volumes, on every file system. If a file is unusable, the last good version stays in
+use. The error is reported if the file is still the same at the next check, because a certificate and its key are
+renewed one after the other.
 """
 
 import asyncio
@@ -91,12 +91,12 @@ class SecretFiles:
 
         Args:
             owner: the secret, listener or cluster, for the log.
-            files: paths. Without any, nothing is followed.
-            reload: reads the files and uses them. Returns whether any is new. Raises ``ConfigError`` if they are
-                unusable, and the current ones then stay.
+            files: the paths, possibly none.
+            reload: reads the files and uses their contents. Returns whether a file has changed. Raises
+                ``ConfigError`` if a file is unusable. The current contents then stay in use.
 
         Returns:
-            Returns a function that ends it.
+            A function that stops following the files.
         """
         followed = _Followed(owner, files, reload)
         if files:

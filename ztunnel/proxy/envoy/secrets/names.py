@@ -58,9 +58,8 @@ _VERSION: Final = 0xA0
 def subject_of(certificate: x509.Certificate) -> str:
     """Return the subject as OpenSSL writes it in the form of RFC 2253.
 
-    It differs from ``rfc4514_string`` in the names of attributes (``emailAddress`` instead of its OID) and in
-    non-ASCII bytes, each of which is escaped. It never fails, whatever the strings contain. A policy that names a
-    subject compares this text.
+    It differs from ``rfc4514_string`` in attribute names (``emailAddress`` instead of its OID), and escapes each
+    non-ASCII byte. It never fails. A policy that names a subject compares this text.
     """
     return distinguished_name(_field(certificate, 4))
 
@@ -72,11 +71,11 @@ def issuer_of(certificate: x509.Certificate) -> str:
 
 
 def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertificate:
-    """Return the names of a peer's leaf certificate. Never fails, whatever they contain.
+    """Return the names of a peer's leaf certificate. Never fails.
 
     Args:
         leaf: the certificate.
-        uri_sans: those of its handshake.
+        uri_sans: the URI names found by the handshake.
     """
     try:
         dns = tuple(text for kind, text in subject_alt_names(leaf) if kind == "dns")
@@ -86,7 +85,7 @@ def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertifi
 
 
 def _field(certificate: x509.Certificate, number: int) -> bytes:
-    """Return the DER of a field of a certificate's signed part, counted from the serial number."""
+    """Return a field's DER from a certificate's signed part. Numbers count from the serial number."""
     (signed,) = _elements(certificate.tbs_certificate_bytes)
     fields = _elements(signed[1])
     if fields[0][0] == _VERSION:

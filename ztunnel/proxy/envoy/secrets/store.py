@@ -42,10 +42,10 @@ class SecretHandle:
 
     Attributes:
         secret: the accepted value, ``None`` until the first.
-        body: the message as sent, for dumps (which redact it).
-        contents: the secret as its message and files have it, before a password was applied.
-        settled: set once the secret has arrived, or waiting for it is over.
-        error: text of the last rejected version and when it came.
+        body: the message as received, for dumps (which redact it).
+        contents: the secret as read from its message and files, before decryption with a password.
+        settled: set once the secret has arrived or the time limit has passed.
+        error: the last rejected version's error text, and its time.
     """
 
     def __init__(self, ref: SecretRef, clock: Clock) -> None:
@@ -224,7 +224,7 @@ class SecretStore:
         secret = contents
         if isinstance(secret, Certificate):
             secret = unlocked(secret)
-        # All users or none: a version that one of them cannot use is refused, and the good version stays.
+        # All users or none: if one user cannot use a version, it is refused, and the good version stays.
         taken_into_use = [user.prepare(handle, secret) for user in handle.users]
         handle.secret = secret
         handle.contents = contents

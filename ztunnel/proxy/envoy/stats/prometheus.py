@@ -136,7 +136,7 @@ def _escaped(value: str) -> str:
 
 
 def scraped(stats: Stats, times: ConnectionTimes) -> Iterator[Family]:
-    """Yield the proxy's metrics, those of connections, then those of the process (``process_*``)."""
+    """Yield the proxy's metrics, then connection times, then process metrics (``process_*``)."""
     for (name, kind), members in families(stats).items():
         yield Family(_described(f"envoy_{name}", kind), _samples(f"envoy_{name}", members))
     yield from time_families(times)

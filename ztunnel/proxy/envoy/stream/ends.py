@@ -31,7 +31,7 @@ def proven(hops: Sequence[StreamInfo]) -> tuple[str, str]:
 
 
 def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
-    """Return the address of the last host that a connection went to; None: none with an address was chosen."""
+    """Return the last chosen host's address, or None if no host with an address was chosen."""
     for hop in reversed(hops):
         if hop.endpoint is not None and isinstance(hop.endpoint.address, SocketAddress):
             return hop.endpoint.address

@@ -5,10 +5,10 @@
     Refused                 the connection ends before bytes flow; carries flag and details
     ├── NoFilterChain       no filter chain of the listener matches
     ├── Denied              a policy denies it
-    ├── TooMany             one of the chain's limits is reached
-    ├── Incomplete          the configuration of one of the chain's filters has not arrived
+    ├── TooMany             a limit of the chain is reached
+    ├── Incomplete          a filter of the chain has not been configured yet by ECDS
     ├── NoCluster           the chain names a cluster that does not exist (NC)
-    ├── NoHealthyHost       the cluster has no host for it (UH)
+    ├── NoHealthyHost       the cluster has no usable host (UH)
     ├── Overflow            a circuit breaker is full (UO)
     └── UpstreamFailed      every attempt to reach a host failed (UF, and URX when no attempt is left)
 """
@@ -24,11 +24,11 @@ from ztunnel.proxy.envoy.stream.stream_info import Flag
 DRAINED = "connection closed due to connection drain"
 #: The same of a connection that was open when the proxy stopped without a grace period.
 STOPPED = "connection closed: the proxy stops"
-#: Begin of ``CONNECTION_TERMINATION_DETAILS`` of a live connection that a new policy does not allow.
+#: The prefix of ``CONNECTION_TERMINATION_DETAILS`` if a new policy ends a live connection.
 POLICY_CHANGE = "connection closed due to policy change"
-#: The reason of a connection whose listener no longer has a chain for it.
+#: The end reason if no chain of the listener matches any longer.
 NOT_SERVED = "connection closed: its destination is no longer served"
-#: The reason of a connection whose peer is on a revocation list now.
+#: The end reason if a new revocation list contains the peer's certificate.
 REVOKED = "connection closed: peer certificate revoked by CRL"
 _ENDED = {
     DRAINED: Reason.DRAIN,
@@ -72,7 +72,7 @@ class TooMany(Refused):
     """A chain's limit of connections is reached.
 
     Attributes:
-        delay_s: how long the connection is held before it is closed.
+        delay_s: the delay before the connection is closed.
     """
 
     failure = Reason.LIMIT
@@ -83,7 +83,7 @@ class TooMany(Refused):
 
 
 class Incomplete(Refused):
-    """The configuration of one of the chain's filters has not arrived by ECDS."""
+    """A filter of the chain has not been configured yet by ECDS."""
 
     failure = Reason.CONTROL_PLANE
 
@@ -136,9 +136,9 @@ class UpstreamFailed(Refused):
 
     Attributes:
         reason: ``UPSTREAM_TRANSPORT_FAILURE_REASON``.
-        status: of a refused tunnel, else 0.
-        timed_out: the connect timeout passed.
-        final: no other host can be tried, whatever the filter's attempts.
+        status: the HTTP status of a refused tunnel, else 0.
+        timed_out: whether the connect timeout passed.
+        final: whether no other host can be tried, even with attempts left.
     """
 
     flag = Flag.UPSTREAM_CONNECT_FAILURE

@@ -1,7 +1,7 @@
-"""A request's headers as seen by logs and routes: those of its client, and those that a manager writes.
+"""A request's headers as seen by logs and routes: the client's headers and the headers a manager writes.
 
-Envoy writes its own headers into each request before it routes it. Here a value is computed on demand, because
-most requests are routed and logged without it.
+Envoy writes its own headers into each request before routing. Here a value is computed on demand, because most
+routes and logs read none.
 """
 
 import uuid
@@ -18,7 +18,7 @@ _Writes = Callable[[StreamInfo, HttpConnectionManager, Sequence[str]], Sequence[
 
 
 def header_values(info: StreamInfo, name: str) -> Sequence[str]:
-    """Return the values of a header of a hop's request, or none without a request. ``name`` is in lower case."""
+    """Return the values of a request header, empty without a request. ``name`` is in lower case."""
     sent = [value for key, value in info.request_headers if key == name] if info.request_headers else ()
     if info.manager is not None and name in _WRITTEN:
         return _WRITTEN[name](info, info.manager, sent)

@@ -64,15 +64,15 @@ LONG_NAMES: dict[Flag, str] = {
 
 
 class UpstreamOptions(NamedTuple):
-    """The distinguishing options of one connection's sockets: those of ``original_src``, a PROXY header.
+    """Options of one connection's upstream sockets: set by ``original_src``, and a PROXY header.
 
-    Two connections share pooled connections only when these are equal. A tuple, because it is made and hashed
-    for every connection.
+    Two connections share pooled connections only if their options are equal. A tuple, because it is created and
+    hashed for every connection.
 
     Attributes:
-        source: the address to connect from; ``None``: any.
-        mark: of the socket.
-        first_bytes: are sent before all others, TLS included.
+        source: the address to connect from. ``None``: any.
+        mark: the socket's mark.
+        first_bytes: bytes to send before all others, even before the TLS handshake.
     """
 
     source: str | None = None

@@ -27,7 +27,7 @@ def host_workload(metadata: Metadata) -> Workload:
 
 
 def host_name(metadata: Metadata) -> str:
-    """Return the text that names the workload at an endpoint; empty without one."""
+    """Return the workload's text in an endpoint's metadata, or an empty text."""
     text = metadata.get(_ISTIO, {}).get("workload")
     return text if isinstance(text, str) else ""
 
@@ -45,13 +45,13 @@ def _filled(**labels: str) -> dict[str, str]:
 
 
 def source_workload(info: StreamInfo) -> Workload:
-    """Return the client by the baggage that was sent or configured for it, else by its identity."""
+    """Return the client's workload by its baggage, sent or configured, else by its identity."""
     baggage = source_baggage(info)
     return described(baggage, peer_identity(info)) if baggage else of_identity(peer_identity(info))
 
 
 def source_baggage(info: StreamInfo) -> str:
-    """Return the client's baggage that was sent or configured for it; empty without one."""
+    """Return the client's baggage, sent or configured, or an empty text."""
     baggage = info.facts.metadata.get(_BAGGAGE, {}).get("baggage")
     if isinstance(baggage, str):
         return baggage
@@ -80,6 +80,6 @@ def of_identity(identity: str) -> Workload:
 
 
 def peer_identity(info: StreamInfo) -> str:
-    """Return the identity that the client has proven; empty without one."""
+    """Return the client's authenticated identity, or an empty text."""
     peer = info.facts.peer
     return str(peer.identity) if peer is not None and peer.identity is not None else ""

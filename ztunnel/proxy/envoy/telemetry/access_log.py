@@ -51,7 +51,7 @@ Sink: TypeAlias = LogSink | EntrySink
 def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
     """Write one line per logger about a finished hop.
 
-    A listener and the filter behind it usually print the same values, which are read once for all of them.
+    Loggers of a listener and of its filter usually print the same values, which are then read only once.
     """
     values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
     values: tuple[str, ...] = ()

@@ -1,4 +1,6 @@
-"""Values of certificates as access logs print them, read when a line is written: most formats name none."""
+"""Certificate values as access logs print them. They are read when a line is written, because most formats use
+none.
+"""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC
@@ -74,7 +76,7 @@ def end_s(chain: Chain) -> float:
     return chain[0].not_valid_after_utc.astimezone(UTC).timestamp()
 
 
-#: By the end of an operator's name. Peers have all of them.
+#: By the suffix of an operator's name. For peers every suffix exists.
 VALUES: dict[str, ChainReader] = {
     "URI_SAN": names("uri"),
     "DNS_SAN": names("dns"),

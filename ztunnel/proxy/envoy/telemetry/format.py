@@ -256,8 +256,8 @@ class _Kept(str):
 
 _EMPTY = _Kept()
 
-#: Values that do not exist here: request traces, gRPC in a tunnel, fingerprints that need a setting of the
-#: inspector (which is refused), round trips of QUIC, a protocol of HTTP behind a TCP connection.
+#: Values without a source here: request traces, gRPC in a tunnel, fingerprints (the inspector's setting is
+#: refused), QUIC round trips, the HTTP protocol of a TCP upstream.
 _NEVER = (
     "TRACE_ID",
     "SPAN_ID",
@@ -267,9 +267,9 @@ _NEVER = (
     "ROUNDTRIP_DURATION",
     "UPSTREAM_PROTOCOL",
 )
-#: Also empty in Envoy: flags that only its own filters set, and a body that only its mapper of replies sees.
+#: Also empty in Envoy: flags set by its own filters only, and the body seen by its local reply mapper only.
 _ALWAYS_EMPTY = ("CUSTOM_FLAGS", "LOCAL_REPLY_BODY")
-#: Of QUIC, and of requests that end with trailers, which a CONNECT cannot have.
+#: Values of QUIC and of trailers, which a CONNECT cannot have.
 _ALWAYS_ZERO = ("BYTES_RETRANSMITTED", "PACKETS_RETRANSMITTED", "RESPONSE_TRAILERS_BYTES")
 
 
@@ -476,7 +476,7 @@ def _plain_pattern(pattern: str) -> str:
 
 
 def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], Reader]:
-    """Return a maker of readers of a time (seconds, wall clock) in UTC."""
+    """Return a factory: it makes a reader that prints a time (seconds, wall clock) in UTC."""
     return partial(_time, moment_of)
 
 
@@ -506,7 +506,7 @@ def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Rea
 
 
 def _local_times(moment_of: Callable[[StreamInfo], float]) -> Callable[[str], Reader]:
-    """Return a maker of readers of a time in this machine's time zone."""
+    """Return a factory: it makes a reader that prints a time in this machine's time zone."""
 
     def make(argument: str) -> Reader:
         pieces = _FRACTION.split(_plain_pattern(argument or "%Y-%m-%dT%H:%M:%S.%3f%z"))

@@ -1,7 +1,8 @@
-"""Entries of an access log service: the facts of a finished hop as Envoy's messages. Pure.
+"""Converts the facts of a finished hop to an access log service's entry. Pure.
 
 The other fields of Envoy's entries are not measured here, and unset: the times of a request's phases, bytes with
-framing, sizes of headers, TLS session identifiers. Of alternative names an entry has the URIs, like Envoy's.
+framing, sizes of headers, TLS session identifiers. An entry lists only URI subject alternative names, like in
+Envoy.
 """
 
 from collections.abc import Callable, Iterable

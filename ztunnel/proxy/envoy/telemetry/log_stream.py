@@ -83,7 +83,7 @@ class EntryCounts:
 
 
 class Sender:
-    """One stream, opened when there are entries and reopened after it ended."""
+    """One stream. It opens when entries are queued, and reopens after an end."""
 
     def __init__(
         self,

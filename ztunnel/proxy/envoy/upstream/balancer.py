@@ -321,5 +321,5 @@ class _Maglev:
 
 
 def source_hash(host: str) -> int:
-    """Return the hash of the policy ``source_ip``: that of the text of the client's address."""
+    """Return the hash of a client's address as text, for the policy ``source_ip``."""
     return xxhash.xxh64_intdigest(host.encode())

@@ -255,9 +255,9 @@ class LiveCluster:
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        # Before the statistics are published: if this version is refused, those of the active one stay.
+        # Before the statistics are published: if this version is refused, the active version's statistics stay.
         self._build_contexts(surround)
-        self._transports: dict[int, LiveTransport] = {}  # likewise; of those in use
+        self._transports: dict[int, LiveTransport] = {}  # likewise, but only transports in use
         self.stats.declare()
         self.breaker = Breaker(model)
         self.hosts = HostSet()
@@ -415,7 +415,7 @@ class LiveCluster:
         self._dropping = assignment.drop
         leaving: list[Host] = []
         if self.checker is not None and not self.model.ignore_health_on_removal:
-            # Discovery can lag behind: a host that is missing from it and passes its checks still serves.
+            # Discovery can lag behind: a missing host that passes its health checks still serves.
             self._wanted = assignment
             wanted = {endpoint.address for endpoint in assignment.endpoints}
             gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
@@ -487,8 +487,8 @@ class LiveCluster:
             except ResolveFailed as error:
                 log.debug("cluster %s: %s", model.name, error)
                 self.updates.update_failure += 1
-                # Like in Envoy, hosts of STRICT_DNS are removed with their name. An unresponsive server changes
-                # nothing.
+                # Like in Envoy, hosts of STRICT_DNS are removed with their name. If the server does not answer,
+                # the hosts stay.
                 gone = error.absent and model.discovery is Discovery.STRICT_DNS
                 known[name] = () if gone or before is None else before
                 if backoff is not None:
@@ -537,11 +537,11 @@ class LiveCluster:
 
     @property
     def all_hosts(self) -> list[Host]:
-        """Return all hosts, including those of ORIGINAL_DST."""
+        """Return all hosts, including ORIGINAL_DST hosts."""
         return [*self.hosts.hosts, *(host for host, _ in self._original.values())]
 
     def context(self, model: ContextModel) -> LiveContext:
-        """Return the live context of one of this cluster's transport sockets."""
+        """Return the live TLS context of a transport socket."""
         return self._contexts[id(model)]
 
     @property
@@ -561,7 +561,7 @@ class LiveCluster:
         """Return the host for a connection, or None if there is none.
 
         Args:
-            info: the hop. ORIGINAL_DST reads the address from it.
+            info: the hop. ORIGINAL_DST reads its destination.
             subset: the endpoint metadata to require, if the cluster is divided into subsets.
             hash_source: hash the client's address, for RING_HASH and MAGLEV.
             avoid: hosts that already failed for this connection.
@@ -627,10 +627,10 @@ class LiveCluster:
         return found[0]
 
     def original_address(self, info: StreamInfo) -> SocketAddress | None:
-        """Return the address to which an ORIGINAL_DST cluster sends a connection, or None.
+        """Return an ORIGINAL_DST cluster's address for a connection, or None.
 
-        It is the first of filter state, metadata, request header and restored destination. The port can be
-        overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
+        The first available source is used: filter state, metadata, request header, restored destination. The port
+        can be overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
         """
         config = self.model.original_dst
         assert config is not None
@@ -649,7 +649,7 @@ class LiveCluster:
         return address
 
     def host_at(self, endpoint: Endpoint) -> Host:
-        """Return the host that a connection of another process goes to; one of its own if it is not known here."""
+        """Return the host of a moved connection. An unknown address gets a new host."""
         if self.model.discovery is not Discovery.ORIGINAL_DST:
             return self.hosts.get(endpoint.address) or Host(endpoint)
         now = self._surround.clock.monotonic()

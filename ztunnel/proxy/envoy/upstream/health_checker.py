@@ -22,7 +22,7 @@ class Probe(Protocol):
     """Asks a host once."""
 
     async def __call__(self, host: Host) -> CheckResult:
-        """Return the outcome within the check's time limit. Raises nothing."""
+        """Return the outcome within the check's time limit. Never raises."""
         ...
 
 
@@ -106,7 +106,7 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # If an earlier attempt ended because of a bug of ours, the host keeps its health.
+        # After an internal error this coroutine runs again, and the host keeps its health.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)

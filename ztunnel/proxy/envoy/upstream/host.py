@@ -12,8 +12,8 @@ from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 class Host:
     """An endpoint with its state in this process.
 
-    It survives EDS updates that do not change its address, so counters, ejection and slow start continue. Counter
-    names are those of ``/clusters``.
+    It survives EDS updates that do not change its address, so counters, ejection and slow start continue. Counters
+    are named like in ``/clusters``.
     """
 
     endpoint: Endpoint
@@ -124,9 +124,9 @@ class HostSet:
         return self._by_address.get(address)
 
     def assign(self, assignment: LoadAssignment, now: float) -> list[Host]:
-        """Set the hosts to those of ``assignment``, and return the removed ones.
+        """Replace the hosts by the endpoints of ``assignment``, and return the removed hosts.
 
-        A host whose address stays keeps its object; its endpoint (health, weight, metadata) is replaced.
+        A host whose address stays keeps its object. Its endpoint (health, weight, metadata) is replaced.
         """
         old = self._by_address
         self._by_address = {}
@@ -154,7 +154,7 @@ class HostSet:
         return [host for address, host in old.items() if address not in self._by_address]
 
     def filtered(self, keep: Callable[[Host], bool]) -> "HostSet":
-        """Return a set with those of the same host objects that ``keep`` accepts."""
+        """Return a set of the host objects that ``keep`` accepts."""
         part = HostSet()
         part.overprovisioning = self.overprovisioning
         part.weighted_health = self.weighted_health

@@ -1,9 +1,9 @@
 """Manages all clusters: static ones, those from CDS, and the replacement of one version by the next.
 
-A changed cluster warms beside the old one and replaces it when it may serve; connections of the old one continue.
-Each cluster is promoted when it is warm itself: one whose endpoints or secrets never arrive delays no other
-cluster, no removal and no later update. If a cluster is refused, its old version stays current, the refusal is
-reported, and the other clusters of the update are applied.
+A changed cluster warms beside the old version and replaces it when it is warm. The old version's connections
+continue. Each cluster is promoted by itself: if its endpoints or secrets never arrive, it delays no other cluster,
+no removal and no later update. If a cluster is refused, its old version stays current, the refusal is reported,
+and the other clusters of the update are applied.
 """
 
 import asyncio
@@ -70,9 +70,7 @@ class ClusterManager:
         self._removed = scope.counter("cluster_removed")
 
     def pick(self, choices: tuple[WeightedCluster, ...], rng: random.Random) -> tuple[str, LiveCluster | None]:
-        """Return the name of one of several weighted clusters, and the cluster if it is active. Most chains have
-        one.
-        """
+        """Draw a weighted cluster. Return its name, and the cluster if it is active."""
         one = choices[0] if len(choices) == 1 else rng.choices(choices, [each.weight for each in choices])[0]
         return one.name, self._active.get(one.name)
 
@@ -115,7 +113,7 @@ class ClusterManager:
         """Apply a CDS update; the latch is set when no cluster that it changed warms any longer.
 
         Raises:
-            UpdateRejected: names each refused cluster. The others are applied.
+            UpdateRejected: names each refused cluster. All other clusters are applied.
         """
         self.version = update.version
         errors: list[str] = []
@@ -137,7 +135,7 @@ class ClusterManager:
             if cluster is not None:
                 changed.append(cluster)
                 if len(changed) % _AT_ONCE == 0:
-                    await asyncio.sleep(0)  # connections go on while a mesh arrives
+                    await asyncio.sleep(0)  # connections continue while a mesh arrives
         gone = set(update.removed)
         if update.complete:
             gone |= {name for name in (*self._active, *self._warming) if name not in seen}

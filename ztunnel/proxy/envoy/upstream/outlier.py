@@ -38,7 +38,7 @@ class OutlierDetector:
     Args:
         settings: thresholds.
         changed: called after a host's ``ejected`` flag changed, to recompute balancing.
-        chance: uniform in [0, 100). Enforcement percentages are drawn from it.
+        chance: returns random numbers, uniform in [0, 100), for enforcement percentages.
     """
 
     def __init__(
