@@ -554,7 +554,7 @@ class IstioProxy:
         log.info("shutdown complete component=proxy")
 
     async def _hand_over(self) -> asyncio.Task[None] | None:
-        """Give open connections to the successor. Returns what gives the rest, also to one that comes later."""
+        """Give open connections to the successor. Return the task that gives the rest later."""
         handover = self.handover
         if handover is None:
             return None
@@ -570,5 +570,5 @@ class IstioProxy:
                 giving.append(self.workers.hand_over(GIVE_S))
             await asyncio.gather(*giving)
         elif self.workers is not None:
-            await self.workers.hand_over(0.0)  # to a successor that comes late
+            await self.workers.hand_over(0.0)  # to a late successor
         return self._tasks.start(handover.give_late(), "late hand-over")

@@ -6,8 +6,9 @@ Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
 ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
 ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_HUBBLE*``, ``ZTUNNEL_LOG_WAIT``,
-``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``, ``ZTUNNEL_WARN_UNMATCHED``, ``ZTUNNEL_METRIC_PORTS``, and those of
-:mod:`ztunnel.policy.calico.settings`. Those of :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
+``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``, ``ZTUNNEL_WARN_UNMATCHED``, ``ZTUNNEL_METRIC_PORTS``, and the
+variables in :mod:`ztunnel.policy.calico.settings`. The variables in :mod:`ztunnel.proxy.otlp.settings` are
+OpenTelemetry's.
 """
 
 import ipaddress
@@ -142,7 +143,7 @@ class _Environment:
         ]
 
 
-#: Variables that other code reads, or that Istio's chart sets without an effect here.
+#: Variables read by other code, or set by Istio's chart without an effect here.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",

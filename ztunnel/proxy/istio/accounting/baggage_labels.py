@@ -1,8 +1,8 @@
-"""Bounds what peers say of themselves in metrics and logs. Pure.
+"""Bounds the labels in metrics and logs that come from peers' own baggage. Pure.
 
-A peer that the control plane has not described (yet), or that is behind a gateway, is labelled by its own baggage.
-Each principal has a budget of label sets, because otherwise a single peer could fill the metrics page, and later
-ones would count as unknown. Above the budget a connection has only its principal, which is proven.
+A peer is labelled by its own baggage if it is unknown to the control plane, or behind a gateway. Each principal
+has a budget of label sets, because otherwise a single peer could fill the metrics page, and later peers would
+count as unknown. Above the budget a connection has only its principal, which is authenticated.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Asked(Protocol):
 
 
 class Recorded(Protocol):
-    """What is written of a :class:`ztunnel.proxy.istio.accounting.record.Record`."""
+    """The recorded attributes of a :class:`ztunnel.proxy.istio.accounting.record.Record`."""
 
     direction: Any
     source: SocketAddress
@@ -89,16 +89,16 @@ def note(
     """Write a connection that has ended.
 
     Args:
-        ring: of the process.
+        ring: the process's flight recorder.
         record: the connection.
         ended_s: wall time.
         now_s: monotonic seconds.
-        failure: why; None: by itself.
+        failure: the failure, or None for a normal end.
     """
     if not ring.capacity:
         return
     counts = record.counts
-    # What comes from a description recurs, and is shared already.
+    # Values of a :class:`Described` are shared already.
     text = ring.text if record.described is None else _same
     source, destination = record.source_workload, record.destination_workload
     outbound = record.direction == "outbound"
@@ -193,7 +193,7 @@ def _address(authority: str) -> tuple[str, int] | None:
 
 
 def side(workload: Workload | None, labels: PeerLabels | None, identity: SpiffeId | None) -> Side:
-    """Return a side of a connection: the workload of the mesh, else what the peer said of itself."""
+    """Return a side of a connection: the mesh's workload, else the peer's own baggage."""
     if workload is not None:
         return Side(
             namespace=workload.namespace,

@@ -133,11 +133,11 @@ class Bare(str):
 
 
 class Recurring:
-    """Fields that many lines have in common; they are rendered once.
+    """Fields shared by many lines, rendered once.
 
     Attributes:
         fields: names and values.
-        plain, json: as a part of a line of either format.
+        plain, json: the rendered fields in each format.
     """
 
     __slots__ = ("fields", "json", "plain")
@@ -179,9 +179,9 @@ def _json_field(name: str, value: str | int) -> str:
 
 
 def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
-    """Return a record's message without the fields at its end, and these: ``fetched identity=%s`` has one.
+    """Split a record into its message and the fields at its end: ``fetched identity=%s`` has one field.
 
-    JSON lines have them as keys, like those of the Rust ztunnel. Plain lines have them in place.
+    JSON lines have the fields as keys, like the Rust ztunnel. Plain lines keep them in place.
     """
     head, names = _parts(str(record.msg))
     args = record.args
@@ -311,14 +311,14 @@ class LogStream(logging.Handler):
     def write_completion(
         self, time_s: float, source: object, shown: Recurring, sent: int, received: int, duration_ms: int
     ) -> None:
-        """Write the line of a connection that ended in order, as :meth:`write_access` would, without its pieces.
+        """Write the line of a normally ended connection. :meth:`write_access` prints the same, slower.
 
         Args:
             time_s: the wall clock.
             source: the client's address.
-            shown: its other fields; not empty.
+            shown: its other fields, not empty.
             sent, received: bytes.
-            duration_ms: of the connection.
+            duration_ms: the connection's duration.
         """
         time = timestamp(time_s)
         if self._line is plain_line:

@@ -71,12 +71,12 @@ PORT_LABELS: Final = (
 )
 _SECURITY: Final = TRAFFIC_LABELS.index("connection_security_policy")
 _MUTUAL_TLS: Final = "mutual_tls"
-#: Labels that operators may do without. Who reports stays, how a connection ended, and whether it was encrypted.
+#: Labels that operators can remove. Always kept: the reporter, the response flags, and whether mTLS was used.
 REMOVABLE_LABELS = frozenset(TRAFFIC_LABELS) - {"reporter", "response_flags", "connection_security_policy"}
 
 
 class PeerLabels(NamedTuple):
-    """The labels of one side of a connection. Empty values are printed as unknown."""
+    """Labels of a connection's source or destination. Empty values are printed as unknown."""
 
     workload: str = ""
     canonical_service: str = ""
@@ -164,12 +164,12 @@ def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]
 
 
 class PathTimes(NamedTuple):
-    """The histograms that a label set's connections count in.
+    """The duration histograms of a label set's connections.
 
     Attributes:
         length: from accept to end.
-        connected: from accept to the far side's answer; None for a destination, as for ``failed``.
-        failed: from accept to the failure.
+        connected: from accept to the far side's answer. None for destinations.
+        failed: from accept to the failure. None for destinations.
     """
 
     length: Durations
@@ -181,9 +181,9 @@ class TrafficSeries:
     """Counters of one label set.
 
     Attributes:
-        times: of its reporter and path.
-        opened: number of opened connections.
-        moved: open connections that came from another process, less those that went to one, which count there.
+        times: the histograms of its reporter and path.
+        opened: the number of opened connections.
+        moved: open connections received from another process, minus connections given to one.
         closed: numbers of closed connections, by response flags.
         received: bytes from client to server of finished relays, for either reporter.
         sent: bytes from server to client of finished relays.
@@ -271,7 +271,7 @@ class TrafficCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """A part of the counts of another process. The parts add up.
+    """A part of another process's counts. Adding all parts gives its total.
 
     Attributes:
         sockets_open: sockets that are open now, by reporter.
@@ -319,9 +319,9 @@ _OF_MAIN = (
 )
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
-#: The counting key if ALLOW policies exist and none of them matched, so that no policy decided.
+#: The counting key if ALLOW policies exist and none matched.
 NONE_MATCHED: Final = "-"
-#: Series per part; decoding one takes its reader two milliseconds.
+#: Series per part. Its reader decodes a part in two milliseconds.
 _SERIES_PER_PART = 50
 
 
@@ -331,10 +331,10 @@ class Metrics(ConnectionTimes):
     Args:
         version: Istio's version, for ``istio_build``.
         series_budget: the largest number of traffic series.
-        expiry_s: how long a series of workloads that are gone is kept unused; 0: for ever.
-        removed: labels to leave out of traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections that
-            differ only in them are counted in one series from the start, so that no counter decreases.
-        flows: keeps connections that ended; None keeps none.
+        expiry_s: how long an unused series of removed workloads is kept. 0: for ever.
+        removed: labels to leave out of traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections differing
+        only there are counted in one series from the start, so that no counter decreases.
+        flows: the flight recorder. None disables it.
         ports: count connections by port, too.
     """
 
@@ -364,7 +364,7 @@ class Metrics(ConnectionTimes):
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
-        #: Ended connections by :data:`PORT_LABELS`; None: they are not counted.
+        #: Ended connections by :data:`PORT_LABELS`. None if disabled.
         self.ports: BoundedCounts[tuple[str, ...]] | None = BoundedCounts() if ports else None
         #: Returns ended streams by reason; called for each page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
@@ -523,7 +523,7 @@ class Metrics(ConnectionTimes):
 
     @property
     def addons(self) -> AddonReport:
-        """What addons have counted. Calls their hooks ``metrics``, so a page reads it once."""
+        """The addons' counts. Calls their hooks ``metrics``, so a page reads it once."""
         report = self._addons_elsewhere.copy()
         here = self.addons_here()
         report.add(here.hooks.values(), here.families.values(), here.states)
@@ -581,8 +581,8 @@ class Metrics(ConnectionTimes):
 
         Args:
             part: its counts.
-            lost: the process has ended, and its connections with it. Open ones count as closed, with flags ``-``,
-                because their end cannot be reported.
+            lost: the process has died. Its open connections count as closed with flags ``-``, because their end
+            cannot be reported.
             now_s: the time.
         """
         for labels, opened, closed, received, sent, workloads, moved, refused in part.traffic:
@@ -626,12 +626,12 @@ class Metrics(ConnectionTimes):
         self.handovers.add(part.handovers, part.handover_pauses, part.handover_paused_s)
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s
-        # Gauges and states of a process end with it.
+        # A lost process has no gauges and states any more.
         families = [each for each in part.addon_families if each.kind == "counter" or not lost]
         self._addons_elsewhere.add(part.addon_hooks, families, () if lost else part.addon_states)
 
     def page_with(self) -> "Metrics":
-        """Return a copy to which the counts of other processes are added for one page."""
+        """Return the sum of this process's and other processes' counts, for one page."""
         ports = self.ports is not None
         page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed, ports=ports)
         for name in _OF_MAIN:

@@ -84,7 +84,7 @@ class Failure(Exception):
 
 
 class EarlyDeny(Failure):
-    """The connection ends before it counts as opened. It gets one warning, and counts as an error only."""
+    """The connection fails too early to count as opened. It gets one warning, and counts only as an error."""
 
     flags = Flags.NONE
 

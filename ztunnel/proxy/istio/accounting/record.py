@@ -78,11 +78,11 @@ class Reporter(Protocol):
 
     @property
     def addons(self) -> "Observer | None":
-        """Informed of the end of every connection; ``None``: there are no addons."""
+        """The addons to inform when connections end. ``None`` without addons."""
 
 
 class Asked(Protocol):
-    """What addons have said of a connection: :class:`ztunnel.proxy.addons.host.Asked`."""
+    """The addons' verdicts on a connection: :class:`ztunnel.proxy.addons.host.Asked`."""
 
     @property
     def addon(self) -> str:
@@ -102,18 +102,18 @@ class Observer(Protocol):
         """Return what stands for their verdicts, which the other process had and this one has not."""
 
     def ended(self, record: "Record", reason: str, duration_s: float) -> None:
-        """Inform them of the end of a connection, with the text of its access line."""
+        """Inform the addons that a connection has ended, with the error text of its access line."""
 
 
 class Described:
-    """The constant part of the records of many connections, and values computed from it once.
+    """The constant part of many connections' records, with values computed once.
 
     Attributes:
-        shown: its fields in access lines, which follow the source's address.
-        series: where the connections are counted; ``None`` until the first one is.
+        shown: the fields in access lines after the source's address.
+        series: the series that counts the connections. ``None`` until the first one is counted.
         forgotten: :attr:`Metrics.forgotten` when ``series`` was found.
 
-    The other attributes are those of :class:`Record`.
+    The other attributes have the meaning given in :class:`Record`.
     """
 
     __slots__ = (
@@ -149,24 +149,24 @@ class Described:
 
 
 class Record:
-    """See the module.
+    """One connection, opened once and completed once, or denied early.
 
     Args:
-        counts: those of the other half of a node-local tunnel. ``None`` creates its own.
+        counts: the byte counts of a node-local tunnel's other half. ``None`` creates new ones.
 
     Attributes:
         source, destination: addresses for the log; the destination becomes the next hop once it is known.
-        hbone_authority: of the tunnel, if there is one.
-        source_workload, destination_workload: as the control plane describes them.
-        source_labels, destination_labels: how metrics and logs name the two sides.
-        source_identity, destination_identity: proven by the peer or, on our side, our own.
+        hbone_authority: the tunnel's authority, if there is a tunnel.
+        source_workload, destination_workload: the workloads as described by the control plane.
+        source_labels, destination_labels: the two sides' labels in metrics and logs.
+        source_identity, destination_identity: the peer's authenticated identity, and our own on our side.
         dry_run: the hypothetical decision of dry-run policies, if it differs.
         http_left: the rule of a policy about requests, and the waypoint that judges them.
-        described: where the attributes came from by :meth:`describe`; whoever changes one sets it to ``None``.
-        opened_s: monotonic seconds of when it counted as opened; 0 before.
+        described: the source of the attributes set by :meth:`describe`. Set it to ``None`` after changing one.
+        opened_s: monotonic seconds of when it counted as opened. 0 before.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
-        addons: of this process; ``None``: there are none.
-        asked: what addons have said. ``None`` if none was asked.
+        addons: this process's addons, if any.
+        asked: the addons' verdicts. ``None`` if no addon was asked.
         counts: bytes moved, from the requesting side to the answering side and back.
     """
 
@@ -303,9 +303,7 @@ class Record:
         return self.asked
 
     def complete(self, failure: Failed | None = None) -> None:
-        """Count the end of an opened connection and write its line. Idempotent; does nothing if it
-        never opened.
-        """
+        """Count the end of an opened connection and write its line. Otherwise without effect."""
         if not self._opened:
             return
         self._opened = False
@@ -405,7 +403,7 @@ class Record:
         )
 
     def denied_early(self, denial: EarlyDeny) -> None:
-        """Count a connection that ends before it opened, and write its line."""
+        """Count a connection that fails too early to open, and write its line."""
         node, reason = self._node, str(denial)
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
         node.metrics.failed(self.direction.reporter, Stage.EARLY, denial.reason)

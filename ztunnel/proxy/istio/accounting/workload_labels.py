@@ -1,4 +1,4 @@
-"""A workload's labels and baggage, computed once per version of it. Pure."""
+"""Computes a workload's labels and baggage, once per version. Pure."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ class WorkloadLabels(NamedTuple):
     """A workload with the labels printed for each of its connections.
 
     Attributes:
-        workload: the version described.
+        workload: the workload's version.
         identity: the identity in its certificate.
-        plain: its labels on a connection that proves no identity.
-        secured: its labels, including the principal, on a connection with proven identity.
-        baggage: the header by which its proxy describes it to the peer's.
+        plain: its labels on an unauthenticated connection.
+        secured: its labels on an authenticated connection, including the principal.
+        baggage: the header that describes the workload to the peer's proxy.
     """
 
     workload: Workload
@@ -27,7 +27,7 @@ class WorkloadLabels(NamedTuple):
 
 
 def labels_of(workload: Workload) -> WorkloadLabels:
-    """Compute the labels of one version of a workload."""
+    """Compute the labels of a workload's version."""
     plain = PeerLabels.of(workload)
     identity, place = workload.identity, workload.locality
     return WorkloadLabels(

@@ -1,7 +1,7 @@
 """``/check``: facts for ``ztunnel check``, and with ``?reach=ADDRESS`` a trial of port 15008.
 
-The trial ends with the handshake: nothing is sent afterwards. Only addresses of workloads of the mesh that take
-tunnels, and of gateways of networks, are tried, so that the page is no scanner of ports.
+The trial ends after the handshake, without sending data. It connects only to the mesh's workloads with tunnel
+support and to network gateways, so that the page cannot be used as a port scanner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_REFUSED: Final = 100
 
 
 async def check_page(proxy: InspectedProxy, request: PageRequest) -> Page:
-    """Return the facts, or those of a trial."""
+    """Return the facts, or the result of a trial."""
     wanted = request.query.get("reach")
     if wanted is None:
         return text(json.dumps(await facts(proxy), indent=1) + "\n", content_type=JSON)
@@ -107,9 +107,9 @@ def token_facts(setting: str | None) -> dict[str, Any]:
 
 
 async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of entries of a dump, and a hash that does not depend on their order.
+    """Return the number of a dump's entries and their hash, which does not depend on the order.
 
-    Connections get the loop after each :data:`_SLICE` entries.
+    Yields to the event loop after each :data:`_SLICE` entries.
     """
     total, number = 0, 0
     for entry in entries:
@@ -121,7 +121,7 @@ async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _tunnel_port(proxy: InspectedProxy, address: str) -> int | None:
-    """Return the port at which a workload, or a gateway of a network, takes tunnels; None: there is none."""
+    """Return the tunnel port of a workload or network gateway, or None."""
     workload = proxy.mesh.workload_at(proxy.config.network, address)
     if workload is not None and workload.protocol is Protocol.HBONE:
         return HBONE_PORT

@@ -49,10 +49,10 @@ def pieces(
 
     Args:
         proxy: the proxy to show.
-        connections: live connections of pods that workers carry.
-        metrics: the sum of all processes' counts; without workers, the proxy's own.
-        part: the only key to show; empty: all.
-        name: of the entries to show of that part; empty: all.
+        connections: live connections of pods carried by workers.
+        metrics: the sum of all processes' counts. Without workers, the proxy's own.
+        part: the only key to show. Empty: all keys.
+        name: show only entries of that part with this name. Empty: all entries.
 
     Raises:
         LookupError: there is no such part.

@@ -1,4 +1,4 @@
-"""Makes ``/explain``: what would become of a connection, decision by decision."""
+"""Makes ``/explain``: the predicted course of a connection, decision by decision."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _bad(reason: str) -> Page:
 
 
 def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
-    """Return the state of the source's certificate. A proxy has only those of its own node."""
+    """Return the state of the source's certificate. A proxy has only its own node's certificates."""
     state = proxy.certificates.states().get(identity)
     if isinstance(state, WorkloadCertificate):
         return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
@@ -111,11 +111,10 @@ def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
 
 
 def _issued(proxy: InspectedProxy, workload: Workload) -> WorkloadCertificate | None:
-    """Return the certificate that a workload presents. None if it is another node's, or if a connection waits for
-    it.
+    """Return a workload's certificate. None for another node's workload, or while the certificate is requested.
 
     Raises:
-        IdentityError: there is none, and connections fail with this.
+        IdentityError: no certificate is available. Connections fail with this error.
     """
     return proxy.certificates.at_once(workload.identity) if _of_this_node(proxy, workload) else None
 

@@ -1,4 +1,4 @@
-"""The pods of a node as taps name them, and what captures their connections; imported where taps are permitted."""
+"""Finds a node's pods and their connections for taps. Imported only where taps are permitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TappedPods:
         self._proxy = proxy
 
     async def open_connections(self, pod: str) -> int:
-        """See :class:`ztunnel.proxy.tap.taps.TapSource`; ``pod`` is ``NAMESPACE/NAME``."""
+        """Return the number of a pod's open connections. ``pod`` is ``NAMESPACE/NAME``."""
         here = [each for each in self._proxy.carried() if f"{each.name.namespace}/{each.name.name}" == pod]
         if not here:
             raise CannotTap(f"{pod}: this proxy carries no such pod; pods are named NAMESPACE/NAME")
@@ -26,6 +26,6 @@ class TappedPods:
         return found
 
     def carriers(self) -> list[Carry]:
-        # The proxy's own pod is carried by this process, even if workers carry the others.
+        # This process carries the proxy's own pod, even if workers carry all other pods.
         taps, workers = self._proxy.node.taps, self._proxy.workers
         return [*([taps.carry] if taps is not None else []), *(workers.carriers() if workers is not None else [])]

@@ -1,4 +1,4 @@
-"""The addresses of the control plane, the tokens for it, and the roots that verify it.
+"""The control plane's addresses, tokens and trusted roots.
 
 Files are read for each use, because tokens and roots are rotated under a running process. A missing file is an
 error of that use, with its path. The next use reads it again.
@@ -139,7 +139,7 @@ class Credentials:
 
     Attributes:
         token: identifies this node. Without one no ``clusterid`` is sent either, like in the Rust ztunnel.
-        cluster_id: the cluster in which istiod searches for the node of an impersonated pod.
+        cluster_id: the cluster where istiod searches for an impersonated pod's node.
         headers: further headers, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
     """
 

@@ -1,4 +1,4 @@
-"""Fetches certificates of workloads on first need, renews them at half life, drops them with the last workload.
+"""Fetches workloads' certificates on first need, renews them at half lifetime, drops them with the last workload.
 
 :class:`CertificateManager` owns one task per fetch. ``schedule.py`` decides which fetches are due, and their
 order.
@@ -58,7 +58,7 @@ class CertificateAuthority(Protocol):
     """Issues certificates: istiod over gRPC (``ca_client``), or a root in memory (``fake_ca``)."""
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """Create a key, and return it with a certificate for it.
+        """Create a key, and return it with its certificate.
 
         Raises:
             IdentityError: the authority refused, was unreachable, or sent an unusable answer.
@@ -94,7 +94,7 @@ class Revocations(Protocol):
 class TlsPolicy:
     """The TLS parameters of tunnels.
 
-    The suites are those of :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. The Rust
+    The suites come from :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. The Rust
     ztunnel prefers AES-256; both ends accept both.
 
     Attributes:
@@ -448,8 +448,8 @@ class CertificateManager:
                 f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
             )
             return
-        # Peers judge by their clocks. Without a usable certificate, one that becomes valid slightly later by our
-        # clock is better than none, because our clock can be wrong.
+        # Peers judge by their clocks, and our clock can be wrong. So a certificate that becomes valid slightly
+        # later is used if there is no other.
         current = self.current(fetch.identity)
         if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
             self._failed(

@@ -145,7 +145,7 @@ class Schedule:
     def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float) -> bool:
         """Record that a fetch failed. Return False if the identity is no longer in use.
 
-        See :meth:`succeeded` for the arguments.
+        The arguments are as for :meth:`succeeded`.
         """
         entry = self._ended(fetch)
         if entry is None:

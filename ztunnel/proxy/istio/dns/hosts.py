@@ -16,7 +16,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 log = logging.getLogger(__name__)
 
 _LOCALHOST: Final = "localhost"
-#: These names are never forwarded, whatever a file contains (RFC 6761, 6.3).
+#: Loopback names are never forwarded, even if the hosts file differs (RFC 6761, 6.3).
 _LOOPBACK: Final[tuple[IpAddress, ...]] = (ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1"))
 
 

@@ -3,7 +3,7 @@
 Our own answers have few kinds of records and are built here: a query costs 25 microseconds, with dnspython 130.
 Forwarded answers are not re-encoded, so that records of any type and class arrive as the server sent them. Only
 the header, the question's spelling and the times to live change. dnspython has the names of rare record types.
-Importing all of it takes 60 ms and 2 MiB, a delay for the pods of a restarted proxy.
+A complete import takes 60 ms and 2 MiB, a delay for the pods of a restarted proxy.
 """
 
 import re
@@ -172,9 +172,9 @@ def local_answer(
 
     Without addresses it has the SOA record that lets resolvers cache the negative answer (RFC 2308, 3).
 
-    An answer longer than ``limit`` has as many addresses as fit and is marked as truncated. It is not emptied,
-    because some clients never retry by TCP, unless there is no room for two names of 255 bytes. Addresses keep
-    their order. All must be of the question's type.
+    An answer longer than ``limit`` is cut to the addresses that fit and marked as truncated. It still has
+    addresses, because some clients never retry by TCP. It is empty only if two names of 255 bytes leave no room.
+    Addresses keep their order. All must be of the question's type.
 
     Raises:
         ValueError: ``canonical`` is no DNS name.
@@ -230,7 +230,7 @@ def _header(query: Query, flags: int, answers: int, authority: int = 0) -> bytes
 
 
 def _opt(query: Query) -> bytes:
-    """Return the OPT record of a response, or nothing if the query has none (RFC 6891, 6.1.1)."""
+    """Return a response's OPT record, or no bytes if the query has none (RFC 6891, 6.1.1)."""
     if not query.edns:
         return b""
     return struct.pack(">BHHBBHH", 0, _OPT, query.udp_bytes, 0, 0, query.edns_flags & _DO, 0)
@@ -439,10 +439,10 @@ def _encoded(name: str) -> bytes:
 
 
 def _labels(text: bytes) -> list[bytes]:
-    """Return the labels of a name's text, in which an octet can be escaped: the inverse of :func:`_escaped`.
+    """Return the labels of a name's text, decoding escaped octets: the inverse of :func:`_escaped`.
 
     Raises:
-        ValueError: an escape is none.
+        ValueError: an escape sequence is invalid.
     """
     if b"\\" not in text:
         return text.removesuffix(b".").split(b".")

@@ -1,7 +1,7 @@
 """The DNS proxy of one pod: sockets on the pod's loopback, queries counted and logged.
 
-The sockets are bound to loopback addresses. A socket bound to all addresses would answer from the pod's address,
-and conntrack would not match that to the query that it redirected to loopback.
+The sockets are bound to loopback addresses. A socket bound to all addresses would answer from the pod's address.
+conntrack redirected the query to loopback, and would not recognise that answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pod's connection as a value, and a connection of such a value in the mesh of this process."""
+"""Converts a pod's connection to a value, and a value to a connection in this process's mesh."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
 
 
 def record_value(record: Record, now_s: float) -> RecordValue:
-    """Return an account as a value; its bytes are those of the relay."""
+    """Return a record as a value, without byte counts: the relay's value has them."""
     source, destination = record.source_workload, record.destination_workload
     return RecordValue(
         direction=str(record.direction),
@@ -81,7 +81,7 @@ def _peer_value(certificate: WorkloadCertificate) -> PeerValue:
 
 
 def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
-    """Return an account that continues here; workloads and service are those of this process's mesh.
+    """Return a record that continues here. Workloads and service are looked up in this process's mesh.
 
     Raises:
         ValueError: an identity, a direction or labels cannot be read.

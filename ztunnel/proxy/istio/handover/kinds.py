@@ -1,4 +1,4 @@
-"""What an Istio mesh's proxy gives to :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
+"""The Istio front end's functions for :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ztunnel.proxy.istio.path.pod import PodProxy
 
 
 def kinds_of(pods: Callable[[], Iterable[PodProxy]]) -> Kinds:
-    """Return how the connections of pods move; ``pods`` returns those that are carried now."""
+    """Return the functions that move pods' connections. ``pods`` returns the currently carried pods."""
 
     async def made(offer: messages.Offer, socks: list[socket.socket]) -> Pending:
         return await make({pod_key(pod.name): pod for pod in pods()}, offer, socks)

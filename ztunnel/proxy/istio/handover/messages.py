@@ -17,7 +17,7 @@ PodKey: TypeAlias = tuple[str, str, str]
 
 
 class FactsValue(Struct, frozen=True, kw_only=True):
-    """What policies judge of an inbound connection; ``names``: ``None`` for plain text."""
+    """The input of policies for an inbound connection. ``names`` is ``None`` for plain text."""
 
     source: SocketAddress
     destination: SocketAddress
@@ -70,11 +70,11 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
     """A pod's tunnel connection.
 
     Attributes:
-        pod: whose.
-        dialled: address and accepted identities of one that the pod has dialled. ``None``: it was accepted.
-        idle_s: for how many seconds a dialled one has had no tunnels. If that began anew, frequent replacements
-            would keep every connection that was ever dialled.
-        source, local: of an accepted one, the peer's address and ours.
+        pod: the pod of the connection.
+        dialled: for a dialled connection, its address and the accepted identities. ``None``: it was accepted.
+        idle_s: the seconds that a dialled connection has had no tunnels. With a reset to 0, frequent replacements
+            would keep every idle connection open.
+        source, local: for an accepted connection, the peer's address and ours.
     """
 
     pod: PodKey

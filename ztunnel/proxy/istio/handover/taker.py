@@ -1,4 +1,4 @@
-"""The side of a hand-over that takes: makes the units of offers, and continues the accepted ones."""
+"""The taking side of a hand-over in an Istio mesh: rebuilds offered units, and continues the accepted ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Pending:
     def start(self) -> None:
         """Continue the unit: it belongs to this process from now on."""
         unit = self._unit
-        # Registered before it is judged: what a review finds, and what ends until then, is accounted for.
+        # Registered before being judged, so that a review finds it and an early end is counted.
         found = [[(pod, register(lambda _: None)) for pod, register in halves] for halves in self._halves]
         for halves, (a, b) in zip(found, unit.ends, strict=True):
             for pod, entry in halves:

@@ -1,7 +1,7 @@
 """The labels of a workload as addons see them. Pure.
 
-The control plane sends no pod labels, but what Istio derives from them: canonical name and revision, and the
-locality. They have the names of the labels that they usually come from.
+The control plane sends no pod labels, only values that Istio derived: canonical name, revision and locality. Each
+has the name of the label that it usually comes from.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from xds.model.workload import Locality, Workload
 
 
 def addon_labels(workload: Workload) -> Mapping[str, str]:
-    """Return the labels of a workload; empty ones are left out."""
+    """Return the labels of a workload, without empty ones."""
     return _labels(workload.canonical_name, workload.canonical_revision, workload.node, workload.locality)
 
 

@@ -3,7 +3,7 @@
 =================  ===================================================================================
 hook               when
 =================  ===================================================================================
-``connecting``     a route was found and an endpoint drawn, before it is dialled. Once per connection:
+``connecting``     a route was found and an endpoint drawn, before dialling. Once per connection:
                    further attempts keep the verdicts
 ``accepting``      the policies of the mesh, and Calico's, have allowed it; the application is not dialled yet
 ``opened``         the relay runs
@@ -67,12 +67,12 @@ class PodAddons:
         """Ask about an outbound connection whose record has its route, without waiting.
 
         Args:
-            entry: of the connection.
+            entry: the connection's entry.
             dialled: the address that the application dialled.
-            server_name: in its ClientHello, if an addon needs it.
+            server_name: the server name of its ClientHello, if an addon needs it.
 
         Returns:
-            True: no addon says anything. False: :meth:`connecting` must follow.
+            True if no addon returned a verdict. After False, call :meth:`connecting`.
         """
         record = entry.record
         facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled, server_name)
@@ -82,12 +82,12 @@ class PodAddons:
     async def connecting(
         self, entry: PodConnection, client: PlainSocket, dialled: SocketAddress
     ) -> tuple[Labels, ...] | None:
-        """Ask about an outbound connection whose record has its route, or go on after :meth:`connecting_now`.
+        """Ask about an outbound connection whose record has its route, or continue after :meth:`connecting_now`.
 
-        Later calls for the same connection, before further attempts, only take note of the new route.
+        Later calls for the same connection, before further attempts, only store the new route.
 
         Args:
-            entry: of the connection.
+            entry: the connection's entry.
             client: the application's end.
             dialled: the address that the application dialled.
 
@@ -118,14 +118,14 @@ class PodAddons:
         """Ask about an inbound connection that policy allows, without waiting.
 
         Returns:
-            True: no addon says anything. False: :meth:`accepting` must follow.
+            True if no addon returned a verdict. After False, call :meth:`accepting`.
         """
         record = entry.record
         asked = record.asked = Asked(self.host, self._inbound(record))
         return self.host.ask_now(self.host.accepting, asked)
 
     async def accepting(self, entry: PodConnection) -> None:
-        """Ask about an inbound connection that policy allows, or go on after :meth:`accepting_now`.
+        """Ask about an inbound connection that policy allows, or continue after :meth:`accepting_now`.
 
         Raises:
             Failed: an addon denies it.
@@ -139,11 +139,11 @@ class PodAddons:
         _raise_denial(asked)
 
     def mesh_changed(self, mesh: Mesh) -> None:
-        """Inform the addons of a change of the mesh, soon."""
+        """Inform the addons soon that the mesh has changed."""
         self.host.mesh_changed(lambda: _summary(mesh))
 
     def _rerouted(self, record: Record, protocol: str) -> None:
-        """Give later hooks the facts of the endpoint of another attempt."""
+        """Give later hooks the facts of another attempt's endpoint."""
         asked = record.asked
         if isinstance(asked, Asked):
             old = asked.facts
@@ -158,7 +158,7 @@ class PodAddons:
         return Asked(self.host, self._outbound(self.host.next_number(), record, protocol, record.destination))
 
     def ended(self, record: Record, reason: str, duration_s: float) -> None:
-        """Inform the addons of the end of a connection; called with its access line."""
+        """Inform the addons that a connection has ended. Called when its access line is written."""
         asked = record.asked
         if not isinstance(asked, Asked):  # refused before a hook was asked
             asked = self.taken_over(record)
@@ -284,16 +284,16 @@ def would_connect(
     way: Mapping[str, Any],
     names: tuple[str, ...] = (),
 ) -> Facts:
-    """Return the facts of a connection that could be, as ``connecting`` would get them.
+    """Return the facts of a hypothetical connection, as ``connecting`` would get them.
 
     Args:
         source: the workload that would open it, at the address ``host``.
-        host: see above.
+        host: the client's address.
         dialled: the address that its application would dial.
-        service: there.
-        there: the workload at the way's end.
-        way: of an answer of :func:`ztunnel.proxy.istio.path.explain.explain`.
-        names: for which the pod got the address.
+        service: the service at that address, if there is one.
+        there: the destination's workload, if it is known.
+        way: a way in an answer of :func:`ztunnel.proxy.istio.path.explain.explain`.
+        names: the names that the pod resolved to the address.
     """
     return Facts(
         dialect="istio",

@@ -62,19 +62,19 @@ class Authorizer:
     async def authorize(
         self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float = POLICY_GRACE_S
     ) -> None:
-        """Check a new connection; returns when it is allowed.
+        """Check a new connection. Returns when it is allowed.
 
-        A named policy that is missing allows nothing. The connection waits for it, because control planes announce
-        a workload before its policy.
+        While a policy named by the workload is missing, the connection waits, because control planes announce a
+        workload before its policy. If the policy does not arrive in time, the connection is denied.
 
         Args:
-            workload: that the connection came to.
+            workload: the destination of the connection.
             facts: the input of policies.
-            record: gets the verdict of dry-run policies.
-            grace_s: how long missing policies are waited for.
+            record: receives the verdict of dry-run policies.
+            grace_s: how long to wait for missing policies.
 
         Raises:
-            Denied: it is not allowed.
+            Denied: the connection is not allowed.
         """
         policies = self._node.mesh.policies_for(workload)
         if policies.missing:
@@ -120,8 +120,8 @@ class Authorizer:
     def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
         """Judge an admitted connection again.
 
-        While a named policy is missing, only an explicit DENY of one that has arrived ends the connection, because
-        the missing policy can be the one that allows it. When its time is over, it denies.
+        While a policy named by the workload is missing, only a matching DENY policy ends the connection, because
+        the missing policy might allow it. After the grace period the missing policy denies it.
         """
         policies = self._node.mesh.policies_for(workload)
         until_s = min((self._missing.get(key, 0.0) for key in policies.missing), default=0.0)

@@ -3,8 +3,8 @@
 A new decision for each connection would check every endpoint. Instead :class:`Candidates` holds the usable
 endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
 indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so
-services that this node's pods do not dial cost nothing. They follow the mesh by its change notifications, and a
-change of one endpoint costs one endpoint.
+undialled services have no cost. They follow the mesh's change notifications, and the cost of a change is
+proportional to its endpoints.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _DRAWS = 8
 #: Preferences whose endpoints are remembered per set of candidates.
 _PREFERENCES = 16
 
-#: The largest number of sets of candidates, reached only in a mesh whose pods dial every service.
+#: The most candidate sets, reached only in a mesh whose pods dial every service.
 _KEPT = 16384
 
 
@@ -43,10 +43,10 @@ class Question(NamedTuple):
         service: the service.
         port: the service's port.
         network: the client's network.
-        waypoint: the service is a waypoint; endpoints that accept tunnels need not have the port.
-        preferences: scopes in which an endpoint should equal the client, widest first.
+        waypoint: the service is a waypoint. Endpoints that accept tunnels need not have the port.
+        preferences: the scopes where an endpoint should match the client, widest first.
         client: the client's values of these scopes.
-        strict: an endpoint must equal the client in all of them.
+        strict: an endpoint must match the client in every scope.
     """
 
     service: ServiceKey
@@ -295,7 +295,7 @@ class Candidates:
         return self._ranks[best[0]].draw(choose)
 
     def best(self, mesh: Mesh) -> list[WorkloadUid]:
-        """Return the endpoints of the best rank, from which :meth:`pick` draws."""
+        """Return the endpoints of the best rank. :meth:`pick` draws one of these."""
         if self._changed is None or self._changed:
             self._follow(mesh)
             self._preferred.clear()
@@ -351,9 +351,9 @@ class Candidates:
         """Return an endpoint's workload, and its rank or why it is no candidate.
 
         Args:
-            mesh: has the workload.
-            service: as the mesh has it; None: it is gone.
-            endpoint: as the mesh offers it for connections; None: it does not.
+            mesh: the current mesh.
+            service: the service's current version, or None if it was removed.
+            endpoint: the endpoint, or None if the mesh does not offer it for connections.
         """
         if service is None or endpoint is None:
             return None, LeftOut.UNHEALTHY
@@ -392,10 +392,10 @@ def narrowed(
 ) -> frozenset[WorkloadUid]:
     """Return the preferred candidates. Empty if no preference fits any.
 
-    Each preference narrows what the ones before have left. One that would leave nothing has no effect.
+    Each preference narrows the remaining candidates. A preference that fits no remaining candidate has no effect.
 
     Args:
-        prefer: in order.
+        prefer: the preferences, in order.
         candidates: endpoints, with their labels.
     """
     left: frozenset[WorkloadUid] = frozenset()
@@ -436,7 +436,7 @@ class _Balancer:
             for candidates in self._by_service.get(key, ()):
                 candidates.touch(uids)
         for key in changes.services:
-            # Questions contain the service's ports and preferences, so those of its old version do not recur.
+            # Questions contain the service's ports and preferences, so its old version's questions do not recur.
             for candidates in self._by_service.pop(key, ()):
                 self._kept.pop(candidates.question, None)
 
@@ -466,7 +466,6 @@ def pick(
         mesh: the current mesh.
         question: the service and the facts about the client.
         choose: see :data:`Choose`.
-        avoid: see :meth:`Candidates.pick`.
-        prefer: see there.
+        avoid, prefer: see :meth:`Candidates.pick`.
     """
     return candidates_for(mesh, question).pick(mesh, choose, avoid, prefer)

@@ -33,8 +33,8 @@ from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 if TYPE_CHECKING:
     from xds.model import calico as c  # only where Calico's policies are obeyed
 
-#: The time for which idle tunnel connections are kept after GOAWAY: some round trips, and the second for which a
-#: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
+#: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second during which a server
+#: still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
 
 
@@ -45,16 +45,16 @@ class PodConnection(Life):
         judged_by: gives the verdict once :attr:`state` has passed *identified*.
 
     Attributes:
-        record: its account.
-        original: the dialled address (outbound), or the service that the client meant (inbound), for the dump.
+        record: its record for logs and metrics.
+        original: the dialled address (outbound), or the service requested by the client (inbound), for the dump.
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
         facts: the input of the mesh's policies (inbound).
-        flow: what Calico's policies judge (outbound).
+        flow: the input of Calico's policies (outbound).
         connection: the tunnel connection that carries it.
-        inner: of a double tunnel, the connection within.
-        peer: the certificate of the other end, where no TLS is in between to prove it.
-        relay: what carries its bytes, once it is open.
+        inner: a double tunnel's inner connection.
+        peer: the other end's certificate in a node-local tunnel, which has no TLS to verify it.
+        relay: the relay that carries its bytes, once it is open.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class Carrier(Life):
 
     Attributes:
         connection: ``None`` before the end of its handshake.
-        dialled: of a connection that the pool has dialled: its address, and the identities that were accepted.
+        dialled: for a dialled connection, its address and the accepted identities.
     """
 
     __slots__ = ("_lists", "_rejected", "connection", "dialled")
@@ -160,8 +160,8 @@ class Phase(Enum):
     phase     new connections                 tunnel connections
     ========  ==============================  ==========================================
     SERVING   accepted                        take tunnels
-    DRAINING  left to a successor             hear GOAWAY as soon as they are established
-    ENDED     none, joined ones included      closed
+    DRAINING  left to a successor             get GOAWAY as soon as they are established
+    ENDED     none, not even node-local       closed
     ========  ==============================  ==========================================
     """
 
@@ -179,11 +179,12 @@ class PodConnections:
         inbound, outbound: connections by direction.
         carriers: tunnel connections that were accepted here, their handshakes included.
         dialled: tunnel connections that the pool has opened or is opening.
-        phase: of the pod; it only advances.
+        phase: the pod's phase. It only advances.
     """
 
     def __init__(self, table: LiveTable) -> None:
-        # In the order in which a review visits them, because a carrier's tunnels end with its reason.
+        # A review visits groups in this order: connections before their carriers, whose end also ends their
+        # tunnels.
         self.arriving: Lives[Life] = Lives(table)
         self.inbound: Lives[PodConnection] = Lives(table)
         self.outbound: Lives[PodConnection] = Lives(table)
@@ -202,7 +203,7 @@ class PodConnections:
         return self.arriving, self.inbound, self.outbound, self.carriers
 
     def descriptors(self) -> int:
-        """Return the approximate number of descriptors of the pod. A relayed connection has two."""
+        """Return the pod's approximate number of descriptors. A relayed connection has two."""
         return len(self.arriving) + len(self.carriers) + 2 * len(self)
 
     def __len__(self) -> int:
@@ -224,12 +225,12 @@ class PodConnections:
         """Wait until every connection has ended, at most until ``until_s`` of the loop's time.
 
         Returns:
-            How many are left.
+            The number of remaining connections.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
-                # A peer can have requested a tunnel before it was notified, or can be about to be: idle tunnel
-                # connections and handshakes get some round trips. After that they are not waited for.
+                # A peer can have requested a tunnel before our GOAWAY arrived, or can still be in its handshake:
+                # idle tunnel connections and handshakes get some round trips.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
                         await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
@@ -249,7 +250,7 @@ class PodConnections:
             group.review(Event.STOP, reason)
 
     async def closed(self) -> None:
-        """Wait until ended lives are closed; those without a fiber are in the poller's next turn."""
+        """Wait until ended lives are closed. Lives without a fiber close in the next loop iteration."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
                 await all_emptied(*self.ended_here)

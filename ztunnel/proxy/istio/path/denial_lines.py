@@ -1,9 +1,9 @@
 """One line for a connection that a policy denied, where no access line says so.
 
 Access logs are often off (``RUST_LOG=info,access=off``), and then denials would be invisible. The line has the
-facts that a person needs: both workloads, the client's address and proven identity, the policy, and the deciding
-rule with its clause. It is rate-limited for each pod, so that a client that retries does not fill the disk.
-Finding the rule costs as much as judging by one policy, and only for lines that are written.
+necessary facts: both workloads, the client's address and authenticated identity, the policy, and the deciding rule
+with its clause. It is rate-limited per pod, so that a retrying client does not fill the disk. Finding the rule
+costs one policy evaluation, and only for written lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ztunnel.runtime.line_limit import LineLimit
 log = logging.getLogger(__name__)
 
 _NONE = "-"
-#: The number of ALLOW policies that are named if none of them matches. Of others, only their number is printed.
+#: The number of ALLOW policies to name if none matches. The rest are only counted.
 _MOST_NAMED = 4
 
 

@@ -1,4 +1,4 @@
-"""Explains what would become of a connection in an Istio mesh: the decisions of the data path, in words. Pure.
+"""Explains the data path's decisions about a hypothetical connection in an Istio mesh. Pure.
 
 Every decision is taken by the data path's own function (:func:`~ztunnel.proxy.istio.path.route.route_for`,
 :func:`~ztunnel.proxy.istio.path.inbound_target.inbound_target`,
@@ -48,10 +48,10 @@ from ztunnel.proxy.istio.path.route import (
 
 Answer = dict[str, Any]
 #: Judges the handshake of a client (``None`` if its workload is unknown) with a server whose accepted identities
-#: are given. Returns whether it can succeed, as far as this proxy knows, and why.
+#: are given. Returns whether it can succeed, as far as is known here, and why.
 Handshake = Callable[[Workload | None, Workload, tuple[str, ...]], tuple[bool, str]]
 
-#: The number of endpoints and policies that are printed. Of others, only their number is.
+#: The number of endpoints and policies to print. The rest are only counted.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
 _REFUSED: Final = "refused: "
@@ -114,7 +114,7 @@ def question(
     captured: bool = False,
     endpoint: str = "",
 ) -> Question:
-    """Return the question that these words ask.
+    """Parse a question.
 
     Args:
         source: an address, with or without a port, ``namespace/pod``, a workload's uid, or a SPIFFE id: of several
@@ -127,11 +127,11 @@ def question(
         captured: whether the connection is known to be captured, because a proxy saw it. Otherwise the control
             plane's statement that the source takes tunnels counts, and an identity, which only a ztunnel can
             prove.
-        endpoint: ``IP:PORT`` of the application that a connection to the service reached, from access lines. These
-            lack the service's port, which is found by it.
+        endpoint: ``IP:PORT`` of the application that a connection to the service reached, from access lines. It
+            determines the service's port, which those lines lack.
 
     Raises:
-        BadQuestion: there is no such party.
+        BadQuestion: a name or address is unknown or malformed.
     """
     workload, host = _source(source, around)
     namespace = workload.namespace if workload is not None else ""
@@ -253,7 +253,7 @@ def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress
 
 
 def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:
-    """Return the dialled service of a connection to an application, whose port is often another one."""
+    """Return the dialled service address of a connection to an application, whose port often differs."""
     service, host = _service(name, namespace, around)
     try:
         reached = SocketAddress.parse(endpoint)
@@ -370,13 +370,13 @@ def _routes(
 ) -> Iterator[Route | RouteRefused]:
     """Return a route for each possible endpoint of a connection, in the order of attempts.
 
-    For an unreachable endpoint, return the refusal: a connection that draws it ends with that.
+    For an unreachable endpoint, return the refusal that a connection would get.
 
     Args:
         asked: the connection.
         source: its workload.
         around: the proxy's mesh.
-        draws: takes the questions for which the decision draws an endpoint.
+        draws: receives the questions that draw an endpoint.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     told: set[tuple[str, ...]] = set()
@@ -394,13 +394,13 @@ def _routes(
             except RouteRefused as refused:
                 return refused
 
-        # Failed endpoints are drawn only if every endpoint has failed, and then from all of them.
+        # Failed endpoints are drawn only if every endpoint has failed. All are then candidates.
         failed = set(around.avoided)
         first = routed(failed)
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
         for route in _drawn(routed, avoid):
             key = _key(route)
-            if key not in told:  # weighted waypoints draw for clients of theirs as well, who pass them by
+            if key not in told:  # weighted waypoints also draw for their own clients, which bypass them
                 told.add(key)
                 yield route
 
@@ -611,7 +611,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
-    # Matching policies decide. Of the others the first are printed.
+    # Matching policies decide, so they come first. The output has room for some more.
     listed.sort(key=lambda each: not each["holds"])
     if listed:
         answer["policies"] = listed[:_MOST_TOLD]

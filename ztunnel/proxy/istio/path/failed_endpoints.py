@@ -1,12 +1,11 @@
-"""Endpoints that failed recently on this node. They are avoided while there are others. Pure."""
+"""Endpoints that failed recently on this node. They are avoided while a service has others. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from xds.model.workload import WorkloadUid
 
-#: The time for which a failed endpoint is avoided. A guess between Envoy's outlier ejection (30 s) and the restart
-#: of a pod.
+#: How long a failed endpoint is avoided. A guess between Envoy's outlier ejection (30 s) and the restart of a pod.
 AVOID_S = 10.0
 _MOST = 10_000
 
@@ -37,7 +36,7 @@ class _Both(Collection[WorkloadUid]):
 
 
 class FailedEndpoints:
-    """Endpoints that failed within :data:`AVOID_S`, at most 10,000 of them."""
+    """The endpoints that failed within :data:`AVOID_S`, at most 10,000."""
 
     def __init__(self) -> None:
         # All entries stay for the same time, so the order of failures is that of expiry. An OrderedDict, because

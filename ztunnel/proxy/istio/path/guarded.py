@@ -1,15 +1,15 @@
 """A pod's connections under Calico's policies; see :mod:`ztunnel.policy.calico.guard`.
 
-The order is Calico's tiers, then the policies of the mesh; both must allow. Without Calico's policies none of this
-is made, and a connection costs what it did.
+The order is Calico's tiers, then the policies of the mesh; both must allow. Without Calico's policies these
+objects do not exist, and connections have no additional cost.
 
 ================  ===============================================  =========================================
 direction         the other end                                    identities
 ================  ===============================================  =========================================
 inbound           the client's address, the application's port     the peer's certificate; this pod's own
-outbound          the endpoint that was drawn, with the port of    this pod's own; what the tunnel's far end
-                  the application; with a waypoint or gateway in   must prove, none outside a tunnel
-                  between, that one's address
+outbound          the drawn endpoint, with the application's      this pod's own; the identities accepted from
+                  port; with a waypoint or gateway in between,     the tunnel's far end, none without a tunnel
+                  its address
 ================  ===============================================  =========================================
 """
 
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedAuthorizer(Authorizer):
-    """Evaluates Calico's policies before those of the mesh."""
+    """Evaluates Calico's policies before the mesh's policies."""
 
     def __init__(self, node: Node, policies: LivePolicies) -> None:
         super().__init__(node)
@@ -140,7 +140,7 @@ class GuardedOutbound(Outbound):
         return await super()._dial(call, route, target)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """See :meth:`Outbound.verdict`; the flow is that of the endpoint which is dialled, or was last."""
+        """Judge a live connection. Calico's policies judge the flow to the last dialled endpoint."""
         if entry.flow is not None:
             decision = self._calico.guard.check(c.Direction.EGRESS, entry.flow, counted=False)
             if not decision.allowed:
@@ -173,7 +173,7 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     peer = facts.peer
     principal = ""
     if peer is not None:
-        # Not empty without an identity, because empty means plain text, for which addresses can suffice.
+        # Not empty without an identity: empty means plain text, where a rule by address can suffice.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 

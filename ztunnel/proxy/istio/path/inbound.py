@@ -1,4 +1,4 @@
-"""START HERE for what comes to a pod: tunnels on 15008, captured plain connections on 15006.
+"""START HERE for connections to a pod: tunnels on 15008, captured plain connections on 15006.
 
 Both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each is a life
 (:mod:`ztunnel.proxy.dataplane.lives`) from its accept on. :meth:`Inbound.verdict` judges live ones again.
@@ -145,7 +145,7 @@ class _Refusal(Exception):
         self.failure = failure
 
     def entered(self, record: Record) -> Failed | None:
-        """Account for an early denial; else return the failure that completes an opened record."""
+        """Count an early denial. Otherwise return the failure that completes an opened record."""
         if isinstance(self.failure, Failed):
             return self.failure
         record.denied_early(self.failure)
@@ -167,7 +167,7 @@ def _seen(
 
 
 class Inbound:
-    """Connections that come to one pod; a ``JoinTarget`` for tunnels of this node."""
+    """Inbound connections of one pod. Also the ``JoinTarget`` for node-local tunnels to the pod."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         self._pod = pod

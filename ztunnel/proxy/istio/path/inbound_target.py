@@ -125,7 +125,8 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Otherwise any client of this pod could have its connections counted, and judged, as those of any service.
+        # Otherwise any client of this pod could choose the service that its connections are counted and judged
+        # for.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)

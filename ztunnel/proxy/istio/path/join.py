@@ -1,7 +1,7 @@
 """Node-local tunnels between two pods: the values that the two halves exchange.
 
 The outbound half sends a :class:`JoinRequest`, and the inbound half of the other pod answers with an open end
-(:class:`Joined`). Policies, baggage, log lines and metrics are those of two proxies on the wire.
+(:class:`Joined`). Policies, baggage, log lines and metrics are the same as between two proxies over the network.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Joined:
         self.entry = entry
 
     def finish(self, failure: Failed | None) -> Failed | None:
-        """Close the half and account for it after the end of the relay. Called once, by the outbound half.
+        """Close the half and complete its record after the end of the relay. Called once, by the outbound half.
 
         Returns:
-            Returns the outbound half's failure: none if the inbound half was ended on purpose, because over the
-            wire the client's side sees CANCEL, an ordinary end.
+            The outbound half's failure. None if the inbound half was ended on purpose: over the network the
+            client's side would see CANCEL, an ordinary end.
         """
         ended_here = self.entry.reason
         self.entry.close()
@@ -76,12 +76,14 @@ class Joined:
 
 
 class JoinTarget(Protocol):
-    """A pod of this node to which tunnels can be joined: :class:`ztunnel.proxy.istio.path.inbound.Inbound`."""
+    """A pod of this node as the target of node-local tunnels:
+    :class:`ztunnel.proxy.istio.path.inbound.Inbound`.
+    """
 
     async def join(self, request: JoinRequest) -> Joined | None:
-        """Open the inbound half; ``None``: the tunnel must go over the wire.
+        """Open the inbound half. ``None``: the tunnel must go over the network.
 
         Raises:
-            ConnectRefused: the answer, as over the wire.
-            TunnelBroken: the far pod's proxy ended before it answered.
+            ConnectRefused: the request was refused, as it would be over the network.
+            TunnelBroken: the far pod's proxy ended before answering.
         """

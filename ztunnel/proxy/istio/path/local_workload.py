@@ -1,4 +1,4 @@
-"""The workload that a pod is, as the control plane describes it."""
+"""A pod's own workload, as described by the control plane."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class LocalWorkload:
         """The workload as last described, even if the control plane no longer describes it. ``None`` if it never
         did.
 
-        Open connections are judged by it, because a pod that is temporarily missing from the mesh must not lose
+        Open connections are judged by this value: a pod that is temporarily missing from the mesh must not lose
         its policies.
         """
         return self._last

@@ -1,4 +1,4 @@
-"""The state that the pods of one node share: the mesh, certificates, metrics, failed endpoints, and each other."""
+"""The state shared by a node's pods: mesh, certificates, metrics, failed endpoints, and a table of the pods."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ def pod_key(name: PodName) -> PodKey:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Node:
-    """The state that pods share; made once per process.
+    """The state shared by pods. Created once per process.
 
     Attributes:
         names: resolves the host names of workloads without addresses.
-        revocations: the source of revocation lists; ``None``: no certificate is revoked.
-        policies: Calico's. ``None`` if the mesh's policies alone decide.
-        taps: the taps of this process's pods; ``None``: the configuration permits none.
-        addons: the addons of this process; ``None``: none is loaded.
-        names_answered: called with a pod's namespace and name, a name, and the addresses that the pod gets for it
-            from our DNS. ``None``: no addon asks for names.
-        log_pressure: has new connections wait for the log; ``None``: lines are dropped instead.
+        revocations: the source of revocation lists, if one is configured.
+        policies: Calico's policies. ``None`` if only the mesh's policies decide.
+        taps: the taps of this process's pods. ``None`` if taps are not permitted.
+        addons: the addons of this process, if any.
+        names_answered: called with a pod's namespace and name, a name, and the addresses in our DNS answer.
+            ``None`` if no addon needs names.
+        log_pressure: delays new connections while the log is behind. ``None``: lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
         ask: requests a key from the control plane (on demand). ``None`` if the mesh is complete.
         pods: the pods of this node, for node-local tunnels; see :meth:`register`.
-        pod_window_bytes: bytes by which the windows of all of one pod's tunnel connections can grow together.
+        pod_window_bytes: the budget in bytes for enlarging the windows of a pod's tunnel connections.
         half_open: connections to pods before the end of their handshake.
         descriptors: shares of the process's descriptors, by pod.
         baggage_labels: labels from peers' baggage, within their budgets.
-        dns_places: for queries of all pods that wait for name servers.
-        asked: keys that were requested and answered, with any answer.
+        dns_places: limits the pods' queries that wait for name servers.
+        asked: requested keys that the control plane has answered, even negatively.
         live: all live connections of these pods.
     """
 
@@ -114,7 +114,7 @@ class Node:
 
     @property
     def sampled_below(self) -> int:
-        """See :func:`hbone.headers.format_traceparent`."""
+        """The threshold of trace sampling for :func:`hbone.headers.format_traceparent`."""
         return self.config.otlp.sampled_below if self.config.otlp is not None else 0
 
     @property

@@ -1,9 +1,9 @@
-"""Opens tunnel connections ahead: to endpoints that the services in use by a pod have got.
+"""Opens tunnel connections to new endpoints of a pod's destination services, ahead of their use.
 
-The first connection to an endpoint waits for TCP and TLS, which takes ten times as long as the next one. After a
-rollout or a scale-up every client meets new endpoints. With ``ZTUNNEL_OPEN_AHEAD`` a pod dials those endpoints of
-its destinations soon after the mesh has changed, one at a time, while fewer than that number of its tunnel
-connections are idle. The pool then treats them like others: an idle one is closed after its timeout.
+The first connection to an endpoint waits for TCP and TLS, ten times longer than later ones. After a rollout or a
+scale-up every client meets new endpoints. With ``ZTUNNEL_OPEN_AHEAD=N`` a pod dials these soon after the mesh has
+changed, one at a time, while fewer than N of its tunnel connections are idle. The pool treats them like other
+connections: it closes idle ones after the timeout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 
 log = logging.getLogger(__name__)
 
-#: Until the first dial after a change of the mesh, half of it at least: all clients of a service see the change at
-#: the same moment, and must not meet at the new endpoint.
+#: The first dial follows a mesh change after at most this time, and at least half. All clients of a service see
+#: the change at the same time, and must not connect to the new endpoint together.
 _SPREAD_S: Final = 1.0
 
 
@@ -31,9 +31,9 @@ class OpenAhead:
 
     Args:
         pod: the shared state of the pod.
-        plans: of its connections.
-        pool: of its tunnel connections.
-        most: idle tunnel connections of the pod from which on none is dialled.
+        plans: the plans of its connections.
+        pool: its tunnel connections.
+        most: with this number of idle tunnel connections, none is dialled ahead.
     """
 
     def __init__(self, pod: PodContext, plans: Plans, pool: Pool, most: int) -> None:

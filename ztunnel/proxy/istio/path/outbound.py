@@ -193,7 +193,7 @@ class Outbound:
         return plan
 
     def _begin(self, plan: Plan, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> bool:
-        """Carry a connection by steps, if nothing has to be waited for but the peer's answer."""
+        """Carry a connection by steps, if only the peer's answer must be awaited. Otherwise return False."""
         certificate = self._node.certificates.current(plan.labels.identity)
         place = self.tunnels.pool.reserve(plan.key(certificate)) if certificate is not None else None
         if place is None:
@@ -242,7 +242,7 @@ class Outbound:
         destination: SocketAddress,
         begun: Beginning | None = None,
     ) -> None:
-        """Carry a connection to its destination, and account for it. The caller closes ``client``."""
+        """Carry a connection to its destination, and complete its record. The caller closes ``client``."""
         record = Record(self._node, Direction.OUTBOUND, source, destination)
         cancel = current(self._node.poller).cancel
         entry = PodConnection(self._pod.connections.outbound, record, cancel, self.verdict)
@@ -257,8 +257,8 @@ class Outbound:
         plan: Plan,
         error: Exception | None,
     ) -> None:
-        """See :class:`~ztunnel.proxy.istio.path.planned.Owner`."""
-        # A request that the peer did not process is repeated, perhaps on another connection, as the pool does it.
+        """Continue after a planned attempt, as :class:`~ztunnel.proxy.istio.path.planned.Owner` describes."""
+        # A request not processed by the peer is repeated, perhaps on another connection, like in the pool.
         repeats = isinstance(error, TunnelBroken) and error.unprocessed
         begun = Beginning(plan.route, None if repeats else error, opened=True)
         self._run(self._going_on(entry, client, destination, begun))
@@ -328,7 +328,7 @@ class Outbound:
                 near = observed(capture, entry, client, upstream.end, destination)
             running = relay(near, upstream.end, record.counts)
             # A node-local tunnel has two entries and one relay. Either half can be ended on purpose (a policy, its
-            # pod's drain), and the other then ends with it, like by CANCEL over the wire.
+            # pod's drain). The other half then ends as if CANCEL had arrived over the network.
             entry.carried_by(running)
             if joined is not None:
                 joined.entry.carried_by(running, state=State.JOINED)
@@ -348,16 +348,16 @@ class Outbound:
     # Where to
 
     async def _open(self, call: PodCall, destination: SocketAddress, begun: Beginning | None) -> OutboundUpstream:
-        """Decide and dial, again with another endpoint when one fails.
+        """Decide and dial. If an endpoint fails, try another.
 
         Args:
             call: the connection.
             destination: the dialled address.
-            begun: what was decided and tried before.
+            begun: an earlier decision or attempt, to continue from.
 
         Raises:
-            EarlyDeny: there is no way.
-            Failed: there is one, but it could not be opened.
+            EarlyDeny: no route exists.
+            Failed: a route exists, but it could not be opened.
         """
         node, record, labels = self._node, call.entry.record, call.labels
         client = Client(workload=labels.workload, host=record.source.host, network=node.config.network)
@@ -384,14 +384,14 @@ class Outbound:
                     if isinstance(route, Tunnel):
                         route = route.at(target.host)
             except EarlyDeny as denial:
-                if failure is not None:  # the last endpoint is gone: what it failed with says more
+                if failure is not None:  # the last endpoint is gone: the error of its attempt is more useful
                     raise failure from denial
                 if record.asked is not None:  # it counts as opened
                     raise Failed(str(denial), denial.reason) from denial
                 raise
             if failure is not None:
-                # Endpoints to avoid are used if there is no other. The draw then returns one that has already
-                # failed, or another workload at its address, and its failure is the answer.
+                # Endpoints to avoid are used if there is no other. If the draw returns the same address again, the
+                # earlier failure is the result.
                 if target in tried:
                     raise failure
                 node.metrics.connect_retries += 1
@@ -413,10 +413,10 @@ class Outbound:
     def _attempt_failed(
         self, attempts: Attempts[WorkloadUid], error: Exception, route: Route, target: SocketAddress
     ) -> tuple[Failed, frozenset[SocketAddress]]:
-        """Account for a failed attempt; return its failure and its target if another one may follow.
+        """Count a failed attempt. Return its failure and its target if another attempt can follow.
 
         Raises:
-            Failed: none may.
+            Failed: no further attempt is allowed.
         """
         node = self._node
         failure = self._failed(error, route)
@@ -567,8 +567,8 @@ class Outbound:
 async def _flush_before_close(inner: Connection, near: socket.SocketType, carrying: Relay) -> None:
     """Let an ended inner connection reach the far side before the outer tunnel ends.
 
-    Closing at once, like upstream, loses the bytes in the socket pair, and a gateway that sees a reset drops bytes
-    that it has not forwarded. Bytes from the far side are still read until it ends. Nothing is sent any more.
+    Closing at once, like upstream, loses the bytes in the socket pair, and a gateway drops unforwarded bytes when
+    it sees a reset. Bytes from the far side are still read until it ends. No further bytes are sent.
     """
     inner.engine.goaway()
     inner.flush()

@@ -1,19 +1,19 @@
-"""A captured connection that waits for nothing but its peer's answer: steps of one object, without a coroutine.
+"""Carries a captured connection by steps of one object, without a coroutine, while it waits only for its peer.
 
 ===========  =======================================  ==================================================
 step         called when                              what it does
 ===========  =======================================  ==================================================
-begin        it was accepted, a tunnel connection     record, entry, addons, CONNECT. If an addon says
-             of its plan has room                     something or waits, a coroutine goes on
+begin        it was accepted, a tunnel connection     record, entry, addons, CONNECT. If an addon decides
+             of its plan has room                     something or waits, a coroutine continues
 answer       the 200 came                             counts it, starts the relay
-refusal      another answer came, or none in time,    a coroutine goes on with what is left of its
+refusal      another answer came, or none in time,    a coroutine continues with the remaining
              or the tunnel broke                      attempts (:class:`Owner`)
 end          the relay is over                        closes, writes the line
 abort        a policy, a list, a drain or a stop has  the same, with the reason
              ended it before its answer
 ===========  =======================================  ==================================================
 
-The poller runs each step after a turn's reads, like a fiber, so no scratch buffer is in use.
+The poller runs each step after a loop iteration's reads, like a fiber, so no scratch buffer is in use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 
 
 class Owner(Protocol):
-    """What the steps need of :class:`~ztunnel.proxy.istio.path.outbound.Outbound`."""
+    """The methods of :class:`~ztunnel.proxy.istio.path.outbound.Outbound` that the steps use."""
 
     @property
     def tunnels(self) -> PodTunnels:
@@ -55,7 +55,7 @@ class Owner(Protocol):
     ) -> None:
         """Continue with further attempts, in a coroutine that owns ``entry`` and ``client`` from now on.
 
-        Without an error the first attempt has not been made, because addons have something to say before it.
+        Without an error, the first attempt has not been made yet: an addon must decide before.
         """
 
 

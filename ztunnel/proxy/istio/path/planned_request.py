@@ -1,4 +1,4 @@
-"""A request for a tunnel to this pod that waits for nothing but its application: steps of one object.
+"""Carries a tunnel request to this pod by steps of one object, while it waits only for its application.
 
 ======  =================================================  ================================================
 step    called when                                        what it does
@@ -11,8 +11,8 @@ abort   a policy, a list, a drain or a stop has ended it   the same, with the re
         before its answer, or its client has
 ======  =================================================  ================================================
 
-A coroutine waits for an application that does not accept at once, and for addons that have something to say. It
-reports as an event.
+If the application does not accept at once, or an addon must decide, a coroutine waits and reports the result as an
+event.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What the steps need of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`."""
+    """The methods of :class:`~ztunnel.proxy.istio.path.inbound.Inbound` that the steps use."""
 
     @property
     def authorizer(self) -> Authorizer:
@@ -121,10 +121,10 @@ class PlannedRequest(PodConnection):
             self._wait_for(dialled)
 
     def _dialled(self) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
-        """Dial the application; return its connection, or a coroutine that waits for it.
+        """Dial the application. Return its connection, or a coroutine that returns it later.
 
         Raises:
-            TproxyError, OSError: it cannot be reached.
+            TproxyError, OSError: the application cannot be reached.
         """
         self.state = State.DIALING
         return self._pod.sockets.dial_now(self._plan.decision.address, source=self._plan.source)

@@ -1,16 +1,16 @@
-"""What the connections of a pod to one destination have in common, decided once per version of the mesh.
+"""Plans: decisions shared by all connections of a pod to one destination, made once per version of the mesh.
 
-A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with what is made of it:
-the CONNECT, the key of the pool, the fields of the log line and the metric series. It does not include the draw
-of an endpoint. A destination has a small tree. Each node is a question of the decision, each branch an endpoint
-that can be drawn, each leaf a plan. A connection walks it with draws of its own.
+A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with the derived values:
+the CONNECT, the pool's key, the fields of the log line and the metric series. It does not include the draw of an
+endpoint. A destination has a small tree. Each node is a question of the decision, each branch an endpoint that can
+be drawn, each leaf a plan. A connection walks the tree with its own draws.
 
 A plan holds only what follows from the mesh and from the pod's own workload, and every batch that changes the mesh
-drops all trees. The decisions are made again, and a plan stays if its decision is the same. What changes without
-the mesh is looked up by each connection: certificates, endpoints to avoid, pods of this node.
+drops all trees. The decisions are made again, and a plan stays if its decision is the same. Each connection looks
+up facts that change independently of the mesh: certificates, endpoints to avoid, pods of this node.
 
-There is no plan for anything that has to wait or is decided per connection: names to resolve, plain connections,
-double tunnels, and services with several waypoints.
+Decisions that wait or differ per connection have no plan: names to resolve, plain connections, double tunnels, and
+services with several waypoints.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Plan:
     """One tunnel that many connections open.
 
     Attributes:
-        route: the decision; its target is ``target``.
-        labels: of the pod.
+        route: the decision. Its target is ``target``.
+        labels: the pod's labels.
         original: the dialled address as text, for the dump.
         described: the constant part of the connections' records.
-        here: the key of the pod of this node that is to be asked for a join; ``None``: there is none to ask.
+        here: the key of the destination pod if it can be on this node. ``None`` rules out a node-local tunnel.
     """
 
     __slots__ = ("_block", "_host", "_key", "described", "here", "labels", "original", "route", "target")
@@ -152,7 +152,7 @@ class Plans:
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
 
     def plan(self, host: str, destination: SocketAddress) -> Plan | None:
-        """Return a connection's plan, with an endpoint drawn for it; ``None``: it has none.
+        """Draw endpoints for a connection and return its plan, or ``None`` if it has none.
 
         Args:
             host: the client's address.
@@ -295,16 +295,16 @@ def _same(one: Tunnel, other: Tunnel) -> bool:
 
 
 def enter_route(record: Record, route: Route, target: SocketAddress, labels: WorkloadLabels, node: Node) -> None:
-    """Enter a decision in a record; each attempt replaces what the one before has entered.
+    """Enter a decision in a record. Each attempt replaces the previous attempt's values.
 
-    Of a double tunnel only the gateway is known until its far side answers. The control plane's workload behind it
-    stands for all of the network's, and has no proven identity.
+    A double tunnel's endpoint is unknown until its far side answers: only the gateway is entered. The control
+    plane's workload beyond the gateway represents the whole network, and has no authenticated identity.
 
     Args:
-        record: of the connection.
+        record: the connection's record.
         route: the decision.
         target: its target's address.
-        labels: of the pod that dials.
+        labels: the dialling pod's labels.
         node: the shared state of the node's pods.
     """
     workload = route.gateway if isinstance(route, DoubleTunnel) else route.workload

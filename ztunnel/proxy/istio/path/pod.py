@@ -1,4 +1,4 @@
-"""The proxy of one pod, put together: both directions, its tunnels, its tables, its sockets; how it ends."""
+"""Assembles the proxy of one pod (both directions, tunnels, tables, sockets), and ends it."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class PodProxy:
 
     Args:
         node: the shared state of the node's pods.
-        name: which pod.
-        sockets: listens in the pod and connects out of it. This object becomes the owner.
-        dns: resolves names for SOCKS clients, and ends with the pod; ``None``: names are not resolved.
+        name: the pod's name.
+        sockets: the pod's sockets. This object becomes the owner.
+        dns: resolves names for SOCKS clients, and ends with the pod. ``None``: names are not resolved.
 
     Attributes:
-        name: as given.
-        context: what both directions share.
+        name: the pod's name.
+        context: the state shared by both directions.
     """
 
     def __init__(self, node: Node, name: PodName, sockets: PodSockets, *, dns: Dns | None = None) -> None:
@@ -136,21 +136,22 @@ class PodProxy:
         return len(self._connections)
 
     def send_goaway(self) -> int:
-        """Send GOAWAY, so that peers use another endpoint, and keep serving peers that have none. Idempotent.
+        """Send GOAWAY, so that peers use other endpoints, and keep serving peers without an alternative.
+        Idempotent.
 
         A terminating pod is notified before the control plane has removed its endpoints everywhere.
 
         Returns:
-            How many connections are carried.
+            The number of open connections.
         """
         self._connections.begin_drain()
         self._connections.send_goaway()
         return self.open_connections
 
     async def leave_ports(self) -> None:
-        """Leave new connections to a successor, and accept those that are queued here; idempotent."""
+        """Leave new connections to a successor, and accept already queued ones. Idempotent."""
         await self._sockets.hand_over()
-        await asyncio.sleep(0)  # what was accepted just now enters the tables
+        await asyncio.sleep(0)  # the last accepted connections enter the tables
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.

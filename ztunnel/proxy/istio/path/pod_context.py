@@ -1,4 +1,4 @@
-"""What both directions of one pod's proxy share, as one value."""
+"""The state shared by both directions of one pod's proxy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PodContext:
-    """One pod, for the objects that carry its connections; the pod's proxy owns every part.
+    """One pod, for the objects that carry its connections. The pod's proxy owns every part.
 
     Attributes:
         node: the shared state of the node's pods.
-        local: the workload it is.
-        sockets: opens sockets in it.
-        connections: its tables.
-        tasks: run its connections.
-        windows: bytes by which the windows of its tunnel connections can grow.
+        local: the pod's own workload.
+        sockets: opens sockets in the pod.
+        connections: the pod's connections.
+        tasks: run the connections.
+        windows: the shared budget for enlarging its tunnel connections' windows.
     """
 
     node: Node

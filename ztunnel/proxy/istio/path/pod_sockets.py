@@ -1,7 +1,7 @@
-"""The sockets of one pod: made in its network namespace, where they stay.
+"""The sockets of one pod, created in its network namespace.
 
-The process is in the namespace only for the moment of making one. In dedicated mode there is no namespace to
-enter, and the one workload is the "pod".
+The process enters the namespace only to create a socket. In dedicated mode there is no namespace to enter, and the
+only workload is the "pod".
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ def _unheard(
 
 
 class PodSockets:
-    """Listens in one pod and connects out of it.
+    """Listens in one pod and dials from the pod.
 
     Args:
         node: the shared state of the node's pods.
-        netns: where sockets are made; ``None``: here.
-        only_tunnels: the proxy's own pod: only tunnels to it are accepted, and what it sends is not captured and
-            needs no mark.
+        netns: the namespace of new sockets. ``None``: the process's own.
+        only_tunnels: whether this is the proxy's own pod. It accepts only tunnels, and its own traffic is not
+            captured and needs no mark.
 
     Attributes:
         only_tunnels: as given.
@@ -252,7 +252,7 @@ class PodSockets:
     ) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
         """Like :meth:`dial`, without a coroutine if the application accepts before this returns.
 
-        Within a machine that is the rule: the SYN-ACK has come by the time connect(2) returns.
+        Within a machine that is usual: the SYN-ACK arrives before connect(2) returns.
 
         Raises:
             TproxyError: refused or unreachable at once, or no socket could be made.
@@ -283,7 +283,7 @@ class PodSockets:
         return end
 
     def _when_lasting(self, end: PlainSocket) -> None:
-        """Enable keepalive once the connection has lasted some time; see :meth:`dial`."""
+        """Enable keepalive after :data:`LASTING_S`; see :meth:`dial`."""
         if self._keepalive is None:
             return
         if self._keepalive.idle_s > LASTING_S:

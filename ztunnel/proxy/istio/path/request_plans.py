@@ -1,12 +1,13 @@
-"""What the requests of a tunnel connection to one authority have in common, decided once per version of the mesh.
+"""Plans for requests: decisions shared by a tunnel connection's requests to one authority, per version of the
+mesh.
 
-The source of a request is its tunnel connection's, and so are the peer's identity and address. So the target, the
-verdict of the policies, the labels and the metric series are the same for each request that names the same
-authority, service and network. A plan holds them. After each batch that changes the mesh it is decided again.
-If the decision is the same, the plan stays.
+All requests of a tunnel connection have the same source address and peer identity. So the target, the policies'
+verdict, the labels and the metric series are the same for each request with the same authority, service and
+network. A plan holds these values. After each change of the mesh it is decided again. If the decision is the same,
+the plan stays.
 
-There is no plan for a refusal, for policies that are missing or only reported, for clients whom the mesh does not
-know, and for applications that want a PROXY header or a tunnel.
+There is no plan for refusals, missing or dry-run policies, clients unknown to the mesh, and applications that need
+a PROXY header or a tunnel.
 """
 
 from __future__ import annotations
@@ -98,11 +99,11 @@ class Peer:
 
     Attributes:
         source: its address.
-        local: the address of this pod that it came to.
-        connection: carries its tunnels; ``None`` when a tunnel is joined.
-        certificate: its names. Empty without one.
-        identity: the first of them that is a valid identity.
-        plans: of its requests.
+        local: this pod's address of the connection.
+        connection: carries its tunnels. ``None`` for a node-local tunnel.
+        certificate: the names in its certificate. Empty without a certificate.
+        identity: the first name that is a valid identity.
+        plans: the plans of its requests.
     """
 
     source: SocketAddress

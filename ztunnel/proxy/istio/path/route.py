@@ -1,4 +1,4 @@
-"""Where a connection of a pod goes in an Istio mesh: one decision, no input or output, readable as its tables.
+"""Decides where a pod's connection goes in an Istio mesh. Pure.
 
 Spec: a ztunnel's routing of outbound connections. The shell resolves host names and dials. If an attempt fails
 before an answer, it calls again with the failed endpoint in ``avoid``.
@@ -146,11 +146,11 @@ class Client:
 
 
 def source_host(workload: Workload, seen: str, towards: str) -> str | None:
-    """Return the address from which a workload's pod dials ``towards``. ``None`` if it has none of that family.
+    """Return a workload's source address for dialling ``towards``, or ``None`` if it has none of that family.
 
     Args:
-        workload: the pod's.
-        seen: the address that the application's own socket has; taken if it is the pod's and of the family.
+        workload: the pod's workload.
+        seen: the application socket's own address. Preferred if it is the pod's and of that family.
         towards: an address of the next hop.
     """
     same_family = [host for host in workload.addresses if _family(host) == _family(towards)]
@@ -177,18 +177,18 @@ def route_for(
         choose: draws a number below its argument.
         avoid: recently failed endpoints, which are used only if there are no others.
         known: for on-demand configuration: whether a key was already requested. ``None`` if the mesh is complete.
-        prefer: narrows the draw of an endpoint of the dialled service; see
+        prefer: narrows the draw among the dialled service's endpoints; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
-        draw: gives the endpoint for each question, in place of a draw by ``choose`` and ``avoid``.
+        draw: returns the endpoint for each question, instead of a draw by ``choose`` and ``avoid``.
 
     Raises:
-        RouteRefused: no way.
-        Missing: on demand only.
+        RouteRefused: no route exists.
+        Missing: with on-demand configuration, a key must be requested first.
     """
     search = _Search(client, destination, mesh, choose, avoid, known, prefer, draw)
     source = client.workload
 
-    # A service with a waypoint: the waypoint decides for all workloads behind it. Rows 1 to 3. But a captured
+    # A service with a waypoint: the waypoint decides for all workloads of the service. Rows 1 to 3. But a captured
     # waypoint that dials the service itself has decided (upstream sends it to itself again, for ever).
     dialled = search.at(client.network, destination.host)
     gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
@@ -415,10 +415,10 @@ class _Search:
 
         Args:
             remote: the workload there.
-            service: the service that the gateway is asked for.
+            service: the service to request from the gateway.
 
         Raises:
-            RouteRefused: there is no gateway, or no workload behind it.
+            RouteRefused: there is no gateway, or the gateway has no workload.
         """
         workload = remote.workload
         if workload.network_gateway is None:

@@ -1,5 +1,5 @@
-"""Sockets of a pod that are made before they are needed, some at a time: each time costs two system calls to enter
-the pod's network namespace and to return.
+"""Creates a pod's sockets ahead of need, several at a time: entering its network namespace and returning costs two
+system calls.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from hbone.aio.poller import Poller
 
 _FEWEST: Final = 2
 _MOST: Final = 16
-#: Sockets that were not needed for this time, or up to twice as long, are closed.
+#: Sockets unused for this time, or up to twice as long, are closed.
 _IDLE_S: Final = 10.0
-#: A stock that lasts for less time is filled with twice as many sockets.
+#: If a stock is used up faster, its next size doubles.
 _SHORT_S: Final = 0.1
 
-#: Makes a number of sockets of an IP version.
+#: Makes a number of sockets; the arguments are the IP version and the number.
 Make = Callable[[int, int], list[socket.SocketType]]
 
 
@@ -58,7 +58,7 @@ class SocketStock:
         return ready.pop()
 
     def on_interval(self) -> None:
-        """Close what nobody needed; see :class:`hbone.aio.interval_timer.Member`."""
+        """Close sockets unused for an interval; see :class:`hbone.aio.interval_timer.Member`."""
         if not self._taken:
             self._drop()
         self._taken = False

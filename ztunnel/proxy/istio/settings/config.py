@@ -60,34 +60,34 @@ class IstioConfig:
 
     Attributes:
         workload: the workload of dedicated mode.
-        sidecar: the rules of this pod are those of ``ztunnel init``, for a proxy without capabilities.
-        app_probes: the application's, answered on the metrics port, by path.
+        sidecar: this pod has the rules of ``ztunnel init``, for a proxy without capabilities.
+        app_probes: the application's probes by path, answered on the metrics port.
         app_probes_localhost: probe the loopback address, not the pod's.
         own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``. Empty means none.
         auth_token: path or literal; ``None``: the default file, if it exists.
-        packet_mark: the mark of the proxy's sockets; ``None``: none.
-        dns_host: the address of the DNS proxy. Empty means loopback, in both families.
+        packet_mark: the mark of the proxy's sockets, if any.
+        dns_host: the address of the DNS proxy. Empty means loopback, IPv4 and IPv6.
         compliance: see :meth:`ztunnel.proxy.istio.certificates.manager.TlsPolicy.for_compliance`.
-        policies: where Calico's policies come from; ``None``: there are none.
-        connect_retries: further endpoints that are tried before a connection fails.
+        policies: the source of Calico's policies. ``None`` disables them.
+        connect_retries: how many further endpoints to try before a connection fails.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
-        open_ahead: idle tunnel connections of a pod from which on none is opened ahead; 0: none is.
+        open_ahead: with this number of idle tunnel connections, a pod opens none ahead. 0 disables opening ahead.
         metric_ports: connections are also counted by port.
         warns_unmatched: lines of connections that match no service or workload are warnings.
-        flows: connections that the flight recorder keeps; 0 switches it off.
-        hubble: where Hubble's gRPC service is served; None: nowhere.
-        metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
-        log_wait_s: the longest time for which new connections wait for the log. 0 drops lines at once.
-        otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
+        flows: the number of connections in the flight recorder. 0 disables it.
+        hubble: the addresses of Hubble's gRPC service. ``None`` disables it.
+        metric_series: the largest number of label sets per metric. Further sets are counted under ``unknown``.
+        log_wait_s: how long new connections wait at most for the log. 0 drops lines at once.
+        otlp: the collector of metrics, access logs and spans. ``None`` disables the export.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
-        addons: the addons to load; ``None``: none.
-        handover_dir: folder in which this process meets its predecessor and its successor, so that open
-            connections move from one to the next. Empty: they do not move.
-        replace: take the place of the proxy that runs here, as soon as this one is ready.
-        worker_threads: processes that carry connections; with one, this process does and starts no other.
+        addons: the addons to load, if any.
+        handover_dir: folder where this process meets its predecessor and its successor to move open connections.
+            Empty disables that.
+        replace: replace the running proxy as soon as this one is ready.
+        worker_threads: the number of processes that carry connections. With 1, this process carries them itself.
         warnings: messages for the log, which opens later.
     """
 
@@ -179,7 +179,7 @@ class IstioConfig:
 
     @property
     def illegal_ports(self) -> frozenset[int]:
-        """Ports of this proxy, to which it never connects."""
+        """This proxy's own ports, which it never dials."""
         socks = {SOCKS_PORT} if self.socks5 else set()
         return frozenset({OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT} | socks)
 

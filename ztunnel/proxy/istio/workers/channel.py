@@ -1,7 +1,7 @@
-"""Either end of the link between the main process and a worker: notifications, requests and responses.
+"""Either end of the channel between the main process and a worker: notifications, requests and responses.
 
-Notifications are applied in the order in which they were sent, each before the next is read. A request runs in its
-own task, started in the same order, so that a slowly draining pod delays nothing else.
+Notifications are applied in sending order, each before the next is read. A request runs in its own task,
+started in the same order, so that a slowly draining pod does not delay other requests.
 """
 
 from __future__ import annotations
@@ -149,14 +149,14 @@ class IpcChannel:
         self.send(Outgoing(message, descriptors))
 
     def send(self, outgoing: Outgoing) -> None:
-        """Queue a message that other channels may send, too; on a closed channel it is dropped."""
+        """Queue a message, which other channels can send as well. A closed channel drops it."""
         if self._closed:
             outgoing.close()
             return
         self._queue.append(outgoing)
         self._wake.set()
         if len(self._queue) > MAX_QUEUED:
-            log.error("the other process does not read; %d messages are queued for it", len(self._queue))
+            log.error("the other process does not read; %d messages are queued", len(self._queue))
             self.disconnect()
 
     async def request(self, body: RequestBody, descriptors: Sequence[int] = ()) -> list[Value]:

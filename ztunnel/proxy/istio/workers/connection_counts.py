@@ -1,9 +1,9 @@
 """Spreads connections over workers, by shared memory with each worker's number of connections.
 
-All workers accept from the same listening socket, whose queue wakes every one of them. Without these counts the
-first one to wake would take nearly all connections under light load, and a few bulk connections would share one
-core. A worker with more connections than another leaves a new one to that other, and takes it if it is still
-queued shortly afterwards, so no worker depends on another being alive.
+All workers accept from the same listening socket, whose queue wakes every worker. Without these counts the first
+worker to wake would take nearly all connections under light load, and a few bulk connections would share one core.
+A worker with more connections than another leaves a new one to that other, and takes it if it is still queued
+shortly afterwards, so no worker depends on another being alive.
 """
 
 import mmap
@@ -42,10 +42,10 @@ class ConnectionCounts:
         self._counts[index] = _ABSENT
 
     def set(self, index: int, count: int) -> None:
-        """Publish the number of a worker's connections; called at every change.
+        """Publish the number of a worker's connections. Call it at every change.
 
-        At every change, not only when it is this worker's turn to accept: a worker that finds the queue empty is
-        not woken again to publish that it has none, and would count as busy for ever.
+        Publishing only when accepting is not enough: an idle worker is not woken to publish 0, and would count as
+        busy for ever.
         """
         self._counts[index] = count
 

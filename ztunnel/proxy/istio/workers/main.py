@@ -1,16 +1,16 @@
 """The main process's half: starts workers, keeps their state current, and gives them the pods.
 
-**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. Workers with their
-own sockets (SO_REUSEPORT) would each have a queue that is lost with them, and the kernel has no preference between
-several sockets of a predecessor and a successor (:func:`tproxy.aio.sockets.leave_to_newer`). Connections that wait
-while one or all workers die are taken by the next one to accept. ``connection_counts.py`` spreads them.
+**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. With a socket per
+worker (SO_REUSEPORT), a dying worker would lose its queue, and the kernel has no preference between several
+sockets of a predecessor and a successor (:func:`tproxy.aio.sockets.leave_to_newer`). Connections that wait while
+workers die are accepted by the next free worker. ``connection_counts.py`` spreads them.
 
 **State.** A worker that starts gets a snapshot of one instant, then each change, in order. Messages are queued as
 references to values until they can be sent. A worker that does not read, or does not answer within
 :data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
 
-**Counters** of a dead worker keep their last values, and so do those of a worker that answers late: a decreasing
-counter would be taken for that of a new process.
+**Counters** of a dead or late worker keep their last values: Prometheus would take a decreased counter for a
+restart.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ class Workers:
         self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
 
     def names_given(self, pod: tuple[str, str], name: str, addresses: Sequence[str]) -> None:
-        """Tell workers which addresses a pod gets for a name; their addons can ask for it."""
+        """Send workers the addresses that a pod got for a name, for their addons."""
         self._notify(NamesGiven(namespace=pod[0], pod=pod[1], name=name, addresses=tuple(addresses)))
 
     def log_filter_changed(self) -> None:
@@ -428,7 +428,7 @@ class Workers:
                 raise outcome
 
     def carriers(self) -> list[Carry]:
-        """Return a capture carrier for each serving worker. A worker that starts later captures nothing."""
+        """Return a capture carrier for each serving worker. A worker that starts later is not captured."""
         return [partial(self._tap, worker) for worker in self._running.values() if worker.serves]
 
     @staticmethod
@@ -505,9 +505,9 @@ class Workers:
     # Pages
 
     async def metrics(self) -> Metrics:
-        """Return what this process and the workers have counted, added up for one page."""
+        """Return the sum of this process's and the workers' counts, for one page."""
         await asyncio.gather(*(self._count(worker) for worker in self._running.values() if worker.synced))
-        # Without an await up to here, so that a worker that dies now is counted once.
+        # No await between these lines: a dying worker must be counted exactly once.
         page = self._node.metrics.page_with()
         parts = [part for worker in self._running.values() for part in worker.counts]
         for part in parts:
@@ -534,7 +534,7 @@ class Workers:
         return sorted(line for lines in found for line in lines)
 
     async def connections(self) -> dict[RunningPod, Connections]:
-        """Return live connections by pod, without those of a worker that answers late."""
+        """Return live connections by pod. A late worker's connections are missing."""
         found: dict[int, Connections] = {number: {"inbound": [], "outbound": []} for number in self._pods}
         pods = dict(self._pods)
 
@@ -556,13 +556,13 @@ class Workers:
 
 
 async def _flows_of(worker: WorkerProcess, request: GetFlows) -> list[tuple[int, str]]:
-    """Return the lines of one worker; none of one that answers late or has ended."""
+    """Return a worker's lines, or none if the worker is late or has ended."""
     try:
         async with asyncio.timeout(_PAGE_S):
             parts = await worker.channel.request(request)
     except (TimeoutError, ChannelClosed, Refused):
         return []
-    # A worker can be taken over by a peer: what it says stays one line each.
+    # A worker can be compromised by a peer, so a line with a line break is rejected.
     return [line for part in parts if isinstance(part, FlowsPart) for line in part.lines if "\n" not in line[1]]
 
 

@@ -2,7 +2,7 @@
 
 A frame is its length (4 bytes), the number of accompanying file descriptors (1 byte) and one message in
 MessagePack. Messages are typed and tagged (msgspec): a frame that is not a message of its direction is a
-:class:`ProtocolViolation`. Both ends run the same files, so nothing is negotiated.
+:class:`ProtocolViolation`. Both ends run the same files, so there is no negotiation.
 
 **Trust.** A worker parses untrusted bytes and can be taken over; the main process has the node's token. So
 messages from a worker are limited to the small types below: texts, numbers, identities, counts. The other
@@ -70,12 +70,12 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
-    """One batch of changes, or a part of it. Nothing is applied before the last part has arrived.
+    """A batch of changes, or part of a batch. It is applied once the last part has arrived.
 
     Attributes:
         pickled: see :meth:`put`.
         removed: uids of workloads and keys of services.
-        removed_policies: apart, since names of services and policies may coincide.
+        removed_policies: keys of policies, separate because services can have the same keys.
         more: further parts follow.
     """
 
@@ -200,11 +200,11 @@ class GetConnections(Struct, frozen=True, tag=True):
 
 
 class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
-    """The last connections that ended, in parts (:class:`FlowsPart`).
+    """Requests the last ended connections, in parts (:class:`FlowsPart`).
 
     Attributes:
-        after_ns: only later ones.
-        last: at most so many of the newest.
+        after_ns: only entries that ended later.
+        last: at most this number of the newest entries.
     """
 
     after_ns: int

@@ -102,7 +102,7 @@ _ENTRIES_PER_PART: Final = 500
 
 
 class _MainDns:
-    """A pod's names, asked of the main process, which serves them."""
+    """A pod's name resolution, requested from the main process."""
 
     def __init__(self, channel: IpcChannel, number: int) -> None:
         self._channel = channel
@@ -116,7 +116,7 @@ class _MainDns:
         return str(address) if address is not None else None
 
     async def close(self) -> None:
-        """Do nothing: the main process ends the name service."""
+        """No effect: the main process ends the name service."""
 
 
 @dataclass(slots=True)

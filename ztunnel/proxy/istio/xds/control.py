@@ -139,7 +139,7 @@ class ControlPlane:
                     await self._resume(self._client, self._last, types)
                 await stack.enter_async_context(self._client)
                 for type_url, receive in types:
-                    # No limit for the first answer, because readiness waits for it.
+                    # No time limit for the first answer: readiness waits until it arrives.
                     self._client.subscribe(
                         type_url, None, self._counted(type_url, receive), initial_fetch_timeout_s=0
                     )

@@ -1,10 +1,10 @@
 """Keeps the configuration of a proxy for its successor after a crash.
 
-A proxy under a holder (:mod:`tproxy.aio.held_sockets`) writes what its control plane and its authority have sent
-to sealed memory, and the holder has the descriptor: resources as they arrived, with their versions, and
-certificates with keys. None of it is written to disk. The next proxy applies it and serves at once. Its first
-request to the control plane lists the versions, as after any loss of a stream, so that it gets the differences.
-The authority is asked again when a certificate has half of its life left.
+A proxy under a holder (:mod:`tproxy.aio.held_sockets`) writes its received configuration to sealed memory, and the
+holder keeps the descriptor: resources as they arrived, with their versions, and certificates with keys. The disk
+is not used. The next proxy applies this configuration and serves at once. Its first request to the control plane
+lists the versions, like after any loss of a stream, so that it gets the differences. Certificates are renewed at
+half lifetime.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class LastConfiguration:
         return Update(type_url=type_url, version="", resources=resources)
 
     def note(self, update: Update, rejected: Collection[str] = ()) -> None:
-        """Save an update that was applied, without the resources that were refused."""
+        """Save an applied update, without its refused resources."""
         held = self._resources.setdefault(update.type_url, {})
         for name in update.removed:
             held.pop(name, None)
@@ -200,7 +200,7 @@ class _Remembering:
         self._last = last
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """See :class:`~ztunnel.proxy.istio.certificates.manager.CertificateAuthority`."""
+        """Return the saved certificate once, otherwise ask the authority."""
         issued = self._last.certificate(identity)
         if issued is None:
             issued = await self._authority.issue(identity)

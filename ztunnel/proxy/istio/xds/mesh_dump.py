@@ -1,7 +1,7 @@
 """Makes the mesh's part of ``/config_dump``: workloads, services, policies, staged endpoints, the local file.
 
-Format and names are those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a big
-mesh is written while it is created. The caller sorts the keys.
+Format and names fit ``istioctl ztunnel-config``. Lists are generators, so that the dump of a big mesh is written
+while it is created. The caller sorts the keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
 
 
 class Ineffective:
-    """The policies that can deny nothing (:mod:`ztunnel.policy.effect`), by the changes of a mesh."""
+    """The set of policies without effect (:mod:`ztunnel.policy.effect`), updated when the mesh changes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -81,8 +81,8 @@ class MeshFeed:
     async def receive_authorizations(self, update: Update) -> None:
         """Apply policies (``istio.security.Authorization``).
 
-        All policies of an update are applied at once, whatever their number: no connection must be decided between
-        a new allow and the deny that restricts it.
+        All policies of an update are applied at once, even many: no connection must be decided between a new ALLOW
+        and the DENY restricting it.
 
         Raises:
             UpdateRejected: see :meth:`receive_addresses`.
@@ -100,7 +100,7 @@ class MeshFeed:
         _reject(faults)
 
     def apply_local(self, local: LocalMesh) -> None:
-        """Apply a local file in place of the previous one. Entries missing from it are removed."""
+        """Apply a local file in place of the previous version. Missing entries are removed."""
         before, self._local = self._local, local
         addresses = {workload.uid for workload in local.workloads} | {service.key for service in local.services}
         policies = {policy.key for policy in local.policies}

@@ -1,7 +1,7 @@
 """Transport of ZDS, both halves: packets and descriptors over a Unix socket of type SEQPACKET.
 
-One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`, and
-with it every descriptor that it did not take over. asyncio's streams have no packets, so this module waits with
+One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`,
+which closes every descriptor not taken over. asyncio's streams have no packets, so this module waits with
 ``add_reader`` and calls recvmsg itself. Thus a cancelled reader loses no packet.
 """
 
@@ -97,7 +97,7 @@ class Channel:
                 await ready(self._socket, writing=False)
 
     async def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send one packet once the peer's receive queue has room for it. The descriptors are duplicated.
+        """Send one packet, waiting for room in the peer's receive queue. The descriptors are duplicated.
 
         Raises:
             OSError: the connection broke.

@@ -357,7 +357,7 @@ class PodManager:
 
     def _end(self, generation: Generation) -> None:
         proxy = self._proxies.pop(generation)
-        # Before its successor starts, which does not wait for it if the pod has a new namespace.
+        # Logged before the successor starts. With a new namespace, the successor does not wait for this end.
         log.info("pod proxy ends uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode)
         self._ending.setdefault(proxy.netns_id, set()).add(proxy)
         self._tasks.start(self._ended(proxy), f"end {proxy.uid}")

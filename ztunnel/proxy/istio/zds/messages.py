@@ -1,8 +1,8 @@
-"""Encode and decode ZDS, by which a node agent announces pods to a proxy (``istio.workload.zds``).
+"""Encodes and decodes ZDS, the protocol of a node agent announcing pods to a proxy (``istio.workload.zds``).
 
-One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello. Then every request of the agent
-gets exactly one answer, and the proxy sends nothing else. A pod's network namespace accompanies its ``Add`` as a
-descriptor. This module gets only the number of descriptors; ``channel.py`` carries them.
+One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello. After that it only answers,
+exactly once per request of the agent. A pod's network namespace accompanies its ``Add`` as a descriptor. This
+module gets only the number of descriptors; ``channel.py`` carries them.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ _CUT = "..."
 
 
 class ZdsError(Exception):
-    """The peer broke the protocol; the error's text is what the agent gets as the answer.
+    """The peer broke the protocol. The agent receives the error's text as the answer.
 
     ::
 
         ZdsError
-        ├── Unreadable     a packet that is no message, or has the wrong number of descriptors
+        ├── Unreadable     a malformed packet, or a wrong number of descriptors
         └── Unexpected     a message that is not allowed now, or lacks a field
     """
 

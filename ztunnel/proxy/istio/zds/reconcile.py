@@ -141,7 +141,7 @@ class Reconciler:
 
     @property
     def next_due(self) -> float | None:
-        """The time for the next call of :meth:`advance`. None if nothing is due."""
+        """The time for the next call of :meth:`advance`, if one is due."""
         due = [pod.retry_at for uid in self._not_up if (pod := self._pods[uid]).retry_at is not None]
         if self._awaited is not None:
             due.append(self._answer_by)
@@ -159,7 +159,7 @@ class Reconciler:
         return {uid: pod.error for uid in self._not_up if (pod := self._pods[uid]).error}
 
     def connected(self) -> None:
-        """Start a connection to the agent, and with it a new snapshot."""
+        """Start a connection to the agent, which begins a new snapshot."""
         self.disconnected()
         self._connected = True
 
@@ -211,8 +211,8 @@ class Reconciler:
             self._in_snapshot.add(uid)
         pod = self._pods.get(uid)
         actions: list[Action] = []
-        # The identity of a pod never changes. Should an agent announce another one nevertheless, answering success
-        # would leave the old proxy running with the old identity and its certificate.
+        # The identity of a pod never changes. If an agent announces a different identity nevertheless, answering
+        # success would leave the old proxy running with the old identity and its certificate.
         if pod is not None and (pod.netns, pod.info) != (netns, info):
             actions.append(self._forget(uid))
             pod = None
@@ -264,7 +264,7 @@ class Reconciler:
         return self._answered(generation, f"failure to start proxy : {error}")
 
     def advance(self, now: float) -> list[Action]:
-        """Answer and retry everything that is due at ``now``."""
+        """Return the answers and retries due at ``now``."""
         actions: list[Action] = []
         if self._awaited is not None and self._answer_by <= now:
             late = f"failure to start proxy : not done after {ANSWER_S:g} s, goes on"
@@ -289,7 +289,7 @@ class Reconciler:
     def _settle(self, now: float) -> list[Action]:
         """Become ready once the snapshot's pods are up, or have had :data:`SETTLE_S`.
 
-        Readiness then lasts until the agent disconnects: a pod that fails later does not concern the others.
+        Readiness then lasts until the agent disconnects: a pod failing later does not affect other pods.
         """
         if self._settled or self._in_snapshot is not None:
             return []
