@@ -1,8 +1,8 @@
 """Filters of Hubble's GetFlows, compiled once per call. Pure.
 
-They mean what Hubble's own mean; tests compare both by ``hubble observe --input-file``. A filter that is unknown
-or has an unreadable value is refused by its name, because without it a user would see more than wanted. Flows are
-in JSON's types, as :mod:`ztunnel.proxy.flows.hubble` makes them.
+They have the meaning of Hubble's own filters; tests compare both by ``hubble observe --input-file``. A filter that
+is unknown or has an unreadable value is refused by its name: ignoring it would show too many flows. Flows are in
+JSON's types, as :mod:`ztunnel.proxy.flows.hubble` makes them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _UNSUPPORTED: Final = {
     39: "ip_trace_id",
     999: "cel_expression",
 }
-#: Protocols that Hubble knows. Connections here are TCP.
+#: Hubble's protocols. Connections here are TCP.
 _PROTOCOLS: Final = frozenset(("tcp", "udp", "icmp", "icmpv4", "icmpv6", "sctp", "dns", "http", "kafka"))
-#: One requirement of a label selector (Kubernetes' syntax); a key can have a source before a colon.
+#: One requirement of a label selector in Kubernetes' syntax. A key can have a source before a colon.
 _REQUIREMENT: Final = re.compile(
     r"\s*(?:(?P<absent>!)\s*)?(?P<key>[\w./:-]+)\s*"
     r"(?:(?P<op>==|=|!=)\s*(?P<value>[\w.-]*)|(?P<set>in|notin)\s*\((?P<values>[\w.,\s-]*)\))?\s*"
@@ -55,10 +55,10 @@ class BadFilter(ValueError):
 
 
 def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -> Test:
-    """Return whether a flow is wanted: a filter of the white list matches, if there is one, and none of the black.
+    """Return a test of flows: some whitelist filter matches (or there is none), and no blacklist filter does.
 
     Raises:
-        BadFilter: one of them cannot be read.
+        BadFilter: a filter cannot be read.
     """
     wanted, unwanted = [_filter(each) for each in whitelist], [_filter(each) for each in blacklist]
     return lambda flow: (
@@ -108,7 +108,9 @@ def _service(side: str) -> Callable[[str], Test]:
 
 
 def _named(value: str, of: Callable[[Flow], Flow], key: str) -> Test:
-    """Return the test of ``NAMESPACE/PREFIX``. Without a slash the namespace is default; an empty one is any."""
+    """Return the test of ``NAMESPACE/PREFIX``. Without a slash the namespace is ``default``. An empty namespace
+    matches all.
+    """
     namespace, slash, prefix = value.rpartition("/")
     namespace = namespace if slash else "default"
 

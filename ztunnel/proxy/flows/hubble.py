@@ -1,7 +1,7 @@
-"""Writes an entry of the ring as Hubble's Flow in JSON, as ``hubble observe -o jsonpb`` writes and reads it. Pure.
+"""Converts an entry of the ring to Hubble's Flow in JSON, the format of ``hubble observe -o jsonpb``. Pure.
 
-Hubble counts packets of pods with numeric identities; here an entry is a connection at its end. What the message
-has no field for (bytes, times, SPIFFE ids, the reason) is in ``Summary`` for people, in ``extensions`` for
+Hubble reports packets of pods with numeric identities. Here an entry is an ended connection. Values without a
+field in the message (bytes, times, SPIFFE ids, the reason) are in ``Summary`` for people and in ``extensions`` for
 programs.
 """
 
@@ -18,7 +18,7 @@ import xxhash
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.ring import Entry
 
-#: Identities of Cilium: of everything outside, and the first one of pods.
+#: Cilium's numeric identities: the world outside the cluster, and the first identity for pods.
 WORLD: Final = 2
 _FIRST: Final = 65536
 _IDENTITIES: Final = (1 << 24) - _FIRST
@@ -27,7 +27,7 @@ _STRUCT: Final = "type.googleapis.com/google.protobuf.Struct"
 TRACE, DROP, POLICY = 4, 1, 5
 TO_ENDPOINT, TO_STACK, TO_NETWORK = 0, 3, 11
 _DROP_REASONS: Final = {133: "POLICY_DENIED", 181: "POLICY_DENY", 189: "AUTH_REQUIRED"}
-#: The longest reason in a summary: some of it is a peer's.
+#: The longest reason in a summary. It is bounded because peers supply parts of the text.
 _MOST_SUMMARY: Final = 400
 
 
@@ -38,7 +38,7 @@ class Side:
     Attributes:
         namespace, pod, workload, kind, cluster, account: empty if unknown.
         app, version: the canonical service and its revision.
-        spiffe: the SPIFFE id; of a plain client the one of its address's workload, which is not proven.
+        spiffe: the SPIFFE id. For a plain-text client it is looked up by address, and is not authenticated.
     """
 
     namespace: str = ""
@@ -61,9 +61,9 @@ class Ended(NamedTuple):
     """How a connection ended.
 
     Attributes:
-        reason: of a failure; None: it ended by itself.
+        reason: the failure's reason. None for a normal end.
         text: the failure in the words of the access line.
-        policy: ``NAMESPACE/NAME`` of the policy that decided. Empty if none did.
+        policy: ``NAMESPACE/NAME`` of the deciding policy, or empty.
         flags: the response flags.
     """
 
@@ -117,13 +117,14 @@ def response(
     """Return a GetFlowsResponse.
 
     Args:
-        entry: of the ring.
+        entry: the ring's entry.
         node: ``CLUSTER/NODE``.
         source, destination: the sides.
         ended: how it ended.
-        addon: the addons that denied, delayed, directed or cut it, joined by commas. Empty if none did.
-        tunnelled: it went, or was to go, through a tunnel.
-        service: name and namespace of the service that was called; None without one.
+        addon: the addons that denied, delayed, directed or cut it, joined by commas. Empty without such
+            addons.
+        tunnelled: whether the connection used, or would have used, a tunnel.
+        service: name and namespace of the called service, if any.
         tunnel: the address of the tunnel's other end, or empty.
         emitter: the version of this program.
     """

@@ -1,8 +1,8 @@
 """Hubble's gRPC service over the flight recorder: Observer, Peer and Health, for ``hubble`` and ``hubble-relay``.
 
 Import this module only where the service is configured: grpcio takes 13 MiB and a thread. A call reads the ring in
-slices between turns of the loop, filters in JSON's types, and makes messages of what matches. The reader of a
-following call that is slower than the ring gets a LostEvent, and nothing waits for it.
+slices, one per loop iteration, filters in JSON's types, and makes messages of matching flows. A following client
+that is slower than the ring gets a LostEvent. It never delays the proxy.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
 log = logging.getLogger(__name__)
 
-#: Calls for flows at once; a further one is refused.
+#: Concurrent calls for flows. Further calls are refused.
 MOST_CALLS: Final = 8
-#: Entries that a call for the newest flows looks at first.
+#: The number of entries that a call for the newest flows examines first.
 _FIRST_LOOK: Final = 64
-#: Entries between two turns of the loop; one takes 0.1 ms.
+#: Entries per loop iteration. One entry takes 0.1 ms.
 _SLICE: Final = 8
-#: Between two looks at the ring of a call that follows.
+#: The polling interval of a following call.
 _AGAIN_S: Final = 0.25
-#: Between two looks for peers.
+#: The polling interval for peers.
 _PEERS_S: Final = 2.0
-#: Until an address is tried again.
+#: The delay before an address is tried again.
 _RETRY_S: Final = 5.0
-#: The time that a client may take to read a message.
+#: The time limit for a client to read a message.
 _WRITE_S: Final = 30.0
 _MOST: Final = 1 << 62
 _HOUR_NS: Final = 3600 * 10**9
@@ -73,15 +73,15 @@ class Observer:
     """The service.
 
     Args:
-        ring: of this process.
-        shape: makes a GetFlowsResponse in JSON's types of an entry.
-        more: the lines of other processes; None: there are none.
+        ring: this process's flight recorder.
+        shape: converts an entry to a GetFlowsResponse in JSON's types.
+        more: returns the lines of other processes, if there are any.
         node: ``CLUSTER/NODE``.
-        settings: where it is served.
-        found: returns peers that are found now, beside those of the settings.
+        settings: the addresses to serve.
+        found: returns discovered peers, beside the configured peers.
 
     Attributes:
-        address: where relays reach this node: the address that is served.
+        address: the served address, at which relays reach this node.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Observer:
         }
 
     def route(self, method: str) -> Serve | None:
-        """Return what serves a method; None for an unknown one."""
+        """Return a method's handler, or None if the method is unknown."""
         serve = self._methods.get(method)
         if serve is None:
             return None
@@ -175,9 +175,9 @@ class Observer:
     async def _newest(
         self, number: int, until_ns: int, test: Callable[[Response], bool]
     ) -> tuple[list[Response], int]:
-        """Return the newest flows that are wanted, the oldest first, and the time of the newest flow of all.
+        """Return the newest matching flows, oldest first, and the time of the newest flow in the ring.
 
-        It looks at few first, because mostly the newest are enough.
+        A few entries are read first, because usually the newest ones suffice.
         """
         last = max(_FIRST_LOOK, number)
         while True:
@@ -302,7 +302,7 @@ async def _write(context: Context, message: Message) -> None:
 
 
 async def serve(observer: Observer, settings: HubbleSettings) -> None:
-    """Serve until cancelled. An address that cannot be served, as while a predecessor has it, is tried again."""
+    """Serve until cancelled. If the address is in use, for example by a predecessor, it is tried again."""
     reason = ""
     while True:
         try:
@@ -314,5 +314,5 @@ async def serve(observer: Observer, settings: HubbleSettings) -> None:
         except (ServeError, OSError) as error:
             if str(error) != reason:
                 reason = str(error)
-                log.error("Hubble's API is not served; it is tried again error=%s", reason)
+                log.error("Hubble's API is not served, retrying error=%s", reason)
             await asyncio.sleep(_RETRY_S)

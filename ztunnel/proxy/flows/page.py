@@ -12,7 +12,7 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.runtime.http.page import PLAIN, Page, Query, text
 
 JSON_LINES: Final = "application/jsonlines"
-#: Lines between two turns of the loop; one takes 0.1 ms.
+#: Lines per loop iteration. One line takes 0.1 ms.
 _SLICE: Final = 8
 _MOST: Final = 1 << 62
 
@@ -30,7 +30,7 @@ def lines(ring: FlowRing, shape: Shape, after_ns: int = 0, last: int | None = No
 
 
 async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | None = None) -> Page:
-    """Return the entries that a request wants: ``last`` of them, ``after`` a time in nanoseconds."""
+    """Return the requested entries: the ``last`` N, or those ``after`` a time in nanoseconds."""
     numbers = []
     for name, default in (("after", 0), ("last", _MOST)):
         value = query.get(name)

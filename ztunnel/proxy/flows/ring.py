@@ -1,8 +1,8 @@
-"""A ring of the last connections that ended, in slots that are made at the start.
+"""A ring buffer of the last ended connections, in preallocated slots.
 
-One call per connection writes numbers into octets and references into a list: no object is made that outlives the
-connection, because CPython returns memory by the megabyte, and one small object per hundred connections would keep
-all of theirs. Texts come from a bounded table. What is stored is formatted only when it is read.
+One call per connection writes numbers into octets and references into a list. It creates no object that outlives
+the connection: CPython returns memory by the megabyte, so a few small survivors would keep megabytes allocated.
+Texts come from a bounded table. Entries are formatted only when they are read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def flow_count(text: str) -> int:
 
 
 class Entry(NamedTuple):
-    """A connection that ended.
+    """An ended connection.
 
     Attributes:
         ended_ns: wall time, in nanoseconds. No two entries of a ring have the same.
         duration_s: from accept to end.
         connect_s: from accept until it counted as opened; negative if it never did.
         sent, received: bytes from the client to the server, and back.
-        source, destination: address and port. An empty host is not known, such as that of a name.
+        source, destination: address and port. An empty host is unknown, for example for a destination given by
+        name.
         trace: the trace id, 16 octets; zeroes without one.
         outbound: the source's proxy reports.
         secured: by mTLS.
@@ -95,7 +96,7 @@ class FlowRing:
         flags: int,
         refs: tuple[Any, ...],
     ) -> None:
-        """Write an entry over the oldest one.
+        """Overwrite the oldest entry.
 
         Args:
             ended_s: wall time.
@@ -105,8 +106,7 @@ class FlowRing:
             ends: host and port of source and destination.
             trace: a ``traceparent``, or empty.
             flags: bit 0 outbound, bit 1 secured.
-            refs: values that recur; a text among them, or another value that is made per connection, goes through
-                :meth:`text` before.
+            refs: recurring values. Pass texts and other per-connection values through :meth:`text` first.
         """
         capacity = self.capacity
         if not capacity:
@@ -137,7 +137,7 @@ class FlowRing:
         self._refs[place : place + self._width] = refs
 
     def text(self, value: Any) -> Any:
-        """Return an equal value that is shared by all entries with it."""
+        """Return an equal value that entries share."""
         texts = self._texts
         known = texts.get(value)
         if known is None:
@@ -162,8 +162,8 @@ class FlowRing:
         """Yield entries, the oldest first.
 
         Args:
-            after_ns: only those that ended later.
-            last: at most so many of the newest.
+            after_ns: only entries that ended later.
+            last: at most this number of the newest entries.
         """
         capacity = self.capacity
         first = max(0, self.total - capacity)
@@ -177,7 +177,7 @@ class FlowRing:
                 yield self._entry(slot)
 
     def lost(self, after_ns: int) -> int:
-        """Return how many entries after a time were overwritten, at least; 0 if none was or nothing is known."""
+        """Return a lower bound of the entries after a time that were overwritten. 0 if unknown."""
         if not after_ns or self.total <= self.capacity or not self.capacity:
             return 0
         return 1 if self._ended(self.total % self.capacity) > after_ns else 0

@@ -40,9 +40,9 @@ class HubbleSettings:
 
     Attributes:
         address: ``unix:/path`` or ``HOST:PORT``.
-        tls: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``; clients need certificates of that root. Empty:
-            plain text.
-        peers: that a relay is told of, beside this node.
+        tls: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``. Clients need certificates of that root. Empty:
+        no TLS.
+        peers: the peers that relays learn from this node, beside itself.
     """
 
     address: str
@@ -56,7 +56,7 @@ class HubbleSettings:
 
 
 def hubble_settings(env: Mapping[str, str]) -> tuple[HubbleSettings | None, list[str]]:
-    """Return the settings, None if the service is off, and what is wrong with them."""
+    """Return the settings (None if the service is off) and their faults."""
     address, tls = env.get(ADDRESS, ""), env.get(TLS, "")
     faults: list[str] = []
     if not address:

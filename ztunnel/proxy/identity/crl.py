@@ -1,15 +1,15 @@
-"""Checks certificates against a file of revocation lists, which is read again whenever it changes.
+"""Checks certificates against a file of revocation lists, and reloads the file when it changes.
 
-:meth:`RevocationLists.is_revoked` checks peers in handshakes, and those of open connections when the lists change.
+:meth:`RevocationLists.is_revoked` checks peers in handshakes, and peers of open connections when the lists change.
 It checks the whole chain, permits certificates without a list, and uses lists after their next update. OpenSSL's
 own check is not used: it needs a copy of the lists in each of many contexts, and uses only the newest list of an
 issuer.
 
-If the file becomes unusable, the last good lists stay current. Without an earlier good one, an unusable file
-revokes every certificate, because the lists narrow trust and their content is unknown. An ERROR reports it, and
-the file is polled for the life of the process. (The Rust ztunnel disables revocation permanently then.) A file
-that is missing from the start revokes nothing. A file with PEM blocks but no list is unusable, because it is
-probably the wrong file.
+If the file becomes unusable, the last good lists stay current. Without an earlier good file, an unusable file
+revokes every certificate, because its content is unknown and could revoke any. The proxy logs an ERROR, and polls
+the file until it ends. (The Rust ztunnel disables revocation permanently then.) A file that is missing from the
+start revokes no certificate. A file with PEM blocks but no list is unusable, because it is probably the wrong
+file.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class RevocationLists:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Parse PEM blocks, ignoring those that are not lists, or one list in DER. Empty data contains no lists.
+        """Parse PEM blocks (other than lists are ignored) or one list in DER. Empty data contains no lists.
 
         Raises:
             CrlError: the data has another form.
@@ -146,8 +146,8 @@ class RevocationFile:
     """Follows a file of revocation lists while entered.
 
     The file's status is polled once a second, and the file is read once two polls agree, so that no half-written
-    file is read. Polling also covers replaced links (as in Kubernetes' mounted volumes), missing directories and
-    network file systems. inotify would need special care for all three.
+    file is read. Polling also covers replaced links (Kubernetes' mounted volumes), missing directories and network
+    file systems. inotify would need special care for all three.
 
     Attributes:
         current: the current lists.
@@ -194,12 +194,12 @@ class RevocationFile:
             reason = error.strerror if isinstance(error, OSError) else error
             if self._loaded:
                 log.error(
-                    "revocation list unusable, the last good one stays in force path=%s error=%s",
+                    "revocation list unusable, the last good one stays current path=%s error=%s",
                     self._path,
                     reason,
                 )
             elif isinstance(error, FileNotFoundError):
-                log.warning("no revocation list yet, nothing is revoked until there is path=%s", self._path)
+                log.warning("no revocation list yet, no certificate is revoked path=%s", self._path)
             else:
                 log.error(
                     "revocation list unusable, EVERY PEER IS REFUSED until it is right path=%s error=%s",

@@ -1,7 +1,7 @@
-"""Makes the checks of a peer's identity that handshakes run after verifying its chain. Pure.
+"""Builds the identity checks that handshakes run after verifying a peer's chain. Pure.
 
-A leaf has exactly one URI name (X509-SVID, 2): with two, policies and logs would use one of them and the handshake
-the other. Expected names that are not workload identities are ignored.
+A leaf has exactly one URI name (X509-SVID, 2). With two, the handshake could check one name while policies and
+logs use the other. Expected names that are not workload identities are ignored.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -36,11 +36,11 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RootFile:
-    """The content of a file of roots.
+    """The content of a root certificate file.
 
     Attributes:
-        certificates: the usable ones, in the file's order.
-        faults: why others cannot be; each names its number in the file, from 1.
+        certificates: the usable certificates, in the file's order.
+        faults: why other certificates are unusable. Each names the certificate's number in the file, from 1.
         plain: every certificate is usable and has the usual label, so that other readers take the file as it is.
     """
 

@@ -1,6 +1,6 @@
 """Sends metrics, access logs and spans to an OpenTelemetry collector (OTLP over HTTP), where variables name one.
 
 A front end reads :mod:`~ztunnel.proxy.otlp.settings`, and creates the exports of
-:mod:`~ztunnel.proxy.otlp.exporter`. They queue in an :mod:`~ztunnel.proxy.otlp.outbox`, whose thread alone uses
-:mod:`~ztunnel.proxy.otlp.client` and with it OpenTelemetry's library.
+:mod:`~ztunnel.proxy.otlp.exporter`. They queue in an :mod:`~ztunnel.proxy.otlp.outbox`. Only its thread uses
+:mod:`~ztunnel.proxy.otlp.client` and OpenTelemetry's library.
 """

@@ -236,9 +236,9 @@ def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:
 
 
 def _histograms(samples: Iterable[Sample], start_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
-    """Make a point of each run of samples: buckets in ascending order, the last one +Inf, the sum, the count.
+    """Make one point per histogram. Its samples are the buckets in ascending order up to +Inf, the sum, the count.
 
-    A bucket of the page has the number of all values up to its bound, one of OpenTelemetry only its own.
+    Buckets of the page are cumulative, OpenTelemetry's are not.
     """
     bounds: list[float] = []
     counts: list[int] = []

@@ -20,10 +20,10 @@ class Line(NamedTuple):
     """Attributes:
     time_s: wall clock.
     level: ``trace`` to ``error``.
-    message: without fields.
-    parts: fields; read once, by another thread, and not changed any more.
-    trace: what the ``traceparent`` of the connection's tunnel names; None: there is none.
-    span_id: of the connection's own span; 0: it has none, or the peer made it.
+    message: the text without fields.
+    parts: the fields. Another thread reads them once, so they must not change.
+    trace: the trace named by the tunnel's ``traceparent``, if any.
+    span_id: the connection's own span. 0 if it has none, or the peer made it.
     """
 
     time_s: float

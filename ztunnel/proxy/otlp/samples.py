@@ -14,11 +14,11 @@ _SLICE: Final = 200
 
 class Slice(NamedTuple):
     """Attributes:
-    name: as on the page: of a counter with ``_total``, where it has that.
+    name: the name on the page. Most counters end in ``_total``.
     kind: ``counter``, ``gauge`` or ``histogram``.
     text: the family's help.
-    unit: OpenMetrics' word, such as ``seconds``; empty: none.
-    samples: some of the family's; all of each histogram.
+    unit: OpenMetrics' unit, such as ``seconds``, or empty.
+    samples: a part of the family's samples. Histograms are never split.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""Reads OpenTelemetry's variables: where metrics, access logs and spans go, how often, and what they say of us.
+"""Reads OpenTelemetry's variables: the destinations of metrics, access logs and spans, intervals, and resource
+attributes.
 
-Names and meanings are those of OpenTelemetry's specification (SDK environment variables; OTLP exporter).
+Names and meanings follow OpenTelemetry's specification (SDK environment variables; OTLP exporter).
 ``http/protobuf`` is the only protocol. Nothing is sent unless an endpoint is named, although the specification has
 a default, because a node proxy must not connect to an arbitrary listener on port 4318 of the node.
 """
@@ -126,11 +127,11 @@ _SPANS: Final = Batching(queue=_SPAN_QUEUE, batch=_BATCH, delay_s=_SPAN_DELAY_S)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtlpSettings:
     """Attributes:
-    metrics, logs, traces: where they go; None: nowhere.
-    sampled_below: see :func:`hbone.headers.format_traceparent`; 0: this proxy begins no sampled trace.
-    interval_s: time between two exports of all metrics.
-    lines, spans: how access lines and spans wait.
-    attributes: of the resource, as the operator names them: they replace the proxy's own.
+    metrics, logs, traces: the destination of each signal. None disables it.
+    sampled_below: see :func:`hbone.headers.format_traceparent`. 0: this proxy begins no sampled trace.
+    interval_s: the time between two exports of all metrics.
+    lines, spans: the batching of access lines and spans.
+    attributes: resource attributes set by the operator. They replace the proxy's own.
     """
 
     metrics: Destination | None = None

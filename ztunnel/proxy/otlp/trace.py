@@ -12,8 +12,7 @@ _TRACEPARENT: Final = re.compile(
 class Trace(NamedTuple):
     """Attributes:
     trace_id: 128 bits.
-    span_id: 64 bits: the span of whoever sent the ``traceparent``.
-    flags: 8 bits.
+    span_id: 64 bits: the sender's span. flags: 8 bits.
     """
 
     trace_id: int

@@ -1,10 +1,10 @@
-"""Turns what passes on a pod's connections into packets of a capture, within bounded memory. Pure.
+"""Converts the bytes of a pod's connections to packets of a capture, within bounded memory. Pure.
 
-A :class:`Capture` belongs to the process that carries the connections. Each connection that the tap concerns has a
-:class:`CapturedStream`, to which a relay reports its bytes (:class:`hbone.aio.observed.StreamObserver`). It queues
+A :class:`Capture` belongs to the process that carries the connections. Each tapped connection has a
+:class:`CapturedStream`, which receives the relay's bytes (:class:`hbone.aio.observed.StreamObserver`). It queues
 whole packet blocks of pcapng, and the owner empties the queue. Bytes that do not fit into the queue are dropped at
-once, before they are encoded, and counted. The next packet of their connection has their number. The data path
-never waits for the reader of a capture.
+once, before encoding, and counted. The connection's next packet states their number. The data path never waits for
+the reader of a capture.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 #: The size limit of the queue for the reader. Further packets are dropped.
 MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
-#: Blocks without data (handshakes, ends) may fill this much more: streams still begin and end in the capture.
+#: Additional room for blocks without data (handshakes, ends), so that streams still begin and end in the capture.
 _SPARE_BYTES: Final = 256 * 1024
-#: The overhead of the blocks of a segment and its acknowledgment, and a comment.
+#: The overhead of a segment's block and its acknowledgment's block, with a comment.
 _OVERHEAD_BYTES: Final = 512
 #: The number of ports that are tried to distinguish connections: several tunnel connections have streams.
 _MOST_PORTS: Final = 4096
-#: The connection itself has lost no bytes, but no more of it is captured.
+#: The connection itself has lost no bytes, but its capture ends here.
 _FAILED: Final = "a tap failed; its connection goes on without it"
 
 
@@ -137,7 +137,7 @@ class Capture:
         return self.waiting_bytes + size + size // 8 + _OVERHEAD_BYTES <= self._most_bytes
 
     def put(self, direction: Direction, segment: Segment, inbound: bool, comment: str) -> bool:
-        """Queue a packet. Return whether there was room for it."""
+        """Queue a packet. Return whether there was room."""
         self.packets[direction] += 1
         if self.waiting_bytes > self._most_bytes + _SPARE_BYTES:
             self.dropped[direction] += 1

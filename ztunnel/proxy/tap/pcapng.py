@@ -55,10 +55,10 @@ def packet(interface_id: int, at_us: int, data: bytes, *, inbound: bool, comment
     """Return an enhanced packet block.
 
     Args:
-        interface_id: of the interface that it passed.
+        interface_id: the id of the packet's interface.
         at_us: the time, in microseconds since 1970.
-        data: IP header and what follows.
-        inbound: the packet goes to the interface's pod, not from it.
+        data: the packet from its IP header on.
+        inbound: whether the packet goes to the interface's pod.
         comment: shown beside the packet.
     """
     head = _PACKET_HEAD.pack(interface_id, at_us >> 32, at_us & 0xFFFF_FFFF, len(data), len(data))
@@ -69,14 +69,14 @@ def packet(interface_id: int, at_us: int, data: bytes, *, inbound: bool, comment
 def statistics(
     interface_id: int, *, started_us: int, ended_us: int, packets: int, dropped: int, comment: str = ""
 ) -> bytes:
-    """Return what became of an interface: how many packets it had, and how many are not in the file.
+    """Return an interface's statistics block: its packets, and how many are missing from the file.
 
     Args:
         interface_id: see :func:`packet`.
         started_us, ended_us: when the capture began and ended, in microseconds since 1970.
-        packets: how many there were, in the file or not.
+        packets: the number of packets, including dropped ones.
         dropped: the number of packets missing from the file.
-        comment: printed beside it.
+        comment: shown beside the statistics.
     """
     body = _PACKET_HEAD.pack(interface_id, ended_us >> 32, ended_us & 0xFFFF_FFFF, 0, 0)[:12]
     options = _options(

@@ -1,7 +1,7 @@
 """The taps of one process that carries connections. The data path looks up each new connection here.
 
 A process has a :class:`Taps` only if the configuration permits taps. The data path looks a pod up in it once per
-connection. The observer is chosen then, so connections older than a tap are not part of it.
+connection. The observer is chosen then, so a tap does not capture older connections.
 """
 
 from __future__ import annotations

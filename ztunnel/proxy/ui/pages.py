@@ -3,10 +3,9 @@
 This module never changes the proxy: every path takes GET and HEAD only. The page is one document of our own files,
 and its content security policy forbids other sources. Three rules keep other sites of the user's browser out:
 
-- ``Host`` must be an address or ``localhost``. A site can have its name point to 127.0.0.1 (DNS rebinding), and
-  its scripts would then read these pages as their own; the browser still sends the site's name.
-- ``Sec-Fetch-Site`` must not name another site, so that no site can take the few places of clients that follow the
-  events.
+- ``Host`` must be an address or ``localhost``. A malicious site can resolve its name to 127.0.0.1 (DNS rebinding),
+  so that its scripts could read these pages. The browser still sends the site's name.
+- ``Sec-Fetch-Site`` must not name another site, so that other sites cannot occupy the few event streams.
 - Framing is forbidden.
 
 Events are made only while clients follow them, once for all clients, and the page closes its stream while it is
@@ -138,7 +137,7 @@ class LivePages:
         if path == _DATA:
             return self._data()
         if path == _EVENTS:
-            # HEAD follows nothing, and must not take one of the streams.
+            # HEAD must not occupy an event stream.
             return self._events() if request.method == "GET" else _secured(Page(content_type=_STREAM, body=()))
         return _secured(not_found((*_FILES, _DATA, _EVENTS)))
 

@@ -24,7 +24,7 @@ class Workload:
     """A node of the graph.
 
     Attributes:
-        key: by which flows refer to it.
+        key: the key that flows refer to.
         identity: its SPIFFE id. Empty if none is known.
         address: one of its addresses, if it has just one or the dialect knows it by that.
         here: whether it runs on this proxy's node.
@@ -46,14 +46,14 @@ class Flow:
 
     Attributes:
         source, destination: keys of workloads.
-        service: the service that the client addressed, by host name, or by address where no name is known. Empty
-            without one.
-        service_namespace: empty if unknown.
-        reporter: ``source`` if the proxy has the client's side of them, ``destination`` for the server's.
-        open: now.
-        opened, failed: since then.
-        denied: the failed ones that a policy of this proxy's denied.
-        refused: the failed ones that the peer's policy refused, as the source's side knows.
+        service: the service that the client addressed, by host name, or by address if no name is known. Empty without
+            one.
+        service_namespace: the service's namespace. Empty if unknown.
+        reporter: ``source`` if the proxy carries the client's side, ``destination`` for the server's side.
+        open: currently open connections.
+        opened, failed: counts since then.
+        denied: failed connections that a policy of this proxy denied.
+        refused: failed connections that the peer's policy refused, as known by the source's side.
         bytes_sent: from client to server, ``bytes_received`` back.
     """
 
@@ -205,10 +205,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """The full content of one event, before it is cut to its bounds (:mod:`ztunnel.proxy.ui.view`).
+    """The full content of one event. :mod:`ztunnel.proxy.ui.view` cuts it to its bounds.
 
     Attributes:
-        connections: a selection, those with the most bytes first. ``connections_open`` counts all.
+        connections: a selection, most bytes first. ``connections_open`` counts all.
         denials: the newest first.
         past: the last 15 minutes, see :meth:`ztunnel.proxy.flows.history.History.shown`.
     """

@@ -1,7 +1,7 @@
-"""Cuts what a front end has seen to an event of bounded size, and adds rates. Pure.
+"""Cuts a front end's data to an event of bounded size, and adds rates. Pure.
 
-An event has the most active entries and counts the rest as ``left_out``, so that an event of a mesh of 200,000
-workloads is no longer than one of 200.
+An event has the most active entries and counts the rest as ``left_out``, so that 200,000 workloads do not make it
+longer than 200.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Rates:
             most: the largest number of entries.
 
         Returns:
-            The flow's attributes, with ``connections_per_s``, ``failures_per_s`` and ``bytes_per_s``: None without
-            an earlier sample, or with one that is too old. A decreased count (the proxy restarted) yields 0.
+            The flow's attributes, with ``connections_per_s``, ``failures_per_s`` and ``bytes_per_s``: None if the
+            previous sample is missing or too old. A decreased count (the proxy restarted) yields 0.
         """
         before, elapsed_s = self._before, now_s - self._at_s if self._at_s is not None else 0.0
         if not 0.0 < elapsed_s <= _OLDEST_SAMPLE_S:
