@@ -1,4 +1,4 @@
-"""Checks what a hook returned, and combines the verdicts of all addons for one connection. Pure.
+"""Checks the values that hooks return, and combines all addons' verdicts on one connection. Pure.
 
 Verdicts can only restrict: :func:`combined` adds denials, delays, limits and preferences, and never removes one.
 Policy is evaluated elsewhere, before or after the hooks, and never reads these verdicts.
@@ -55,7 +55,7 @@ NOTHING: Final = Outcome()
 
 
 def fault_of(hook: str, answer: object) -> str:
-    """Return what is wrong with the answer of a hook, or the empty string. ``None`` is always right."""
+    """Return the fault in a hook's answer, or the empty string. ``None`` is always valid."""
     if answer is None:
         return ""
     allowed = ALLOWED_VERDICTS.get(hook, ())
@@ -92,7 +92,7 @@ def _fault_of_cut(cut: Cut) -> str:
 
 
 def fault_of_metric(family: object) -> str:
-    """Return what is wrong with a family of the hook ``metrics``, or the empty string."""
+    """Return the fault in a metric family returned by the hook ``metrics``, or the empty string."""
     if type(family) is not Metric:
         return f"returned {_shown(family)} instead of Metric"
     labels = family.labels

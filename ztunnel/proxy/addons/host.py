@@ -26,7 +26,7 @@ from ztunnel.proxy.dataplane.lives import Life
 
 log = logging.getLogger(__name__)
 
-#: Between two looks at the bytes of a connection that is to be cut.
+#: The interval of checking the byte counts of a connection with a limit.
 _LOOK_S: Final = 0.01
 #: The least time between two calls of the hook ``mesh_changed``.
 _MESH_EVERY_S: Final = 1.0
@@ -44,7 +44,7 @@ class Asked:
         outcome: the verdicts so far.
         is_open: whether ``opened`` was called.
         waited: whether an addon has let the connection wait, so that facts can be outdated.
-        undecided: what :meth:`AddonHost.ask_now` has left to :meth:`AddonHost.decide_rest`.
+        undecided: the hooks that :meth:`AddonHost.ask_now` has left to :meth:`AddonHost.decide_rest`.
     """
 
     __slots__ = ("_cut", "_host", "facts", "is_open", "outcome", "undecided", "waited")
@@ -122,7 +122,7 @@ class AddonHost:
     """The addons of one process.
 
     Args:
-        loaded: in their order.
+        loaded: the addons in calling order.
 
     Attributes:
         current: the hook that runs now.
@@ -180,18 +180,18 @@ class AddonHost:
         return True
 
     async def decide(self, hooks: Hooks, life: Life, asked: Asked) -> None:
-        """Ask all addons with a hook that decides, and wait as long as they say.
+        """Call all deciding hooks, and wait for their answers and delays.
 
         Args:
             hooks: see :meth:`ask_now`.
-            life: of the connection. It is in :attr:`State.HELD` while this waits, and in its own state after.
+            life: the connection's life. It is in :attr:`State.HELD` while this waits, and in its own state after.
             asked: gets the outcome.
         """
         if not self.ask_now(hooks, asked):
             await self.decide_rest(life, asked)
 
     async def decide_rest(self, life: Life, asked: Asked) -> None:
-        """Ask the addons that :meth:`ask_now` has not asked, and wait as long as all say.
+        """Call the hooks that :meth:`ask_now` has not called, and wait for their answers and all delays.
 
         Args:
             life: see :meth:`decide`.
@@ -223,7 +223,7 @@ class AddonHost:
     # Observation
 
     def opened(self, facts: Facts) -> None:
-        """Inform the addons of a connection whose bytes flow."""
+        """Inform the addons that a connection's relay runs."""
         for addon, hook in self._opened:
             addon.inform(hook, facts)
 
@@ -250,7 +250,7 @@ class AddonHost:
     # Pages
 
     def report(self) -> AddonReport:
-        """Return what the addons of this process have counted, with their own families."""
+        """Return the counts of this process's addons, with their own families."""
         report = AddonReport()
         report.add(self.counts(), self.families(), self.states())
         return report

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 GROUP: Final = "ztunnel.addons"
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
-#: Further facts that an addon can ask for.
+#: Optional facts that an addon can request.
 _NEEDS: Final = frozenset({"server_name"})
 _MAY_WAIT: Final = frozenset({"connecting", "accepting"})
 #: A method at least this similar to a hook counts as a misspelt one.
@@ -58,17 +58,17 @@ class LoadedAddon:
     """An addon that is ready to be called.
 
     Attributes:
-        name: unique among the loaded ones.
-        spec: where it is from.
-        sha256: of its file. Empty for a module.
+        name: its name, unique among loaded addons.
+        spec: where it was loaded from.
+        sha256: its file's digest. Empty for a module.
         instance: the object.
         hooks: its methods by the name of the hook.
-        waits: hooks that are ``async def``.
+        waits: the ``async def`` hooks.
         common: see :class:`ztunnel.proxy.addons.options.Common`.
         pure: see :attr:`ztunnel.addons.Addon.pure`.
         needs: see :attr:`ztunnel.addons.Addon.needs`.
-        names_asyncio: its source names ``asyncio``, or is not known. Its ``def`` hooks then have no running loop,
-            which takes 0.7 us for each call.
+        names_asyncio: whether its source names ``asyncio`` or is unknown. Its ``def`` hooks then run without a
+        current loop, which costs 0.7 us per call.
         warnings: messages for the log.
     """
 
@@ -120,8 +120,8 @@ def load(spec: AddonSpec, options: Mapping[str, Mapping[str, Given]]) -> LoadedA
     """Load one addon and call its hook ``configured``.
 
     Args:
-        spec: where it is.
-        options: of all addons, by name.
+        spec: where to load the addon from.
+        options: the options of all addons, by name.
 
     Raises:
         AddonError: it cannot be loaded.
@@ -131,16 +131,16 @@ def load(spec: AddonSpec, options: Mapping[str, Mapping[str, Given]]) -> LoadedA
 
 
 def find_class(spec: AddonSpec) -> tuple[type, str]:
-    """Return the class of an addon and the digest of its file. Runs the code of its module and no hook.
+    """Return an addon's class and its file's digest. Runs the module's code, but no hook.
 
     Raises:
-        AddonError: there is none.
+        AddonError: no addon class was found.
     """
     return _class(spec, f"addon {spec.text}")
 
 
 def faults_of(settings: AddonSettings) -> list[str]:
-    """Return what would keep addons from being loaded, without making one: their files, classes and options."""
+    """Return the faults in addons' files, classes and options, without creating an addon."""
     faults: list[str] = []
     names: set[str] = set()
     for spec in settings.specs:
@@ -172,9 +172,9 @@ def load_class(
 
     Args:
         cls: the class.
-        options: of all addons, by name.
-        spec: where the class is from, for messages; ``None``: the class's name.
-        digest: of its file.
+        options: the options of all addons, by name.
+        spec: where the class was loaded from, for messages. ``None``: the class's name.
+        digest: its file's digest.
         start: make the object and call its hook ``configured``. Otherwise it can only be described.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.proxy.addons.settings import Given
 
-#: Options that every addon has; they override the attributes of the same names.
+#: Options of every addon. They override the attributes of the same names.
 _ON_ERROR: Final = ("deny", "ignore")
 COMMON: Final = ("on_error", "budget_us", "time_limit_s")
 
@@ -49,7 +49,7 @@ def read_options(name: str, cls: type, given: Mapping[str, Given]) -> tuple[Any,
     """Return the value of the addon's ``Options``, or ``None`` if it has none, and its common settings.
 
     Args:
-        name: of the addon.
+        name: the addon's name.
         cls: its class.
         given: its options by key.
 

@@ -20,14 +20,14 @@ _WAITS: Final = "not known here: it is asynchronous"
 
 
 class Said(NamedTuple):
-    """What one addon would say.
+    """One addon's predicted answer.
 
     Attributes:
         addon: its name.
-        says: in words.
+        says: the answer in words.
         verdict: the verdict. ``None`` if there is none or it is unknown.
         known: whether it is known.
-        denies: the connection would be refused.
+        denies: whether the connection would be refused.
     """
 
     addon: str
@@ -42,12 +42,12 @@ class Said(NamedTuple):
 
 
 def would_say(addons: Iterable[tuple[LoadedAddon, str]], hook: str, facts: Facts) -> list[Said]:
-    """Return what each addon with a hook would say, in their order, up to the first that denies.
+    """Return the predicted answer of each addon with a hook, in order, up to the first denial.
 
     Args:
         addons: each with the reason of its suspension, or the empty string.
         hook: ``connecting`` or ``accepting``.
-        facts: of the connection.
+        facts: the connection's facts.
     """
     found = []
     for loaded, suspended in addons:

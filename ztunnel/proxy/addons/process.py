@@ -1,8 +1,8 @@
 """The addons of one process from its start to its end: loaded, watched for changes, interrupted, ended.
 
 A changed file is loaded beside the running addon and replaces it when its hook ``configured`` has returned. If it
-cannot be loaded, the running one stays, and the log and ``ztunnel addons`` say why. Modules and entry points are
-loaded once.
+cannot be loaded, the running version stays, and the log and ``ztunnel addons`` show the reason. Modules and entry
+points are loaded once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: Between two looks at the files.
+#: The interval of checking the files for changes.
 CHECK_EVERY_S: Final = 1.0
 
 

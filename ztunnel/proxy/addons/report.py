@@ -17,9 +17,9 @@ class AddonState(NamedTuple):
     """One addon in one process.
 
     Attributes:
-        name: of the addon.
-        source: as it was given.
-        sha256: of its file.
+        name: the addon's name.
+        source: where the addon was loaded from.
+        sha256: its file's digest.
         suspended: why it is not called. Empty if it is called.
         on_error: ``deny`` or ``ignore``.
         hooks: the names of its hooks.
@@ -66,7 +66,7 @@ class AddonReport:
         families: Iterable[AddonFamily] = (),
         states: Iterable[AddonState] = (),
     ) -> None:
-        """Add what one process has counted."""
+        """Add one process's counts."""
         for counts in hooks:
             key = counts.addon, counts.hook
             self.hooks[key] = self.hooks[key] + counts if key in self.hooks else counts

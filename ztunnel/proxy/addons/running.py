@@ -9,8 +9,8 @@ A hook runs on the loop that carries connections, so its time is theirs. Four li
 * An addon above its share of the loop (:mod:`ztunnel.proxy.addons.budget`) is suspended, and so is one with a hook
   that raises.
 
-A suspended addon is not called until it is replaced. Its hooks that decide deny or are ignored, as its
-``on_error`` says.
+A suspended addon is not called until it is replaced. Its deciding hooks then deny or are ignored, as set by
+``on_error``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 #: A cancelled hook must end within this time.
 _ENDS_S: Final = 1.0
-#: Between two lines about calls over the budget of one addon.
+#: The minimum interval of log lines about one addon's calls over budget.
 _LINE_EVERY_NS: Final = 60 * 1_000_000_000
 #: Tasks of one addon that wait at a time: one per connection. More means that they do not end.
 _MOST_WAITING: Final = 10_000
@@ -44,7 +44,7 @@ class Hook:
 
     Attributes:
         addon: the addon's name.
-        name: of the hook.
+        name: the hook's name.
         function: the bound method, with one argument.
         waits: it is ``async def``.
         account: its counts.
@@ -73,13 +73,13 @@ class RunningAddon:
 
     Args:
         loaded: it.
-        current: the process's current call, for what interrupts and names hooks that block.
+        current: the process's current call, for interrupting and naming hooks that block.
 
     Attributes:
         loaded: see the argument.
         name: its name.
         suspended: why it is not called any more. Empty if it is called.
-        hooks: by name.
+        hooks: its hooks by name.
     """
 
     __slots__ = (
@@ -288,7 +288,7 @@ class RunningAddon:
         return text
 
     def suspend(self, reason: str) -> None:
-        """Call no hook any more; the first reason stays. Logged."""
+        """Stop calling hooks. The first reason is kept. Logged."""
         if self.suspended:
             return
         self.suspended = reason
@@ -305,7 +305,7 @@ class RunningAddon:
 
     def _cancel(self, task: asyncio.Task[Any], hook: Hook) -> None:
         task.cancel()
-        # Its error, if any, is of a call whose answer is not used any more.
+        # The answer is no longer used, so an error is ignored as well.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         asyncio.get_running_loop().call_later(_ENDS_S, self._must_have_ended, task, hook)
 
@@ -366,7 +366,7 @@ def _with_argument(name: str, function: Any) -> Any:
 
 
 class _Failed(Exception):
-    """A hook raised; the text says what."""
+    """A hook raised. The text describes the error."""
 
 
 class _Steps:

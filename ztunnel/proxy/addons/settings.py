@@ -32,12 +32,12 @@ _OPTION: Final = re.compile(r"(?P<addon>[a-z0-9][a-z0-9_-]*)\.(?P<key>[A-Za-z_]\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddonSpec:
-    """Where one addon is; exactly one of ``file``, ``module`` and ``entry_point`` is not empty.
+    """The location of one addon. Exactly one of ``file``, ``module`` and ``entry_point`` is not empty.
 
     Attributes:
-        text: as it was given.
+        text: the location as configured.
         class_name: empty: the only addon of the file.
-        sha256: of the file, in lower-case hexadecimal digits. Empty: any contents.
+        sha256: the required digest of the file, in lower-case hexadecimal digits. Empty: any contents.
     """
 
     text: str
@@ -89,7 +89,7 @@ def parse_spec(text: str) -> AddonSpec:
 
 
 def addon_settings(env: Mapping[str, str], file_options: object = None) -> tuple[AddonSettings | None, list[str]]:
-    """Return what an environment says of addons, and its faults.
+    """Return the addon settings in an environment, and their faults.
 
     Args:
         env: flags are put into it under their variables.

@@ -33,7 +33,7 @@ class Credentials:
 
     Attributes:
         chain: its certificates, the leaf first.
-        anchors: roots that the peer's chain must lead to; ``None``: the peer is not verified.
+        anchors: the roots trusted for the peer's chain. ``None``: the peer is not verified.
         is_revoked: judges a verified chain, leaf first and root last.
         names: URI names of the leaf.
     """

@@ -31,7 +31,7 @@ async def run_apart(
 
     Raises:
         TunnelBroken: the fiber was cancelled by another caller, and ``work`` raised no error of its own.
-        Exception: what ``work`` raised.
+        Exception: the error raised by ``work``.
     """
     answer: OneShotFuture[T] = OneShotFuture(poller)
     fiber = tasks.run(poller, _answered(answer, work, discard), name)

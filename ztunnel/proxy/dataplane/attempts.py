@@ -52,8 +52,8 @@ class Attempts(Generic[EndpointT]):
     Attributes:
         retries_left: how many attempts may follow the first.
         repeatable: whether another attempt can follow an error.
-        until_s: on the caller's clock; later failures are not followed by another attempt.
-        avoid: endpoints that have failed; the next attempt should take others.
+        until_s: the time limit for retries, on the caller's clock.
+        avoid: the failed endpoints, which the next attempt should avoid.
         failures: attempts that have failed.
     """
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
 _RETRY_S: Final = 0.02
-#: The waits of a source whose connections are ended by limits of the protocol.
+#: The waiting times of a source whose connections have violated protocol limits.
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 4.0
 _FORGIVEN_S: Final = 40.0
@@ -99,7 +99,7 @@ class Cancellable(Protocol):
         """End it."""
 
 
-#: Begins the handshake of an accepted socket, which it owns from then on, and returns what runs it.
+#: Begins the handshake of an accepted socket, becomes the socket's owner, and returns a handle for cancelling.
 Begin = Callable[["PendingHandshake"], Cancellable]
 #: Called with a connection that is closed next, and the reason. An empty reason means that the pod ends.
 Rejected = Callable[["PendingHandshake", str], None]
@@ -270,7 +270,7 @@ class HalfOpen:
     # For limiters
 
     def changed(self, by: int) -> None:
-        """Count pending_handshakes, and look after their time."""
+        """Change the number of pending handshakes, and start the timer for their time limits."""
         self.size += by
         if self.size and self._timer is None:
             self._timer = self.poller.loop.call_later(_SWEEP_S, self._sweep)
@@ -280,7 +280,7 @@ class HalfOpen:
         self._limiters.pop(limiter, None)
 
     def pump(self) -> None:
-        """Begin queued handshakes from the next turn on, one in each."""
+        """Begin queued handshakes, one in each further loop iteration."""
         self.poller.requeue(self)
 
     def may_begin(self, now_s: float) -> bool:
@@ -352,7 +352,7 @@ class HandshakeLimiter:
         timeout_s: the longest wait for a ClientHello.
 
     Attributes:
-        running: connections whose handshake has started, the oldest first.
+        running: connections with a running handshake, oldest first.
     """
 
     def __init__(self, half_open: HalfOpen, begin: Begin, rejected: Rejected, timeout_s: float) -> None:
@@ -374,11 +374,11 @@ class HandshakeLimiter:
 
     @property
     def queued(self) -> bool:
-        """Whether handshakes wait for their turn."""
+        """Whether handshakes are queued."""
         return bool(self._ready)
 
     def enter(self, sock: socket.SocketType, peer: tuple[str, int], owner: Any = None) -> PendingHandshake:
-        """Take an accepted, non-blocking socket. At a limit, it or an older one is closed."""
+        """Take an accepted, non-blocking socket. At a limit, this or an older connection is closed."""
         limits = self._limits
         source = self._source(peer[0])
         if self._closed:
@@ -406,9 +406,9 @@ class HandshakeLimiter:
         return pending
 
     def peek(self, pending: PendingHandshake, *, hung_up: bool) -> None:
-        """Peek at what a connection has sent, and queue it for its handshake when that can begin.
+        """Peek at a connection's received bytes, and queue it for its handshake when the ClientHello is complete.
 
-        A queued connection is only checked for its end, because a stream without a waiting reader gets no turn.
+        A queued connection is only checked for its end.
         """
         if pending.queued:
             if hung_up:
@@ -501,7 +501,7 @@ class HandshakeLimiter:
         source.waits_until_s = max(source.waits_until_s, now_s + wait_s)
 
     def turn_away_oldest(self, reason: str) -> None:
-        """Close the oldest connection; there is one."""
+        """Close the oldest connection. The caller ensures that one exists."""
         self.reject(next(iter(self._pending)), reason)
 
     def reject(self, pending: PendingHandshake, reason: str) -> None:
@@ -549,7 +549,7 @@ class HandshakeLimiter:
             self.reject(pending, NO_HELLO)
 
     def close(self) -> None:
-        """Close what has not begun its handshake, and what comes later; idempotent.
+        """Close connections without a running handshake, and later ones. Idempotent.
 
         Started handshakes end with their fibers.
         """

@@ -1,4 +1,4 @@
-"""The life of a connection as one table: its states, the events that meet it, and what follows in each pair. Pure.
+"""The life of a connection as one table: an action for each pair of state and event. Pure.
 
 A *life* is any live part of a connection: an accepted socket, a tunnel connection in either direction, a request
 on one, each half of a tunnel within the node, a relay. It moves through :class:`State` from top to bottom and
@@ -9,7 +9,7 @@ The rule behind the table: **an open connection is allowed by the current polici
 within a grace period stated by its :class:`Verdict`. Two rules ensure it:
 
 * A life whose facts are complete is judged at each event that can change its verdict (:attr:`Action.JUDGE`).
-* A life whose facts are not complete is judged when they are, by what is current *then*
+* A life with incomplete facts is judged when they are complete, by the policies current *then*
   (:attr:`Action.AWAIT_FACTS`). So no life captures a policy, a chain or a revocation list before the wait that
   precedes its verdict.
 """

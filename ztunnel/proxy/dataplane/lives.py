@@ -48,7 +48,7 @@ class Life:
     """One entry of a :class:`LiveTable`; registered on construction, until :meth:`close`.
 
     Args:
-        group: where it is registered.
+        group: the group to register in.
         abort: ends it before :meth:`opened` has named another way.
 
     Attributes:
@@ -82,7 +82,7 @@ class Life:
     # Its way
 
     def own(self, release: Callable[[], object]) -> None:
-        """Call ``release`` when the life closes; the last one registered is called first."""
+        """Call ``release`` when the life closes, in reverse order of registration."""
         if self._owned is None:
             self._owned = []
         self._owned.append(release)
@@ -107,9 +107,9 @@ class Life:
 
         Args:
             abort: ends it at once.
-            state: which of the two.
-            leave: asks its peer to leave; ``None``: the protocol has no such word.
-            finish: ends it in order; ``None``: as ``abort``.
+            state: the state to enter.
+            leave: asks the peer to end gracefully. ``None`` if the protocol cannot.
+            finish: ends it gracefully. ``None``: same as ``abort``.
         """
         self.state = State.DRAINING if self.leaving else state
         self._finish, self._leave = finish, leave
@@ -166,7 +166,7 @@ class Lives(Generic[LifeT]):
     """A group of lives, in the order of registration.
 
     Args:
-        table: that this group is a part of.
+        table: the table that contains this group.
 
     Attributes:
         on_close: called with each closed life. None disables it.
@@ -202,13 +202,14 @@ class Lives(Generic[LifeT]):
             self.on_close(life)
 
     async def emptied(self) -> None:
-        """Wait until no life is left; returns at once when there is none."""
+        """Wait until the group is empty."""
         while self._entries:
             self._emptied.clear()
             await self._emptied.wait()
 
     def review(self, event: Event, reason: str = "", *, concerned: Callable[[LifeT], bool] | None = None) -> None:
-        """Do for each life what the table says of an event; the first :data:`SLICE` lives before this returns.
+        """Apply the table's action for an event to each life. The first :data:`SLICE` lives are done before this
+        returns.
 
         Args:
             event: the event that occurred.
@@ -235,12 +236,12 @@ class Lives(Generic[LifeT]):
             life.end(reason)
 
     def judge(self, life: LifeT) -> None:
-        """Judge one life by what is current, as a review does."""
+        """Judge one life by the current policies, like a review."""
         self._judge(life)
 
     def _judge(self, life: LifeT) -> None:
         if life.reason:
-            return  # ended; its own task has not got round to it
+            return  # ended, but its own task has not run yet
         try:
             verdict = life.judge()
         except Exception:
@@ -269,7 +270,7 @@ class Lives(Generic[LifeT]):
         self._until_s = math.inf
 
     def dissolve(self) -> None:
-        """Take the group out of the table; for a pod that is gone. Idempotent."""
+        """Remove the group of a removed pod from the table. Idempotent."""
         self._stop_timer()
         self._table._groups.pop(self, None)
 
@@ -292,7 +293,7 @@ class LiveTable:
             yield from group
 
     def review(self, event: Event, reason: str = "") -> None:
-        """Do for every life what the table says of an event; see :meth:`Lives.review`."""
+        """Apply the table's action for an event to every life; see :meth:`Lives.review`."""
         for group in list(self._groups):
             group.review(event, reason)
 

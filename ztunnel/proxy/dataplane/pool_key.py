@@ -14,15 +14,16 @@ OptionsT = TypeVar("OptionsT")
 
 
 class PoolKey(NamedTuple, Generic[CredentialsT, OptionsT]):
-    """What two tunnels must have in common to share a connection.
+    """The key that tunnels must share to use the same connection.
 
-    A tuple, because one is made and hashed for every connection.
+    A tuple, because one is created and hashed for every connection.
 
     Attributes:
-        address: where the connection goes.
-        credentials: the source of its TLS context, compared by identity; ``None`` for cleartext.
-        generation: of the credentials: a rotated certificate opens new connections, and tunnels on old ones stay.
-        options: what else distinguishes connections: expected identities (Istio), socket options (Envoy).
+        address: the address of the far end.
+        credentials: the source of its TLS context, compared by identity. ``None`` for cleartext.
+        generation: the credentials' generation. A rotated certificate opens new connections, and tunnels on old
+            connections stay.
+        options: further properties: expected identities (Istio), socket options (Envoy).
     """
 
     address: SocketAddress
@@ -42,16 +43,16 @@ async def dial_connection(
 
     Args:
         context_for: makes the TLS context, or ``None`` for cleartext.
-        open_socket: connects by TCP; its socket belongs to this call.
-        settings: of the connection.
-        poller: of this loop.
+        open_socket: connects by TCP. This call becomes the socket's owner.
+        settings: the connection's settings.
+        poller: this loop's poller.
         finished: called with the seconds of the TLS handshake, and whether it succeeded.
 
     Raises:
-        Exception: what ``context_for`` and ``open_socket`` raise.
-        TlsError, PeerSilent, ConnectionBroken: the handshake failed.
+        Exception: any error of ``context_for`` and ``open_socket``. TlsError, PeerSilent, ConnectionBroken: the
+        handshake failed.
     """
-    # The context first: making one can fail (a key that OpenSSL refuses), and then there is no socket to leak.
+    # The context first: creating it can fail (OpenSSL refuses a key), and then there is no socket to leak.
     context = context_for()
     sock = await open_socket()
     began_s, secured = poller.loop.time(), False

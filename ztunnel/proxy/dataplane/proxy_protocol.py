@@ -45,7 +45,7 @@ def parse_header(data: bytes) -> ProxyHeader:
     """Read a header from the first bytes of a connection.
 
     Raises:
-        NeedMore, NoHeader, BadHeader: as their names say.
+        NeedMore, NoHeader, BadHeader: the header is incomplete, missing or invalid.
     """
     if data[: len(SIGNATURE_2)] == SIGNATURE_2[: len(data)]:
         return _version_2(data)
@@ -116,7 +116,7 @@ def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: 
     Args:
         source: peer of the tunnel's TCP connection.
         destination: the destination of the tunnel.
-        spiffe_id: of the tunnel's client, as TLV 0xD0; ``None`` leaves it out.
+        spiffe_id: the SPIFFE id of the tunnel's client, for TLV 0xD0. ``None`` leaves it out.
     """
     addresses = [ipaddress.ip_address(address.host) for address in (source, destination)]
     versions = {address.version for address in addresses}
@@ -138,7 +138,7 @@ LOCAL_HEADER: Final = SIGNATURE_2 + bytes((0x20, 0, 0, 0))
 def header_of_version(version: int, source: SocketAddress, destination: SocketAddress) -> bytes:
     """Return the header of a proxied connection in the form of Envoy's ``upstream_proxy_protocol``.
 
-    Addresses of two families do not fit into one header: version 1 says UNKNOWN, version 2 AF_UNSPEC.
+    Addresses of two families do not fit into one header: UNKNOWN in version 1, AF_UNSPEC in version 2.
 
     Args:
         version: 1 or 2.

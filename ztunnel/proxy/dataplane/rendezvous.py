@@ -29,7 +29,7 @@ _ANCILLARY: Final = socket.CMSG_SPACE(_PER_CALL * array.array("i").itemsize)
 
 
 class RendezvousError(Exception):
-    """The other process cannot be trusted, or sent what is no message. The connection to it must end."""
+    """The other process is not trusted, or sent an invalid message. The connection to it must end."""
 
 
 class Parcel:

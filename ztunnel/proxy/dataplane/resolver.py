@@ -58,13 +58,14 @@ class Resolver:
     """Resolves names as the rest of the host does: ``/etc/hosts``, then the name servers and the search list of
     ``/etc/resolv.conf``.
 
-    A candidate of the search list that fails, is refused or gets no answer does not end the look-up, as in glibc.
+    Like in glibc, a candidate of the search list that fails, is refused or gets no answer does not end the
+    look-up.
 
     Args:
         hosts: the file of names with fixed addresses; read again whenever it changes.
         resolv_conf: the file of name servers; read once.
-        port: of the name servers in ``resolv_conf``.
-        lifetime_s: for each candidate and family, if the settings have no time for a query.
+        port: the port of the name servers in ``resolv_conf``.
+        lifetime_s: the time limit per candidate and family, if the settings have none.
         settings: differences from the host's resolver configuration.
     """
 
@@ -171,7 +172,7 @@ class Resolver:
 
         Raises:
             dns.exception.DNSException, OSError: no server has an answer. The error is the first failure other than
-                NXDOMAIN, because a name whose query failed can exist.
+            NXDOMAIN, because the name of a failed query can exist.
         """
         import dns.exception
         import dns.name
@@ -226,7 +227,7 @@ def addresses_in(hosts: str) -> dict[str, tuple[str, ...]]:
 
 
 def _of_family(hosts: tuple[str, ...], family: str) -> tuple[str, ...]:
-    """Return the addresses that ``family`` asks for; see :meth:`Resolver.resolve`."""
+    """Return the addresses selected by ``family``; see :meth:`Resolver.resolve`."""
     v4, v6 = (tuple(host for host in hosts if (":" in host) is wanted) for wanted in (False, True))
     return {"V4_ONLY": v4, "V6_ONLY": v6, "V4_PREFERRED": v4 or v6, "ALL": v6 + v4}.get(family, v6 or v4)
 

@@ -12,10 +12,10 @@ LifeT = TypeVar("LifeT", bound=Life)
 
 
 class Upstream(Generic[LifeT]):
-    """One open upstream of one connection; the path that opened it closes it.
+    """One open upstream of one connection. The function that opened it closes it.
 
-    Closing follows ``contextlib.ExitStack``: the end first, because closing it is what the peer sees, then every
-    callback of :meth:`on_close`, the last one registered first.
+    Closing works like ``contextlib.ExitStack``: first the end, which the peer observes, then the callbacks of
+    :meth:`on_close` in reverse order.
 
     Args:
         closing: the first such callback.
@@ -56,7 +56,7 @@ class Upstream(Generic[LifeT]):
         return cut or not in_order
 
     def close(self, error: Exception | None = None) -> None:
-        """Close the end, with ``error`` as its reason if there is one, and run the callbacks; idempotent."""
+        """Close the end, optionally with ``error`` as the reason, and run the callbacks. Idempotent."""
         if self._closed:
             return
         self._closed = True

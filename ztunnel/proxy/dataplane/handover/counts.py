@@ -8,7 +8,7 @@ PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 
 
 class HandoverCounts:
-    """What moved and what stayed, since the start of the process.
+    """The connections that moved and stayed since the start of the process.
 
     Attributes:
         connections: connections of pods, and tunnel connections without one, by result and reason: ``given`` or
@@ -22,7 +22,7 @@ class HandoverCounts:
         self._pauses = [0] * (len(PAUSE_BUCKETS) + 1)  # the last: longer ones
 
     def count(self, result: str, reason: str, number: int) -> None:
-        """Count connections; of a reason the part before a colon, so that there are few."""
+        """Count connections. Only a reason's part before a colon counts, so that there are few reasons."""
         key = result, reason.partition(":")[0]
         self.connections[key] = self.connections.get(key, 0) + number
 
@@ -42,7 +42,7 @@ class HandoverCounts:
 
     @property
     def pauses(self) -> tuple[int, ...]:
-        """Numbers of pauses by bucket, not cumulative; the last is of longer ones."""
+        """The number of pauses per bucket, not cumulative. The last bucket has the longer ones."""
         return tuple(self._pauses)
 
     @property

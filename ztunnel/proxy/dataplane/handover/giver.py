@@ -67,10 +67,10 @@ class Unit(Protocol):
         """Return the offer of a frozen unit; ``now_s`` is monotonic."""
 
     def went(self) -> None:
-        """Account for what was carried here: the other process writes the lines."""
+        """Complete the accounting of this process's share. The other process writes the lines."""
 
 
-#: Returns the units of now, and the number of connections that belong to none, by reason.
+#: Returns the current units, and the number of connections without a unit, by reason.
 Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 
@@ -104,11 +104,11 @@ class Giver:
     """Offers connections to one taker.
 
     Args:
-        channel: to the taker, whose greeting was read.
+        channel: the channel to the taker, whose greeting was read.
         taker: its greeting.
-        survey: returns what can move.
-        clock: for ages and pauses.
-        statistics: counts.
+        survey: returns the units that can move.
+        clock: measures ages and pauses.
+        statistics: receives the counts.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Giver:
                 future.set_result(message.reason if isinstance(message, Declined) else "")
 
     def close(self) -> None:
-        """Have offers fail: the taker is gone. Idempotent."""
+        """Fail all pending offers, because the taker is gone. Idempotent."""
         self.gone = True
         for future in self._answers.values():
             if not future.done():
@@ -226,7 +226,7 @@ class Giver:
         """Return why the taker declines a unit, or an empty text if it accepts.
 
         Raises:
-            TakerGone: there will be no answer.
+            TakerGone: the taker has ended, or reads no more.
         """
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[offer.number] = future

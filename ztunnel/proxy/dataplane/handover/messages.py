@@ -36,10 +36,10 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
     """The first message of each side.
 
     Attributes:
-        version: of the program, for logs.
+        version: the program's version, for logs.
         schema, oldest: the newest schema of the side's offers, and the oldest that it reads.
-        pods: of the taker: how many it carries, or in Envoy's dialect how many listeners it has.
-        dialect: of the side's configuration.
+        pods: the number of pods the taker carries, or in Envoy's dialect of its listeners.
+        dialect: the dialect of the side's configuration.
     """
 
     version: str
@@ -54,7 +54,7 @@ class TakeNow(Struct, frozen=True, tag=True):
 
 
 class Busy(Struct, frozen=True, kw_only=True, tag=True):
-    """The giver has another taker, or cannot hand over to this one; the connection ends."""
+    """The giver has another taker, or cannot hand over to this one. The connection ends."""
 
     reason: str
 
@@ -128,7 +128,7 @@ def encode(message: FromGiver | FromTaker) -> bytes:
 
 
 def reader_of(offer: type[Offer]) -> ReadGiver:
-    """Return what reads the messages of a giver whose offers are of this type."""
+    """Return a parser of a giver's messages with this type of offer."""
     decoder = msgspec.msgpack.Decoder(Greeting | Busy | offer | Go | Keep | Finished)
 
     def read(data: bytes) -> FromGiver:

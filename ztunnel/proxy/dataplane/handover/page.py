@@ -19,12 +19,12 @@ class Shown(Protocol):
 
 
 def page(handover: Shown | None, shut_down: Callable[[], object], request: PageRequest) -> Page:
-    """Return the state. With POST, have the process give its connections to the successor that waits, and end.
+    """Return the state. POST makes the process give its connections to the waiting successor, and end.
 
     Args:
-        handover: of the process; ``None``: connections do not move.
+        handover: the process's hand-over. ``None``: connections do not move.
         shut_down: begins the end of the process, which gives its connections.
-        request: to the admin server.
+        request: the request to the admin server.
     """
     if handover is None:
         return text("open connections do not move: ZTUNNEL_HANDOVER_DIR names no folder\n", 404, PLAIN)

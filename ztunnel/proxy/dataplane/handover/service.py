@@ -143,7 +143,7 @@ class Handover:
         return self._giver is not None and not self._giver.gone
 
     def status(self) -> dict[str, Any]:
-        """Return what ``ztunnel handover status`` prints."""
+        """Return the status that ``ztunnel handover status`` prints."""
         giver = self._giver
         counts = {
             f"{result}{f' ({reason})' if reason else ''}": number
@@ -186,7 +186,7 @@ class Handover:
                 await asyncio.sleep(_UNUSABLE_S)
 
     async def _take_from_predecessor(self) -> bool:
-        """Serve one connection to the process that listens now; return whether there is none, or none any more."""
+        """Serve one connection to the listening process. Return True if no process listens, or it has ended."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.connect(str(self.path))
@@ -352,7 +352,7 @@ class Handover:
         )
 
     async def give_late(self) -> None:
-        """Give what could not move before, and to a successor that comes late, until cancelled."""
+        """Give connections that could not move before, even to a late successor, until cancelled."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             giver = self._giver

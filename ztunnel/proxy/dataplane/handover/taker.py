@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Declining(Exception):
-    """A unit cannot be continued here; the text says why."""
+    """A unit cannot be continued here. The text has the reason."""
 
 
 class Pending(Protocol):
@@ -91,6 +91,6 @@ class Taker:
             pending.discard()
 
     def close(self) -> None:
-        """Discard what the giver has not released. Idempotent."""
+        """Discard the units that the giver has not released. Idempotent."""
         for number in list(self._pending):
             self.forget(number)
