@@ -64,7 +64,7 @@ class Findings:
     Attributes:
         faults: one line each, with their places.
         resources, contexts: how many resources and TLS contexts were checked.
-        files: the resource files among what was read.
+        files: the resource files that were read.
     """
 
     faults: list[str]
@@ -73,7 +73,7 @@ class Findings:
     files: tuple[str, ...] = ()
 
     def checked(self) -> str:
-        """Return what was checked, for a person."""
+        """Return a summary of the checked configuration for a person."""
         files = f", and {', '.join(self.files)}" if self.files else ""
         return f"{self.resources} resources, {self.contexts} TLS contexts{files}"
 
@@ -141,7 +141,7 @@ class _Check:
         self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:
-        """Return what was found so far."""
+        """Return the findings so far."""
         faults = list(dict.fromkeys(self.faults))  # a control plane's cluster is checked twice
         return Findings(faults, self._resources, len(self._contexts), tuple(self._files))
 
@@ -183,7 +183,7 @@ class _Check:
         """Check resources of any type, except those with known faults.
 
         Args:
-            place: of the list, followed by the index.
+            place: the path of the list. The index follows.
             bodies: the resources.
             at_fault: see :func:`_at_fault`.
             file: the file of the resources, for secrets. Empty for static ones.

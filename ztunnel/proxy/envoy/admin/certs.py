@@ -66,12 +66,12 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
-    # Of own chains the leaf only, like in Envoy. Of roots all, whereas Envoy has the first only.
+    # Our own chains show only the leaf, like in Envoy. All roots are shown, while Envoy shows the first.
     return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
 
 
 def details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dict[str, object]]:
-    """Return what the page shows of some certificates.
+    """Return the page's entries for certificates.
 
     Args:
         certificates: a certificate chain, or trusted roots.

@@ -50,7 +50,7 @@ _NO_CONTENTION = "Mutex contention tracing is not enabled. To enable, run Envoy 
 
 
 def answer(proxy: InspectedProxy, drain: Drain, live_page: Pages, request: PageRequest) -> Page | Awaitable[Page]:
-    """Answer one request to the admin server; ``live_page`` answers what is below ``/ui``."""
+    """Answer one request to the admin server. ``live_page`` answers the paths below ``/ui``."""
     allowed = proxy.bootstrap.admin_allow_paths
     if allowed and not any(match.matches(request.target) for match in allowed):
         return text(f"request to path {printable(request.target)} not allowed", 403)  # in Envoy's words
@@ -256,7 +256,7 @@ def _choice(query: Query) -> stats_page.Choice:
     """Read the parameters of ``/stats``.
 
     Raises:
-        ValueError: with the text of Envoy's answer.
+        ValueError: has the text of Envoy's answer.
     """
     pattern = None
     expression = query.get("filter")

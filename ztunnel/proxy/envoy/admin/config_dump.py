@@ -129,7 +129,7 @@ def _trimmed(message: Message, mask: FieldMask) -> Message:
 
 
 def _masked_element(element: Message, mask: str) -> Message:
-    """Return an element restricted to the mask, whose paths may lead into its ``Any`` (``cluster.name``)."""
+    """Return an element restricted to the mask. Its paths can continue inside the ``Any`` (``cluster.name``)."""
     outer: list[str] = []
     inner: dict[str, list[str]] = {}
     for path in mask.split(","):

@@ -36,7 +36,7 @@ def rbac_page(proxy: InspectedProxy) -> Page:
 
 
 def policies(listeners: Iterable[LiveListener], uses: Iterable[PolicyUse[str]] = ()) -> list[dict[str, Any]]:
-    """Return what :func:`rbac_page` shows.
+    """Return the policies for :func:`rbac_page`.
 
     Args:
         listeners: the active ones.

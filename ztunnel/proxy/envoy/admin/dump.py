@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.envoy.secrets.store import SecretHandle
     from ztunnel.proxy.envoy.upstream.manager import Failure
 
-#: Returns whether the object of a name is shown.
+#: Returns whether to show the object with a name.
 Shown = Callable[[str], bool]
 
 _HEALTH = {
@@ -59,19 +59,19 @@ def everything(_: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """A top-level dump whose lists are made on demand.
+    """A top-level dump with lists created on demand.
 
     Attributes:
         message: the dump without ``lists``.
-        lists: (field, elements) in the order of field numbers; they follow what ``message`` holds. Elements are
-            made when asked for, so that a page of many thousand does not hold the event loop.
+        lists: (field, elements) in the order of field numbers, higher than the fields in ``message``. Elements are
+            created on demand, so that a page of many thousand does not block the event loop.
     """
 
     message: Message
     lists: tuple[tuple[str, Iterable[Message]], ...] = ()
 
     def complete(self) -> Message:
-        """Return the complete message; consumes the elements, so it can be called once."""
+        """Return the complete message. Consumes the elements, so call it once."""
         for name, elements in self.lists:
             getattr(self.message, name).extend(elements)
         return self.message
@@ -151,7 +151,7 @@ def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
 
 
 def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignment:
-    """Return a cluster's hosts in use, by priority and locality; by address for ORIGINAL_DST."""
+    """Return a cluster's current hosts by priority and locality, or by address for ORIGINAL_DST."""
     assignment = live_assignment(cluster)
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=assignment.cluster_name)
     hosts = {host.endpoint.key: host for host in cluster.all_hosts}
@@ -209,7 +209,7 @@ def address_message(message: core.Address, address: EndpointAddress) -> None:
             message.socket_address.port_value = address.port
 
 
-# Listeners and what they discover
+# Listeners and their discovered resources
 
 
 def listeners(proxy: InspectedProxy, shown: Shown) -> admin.ListenersConfigDump:
@@ -337,7 +337,7 @@ def _inlined_routes(body: AnyMessage) -> Iterable[route_pb2.RouteConfiguration]:
 
 
 def secrets(proxy: InspectedProxy, shown: Shown) -> admin.SecretsConfigDump:
-    """Return secrets by name, certificates before validation contexts; the page redacts them."""
+    """Return secrets by name, certificates before validation contexts. The page redacts them."""
     dump = admin.SecretsConfigDump()
     for handle in proxy.secrets.static:
         if shown(handle.ref.name):

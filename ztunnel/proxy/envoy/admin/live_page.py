@@ -1,4 +1,4 @@
-"""Gathers what the live page shows in Envoy's dialect; :mod:`ztunnel.proxy.ui` bounds and serves it.
+"""Collects the live page's content in Envoy's dialect. :mod:`ztunnel.proxy.ui` bounds and serves it.
 
 Envoy counts by cluster and listener, not by pair of workloads. So flows are counted here, from open and ending
 connections, only while a client follows the page. A workload is identified by its address, and its identity is
@@ -41,12 +41,12 @@ from ztunnel.proxy.ui.seen import (
 
 #: Entries per slice: about a millisecond.
 _SLICE: Final = 200
-#: Connections that are kept while all are read; the view cuts them again.
+#: The number of connections selected while all are read. The view shortens the list again.
 _MOST_CONNECTIONS: Final = 200
-#: Pairs that are counted; of further ones, all are one.
+#: The number of counted pairs. Further pairs are counted together.
 _MOST_FLOWS: Final = 2_000
 _OTHERS: Final = "others"
-#: What termination details begin with where a policy denied, see LiveRbac and
+#: The prefixes of termination details after a denial by policy, see LiveRbac and
 #: :mod:`ztunnel.proxy.envoy.path.guarded`.
 _POLICY_DENIED: Final = ("rbac_access_denied", "calico_access_denied", POLICY_CHANGE)
 
@@ -88,7 +88,7 @@ class Traffic:
         self._proxy.connections.on_close = self._ended
 
     def end(self) -> None:
-        """Stop, and forget what was counted."""
+        """Stop, and reset the counts."""
         self._proxy.connections.on_close = None
         self.counts, self.identities, self.since_s, self._denied_before = {}, {}, 0.0, {}
 
@@ -104,7 +104,7 @@ class Traffic:
         counts.received += received
 
     def add_denied(self) -> None:
-        """Count what was denied where a tunnel ends: within the node it is no connection of its own."""
+        """Count denials at the end of node-local tunnels, which are no connections of their own."""
         denied: dict[_Ends, int] = {}
         for pair, times, _, _ in self._proxy.decisions.ledger.denials if self.since_s else ():
             if pair.identity:  # of others the connection itself is counted
@@ -118,7 +118,7 @@ class Traffic:
                 counts.opened = max(counts.opened, times)
 
     def at(self, ends: _Ends) -> _Counts:
-        """Return the counts of a pair, or of all further ones where too many are counted."""
+        """Return a pair's counts, or the common counts of further pairs at the limit."""
         counts = self.counts.get(ends)
         if counts is None:
             if len(self.counts) >= _MOST_FLOWS:
@@ -127,7 +127,7 @@ class Traffic:
         return counts
 
     def ends(self, connection: LiveConnection) -> _Ends:
-        """Return what a connection counts under, and remember the identities that it proved."""
+        """Return a connection's key in the counts, and remember its authenticated identities."""
         info = connection.info
         hops = hops_of(info)
         source, there = info.source.host, info.destination
@@ -161,7 +161,7 @@ def _moved(connection: LiveConnection) -> tuple[int, int]:
 
 
 async def seen(proxy: InspectedProxy, traffic: Traffic) -> Seen:
-    """Return what there is now; called once per event."""
+    """Return the current content. Called once per event."""
     open_now: dict[_Ends, list[int]] = {}
     shown: list[Connection] = []
     entries = list(proxy.connections)

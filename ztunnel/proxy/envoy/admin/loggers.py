@@ -27,7 +27,7 @@ levels: {" ".join(LEVELS)}{" "}
 
 
 def page(query: Query) -> Page:
-    """Change levels if a parameter says so, then return the page."""
+    """Change levels as given by a parameter, then return the page."""
     try:
         change(query)
     except ValueError as error:

@@ -55,7 +55,7 @@ class GrpcTarget:
         address: ``host:port`` or ``unix:/path``.
         index: its position among the static clusters.
         cluster: the whole cluster.
-        dns_resolver: of the bootstrap.
+        dns_resolver: the bootstrap's DNS resolver.
     """
 
     address: str
@@ -150,7 +150,7 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
         faults: collects every fault, instead of raising the first; faulty parts are left out.
 
     Raises:
-        ConfigError: with the path of the fault.
+        ConfigError: names the path of the fault.
     """
     found: list[ConfigError] = [] if faults is None else faults
 
@@ -286,7 +286,7 @@ def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
 
 
 def _refuse_runtime(layer: Struct, noting: _Noting, path: tuple[str | int, ...]) -> None:
-    """Refuse runtime keys, nested or with dots in their names, that change what Envoy does."""
+    """Refuse runtime keys (nested, or with dots in their names) that change Envoy's behaviour."""
     for key, value in _flat(struct(layer), ""):
         with noting(*path):
             if key.startswith(_INERT_KEYS):

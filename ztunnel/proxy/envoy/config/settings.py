@@ -57,7 +57,7 @@ class Switches:
             holds them until it has answered. This saves a round trip.
         check_authority: a tunnel may only name the pod it was opened to.
         judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
-        strict_tls: servers are verified even if the configuration does not say so.
+        strict_tls: servers are verified even if the configuration does not require it.
         tunnel_source: the source address of tunnels. Envoy loses the client's address in an internal listener.
     """
 
@@ -78,16 +78,16 @@ class Settings:
         bootstrap: path of an Envoy bootstrap. Empty if ``control_plane`` is given.
         control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for a bootstrap made up on the spot.
         node: name of the node, for that bootstrap.
-        readiness, metrics: addresses to listen on; ``None`` disables one.
-        spin_us: time to poll without sleeping after activity; 0 is off.
-        restart_epoch: the number of earlier generations; if not 0, start beside the running one.
-        policies: where Calico's policies come from; ``None``: there are none.
+        readiness, metrics: addresses to listen on. ``None`` disables the server.
+        spin_us: the time to poll without sleeping after activity. 0 disables that.
+        restart_epoch: the number of earlier generations. If not 0, start beside the running proxy.
+        policies: the source of Calico's policies. ``None`` disables them.
         handover_dir: folder where this process meets its predecessor and its successor to move open connections.
         Empty disables that.
         replace: have the predecessor hand over and end as soon as this process is ready.
         tap_socket: path of the local socket through which root can request taps. Empty permits none.
         otlp: the metrics collector. ``None`` disables the export.
-        flows: connections that the flight recorder keeps; 0 keeps none.
+        flows: the number of connections in the flight recorder. 0 disables it.
         hubble: the addresses of Hubble's gRPC service. ``None`` disables it.
         addons: the addons to load, if any.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
@@ -121,7 +121,7 @@ class Settings:
 
 
 def _address(text: str, host: str = "0.0.0.0") -> SocketAddress | None:
-    """Read where a server listens; of a port alone at ``host``."""
+    """Parse a server's address. A port alone means that port at ``host``."""
     if text in ("", "off"):
         return None
     if text.isdigit():
@@ -133,7 +133,7 @@ def _address(text: str, host: str = "0.0.0.0") -> SocketAddress | None:
 
 
 def _admin_address(text: str) -> SocketAddress | None:
-    """Read the admin server's: it changes things and shows the mesh, so that another address must be said."""
+    """Parse the admin server's address. A port alone means loopback, because the server can change the proxy."""
     return _address(text, "127.0.0.1")
 
 

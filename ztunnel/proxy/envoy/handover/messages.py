@@ -88,8 +88,8 @@ class HopValue(Struct, frozen=True, kw_only=True):
     """A :class:`~ztunnel.proxy.envoy.listeners.connections.LiveHop`.
 
     Attributes:
-        pod: of an accepted connection, the address of the pod that it is of.
-        application: that a tunnel's request names.
+        pod: for an accepted connection, its pod's address.
+        application: the application named by a tunnel's request.
     """
 
     kind: Kind
@@ -102,8 +102,8 @@ class DialledValue(Struct, frozen=True, kw_only=True, tag="dialled"):
     """A tunnel connection of a cluster's pool.
 
     Attributes:
-        address, options: of its key in the pool.
-        idle_s: for how many seconds it has had no tunnels.
+        address, options: the socket options in its pool key.
+        idle_s: the seconds since its last tunnel ended.
         age_s: since its first SYN.
     """
 

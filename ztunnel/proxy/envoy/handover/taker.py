@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 _CHANGED = "its filter chain has changed"
 
-#: Has further judges look at a hop whose chain, cluster and host are known; see
+#: Registers further judges of a hop with known chain, cluster and host; see
 #: :meth:`ztunnel.proxy.envoy.path.guarded.Enforcer.watch`.
 Watch = Callable[[LiveHop, Host], None]
 
@@ -156,7 +156,7 @@ def _give_back(unit: Resumed, socks: list[socket.socket]) -> None:
 
 
 def _check(offer: Offer) -> None:
-    """Refuse an offer whose parts contradict each other.
+    """Refuse an offer with contradictory parts.
 
     Raises:
         ValueError: they do.
@@ -253,7 +253,7 @@ def _key(cluster: LiveCluster, carrier: DialledValue, connection: Connection) ->
     if context is not None and facts is not None:
         if context.has_revoked(facts.chain):
             raise Declining("its peer is revoked")
-        # A connection whose peer only a handshake could accept now carries on, without new tunnels.
+        # If only a handshake could decide about the peer now, the connection continues, but gets no new tunnels.
         generation = context.generation if context.trusts(facts) else -1
     return PoolKey(carrier.address, context, generation, carrier.options)
 
@@ -334,7 +334,7 @@ class Pending:
             self._judge(life)
 
     def _judge(self, life: LiveHop) -> None:
-        """Judge a hop by what is current now. The listener can have been removed since the unit was made."""
+        """Judge a hop by the current configuration. The listener can have been removed since the unit was made."""
         connections = self._parts.connections
         if life.state is State.CLOSED:
             return
@@ -437,7 +437,7 @@ class Pending:
         return life
 
     def _counted(self, hops: Sequence[Hop], index: int, upstream: ClusterUpstream) -> Callable[[], object]:
-        """Count what a hop has open in its cluster; return what counts the end."""
+        """Count a hop's open connection or request in its cluster. Return a function that counts the end."""
         hop = hops[index]
         cluster, host = hop.place
         within = index + 1 < len(hops) and hops[index + 1].value.kind is Kind.JOINED

@@ -1,4 +1,4 @@
-"""A hop of a connection as a value, and what is known of a hop from a value and this process's configuration."""
+"""Converts a connection's hop to a value, and a value to a hop in this process's configuration."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ def _plain_value(value: Any) -> Any:
 
 
 def info_of(value: InfoValue, connection_id: int, now_s: float) -> StreamInfo:
-    """Return what is known of a hop, without what its configuration says.
+    """Return a hop's facts without its configuration.
 
     Args:
-        value: of the hop.
-        connection_id: in this process.
+        value: the hop's value.
+        connection_id: the connection's id in this process.
         now_s: monotonic seconds.
 
     Raises:

@@ -264,7 +264,7 @@ class LiveConnectionManager:
 
     @property
     def wanted_routes(self) -> RouteTableRef | None:
-        """The route table to ask for by RDS, if any."""
+        """The route table to request by RDS, if any."""
         return self.model.routes if isinstance(self.model.routes, RouteTableRef) else None
 
 
@@ -401,7 +401,7 @@ class LiveChain:
         return self._discovered[place] is None
 
     def _put_together(self) -> None:
-        """New connections meet the filters that there are now."""
+        """Combine the current filters for new connections."""
         all_filters = [self._inline, *(each for each in self._discovered if each is not None)]
         self.rbac = tuple(rbac for each in all_filters for rbac in each.rbac)
         self.limits = tuple(limit for each in all_filters for limit in each.limits)

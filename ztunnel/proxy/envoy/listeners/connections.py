@@ -90,7 +90,7 @@ class LiveHop(Life):
         chain: the filter chain, once it is chosen.
         cluster: the upstream cluster, once it is chosen.
         filter_sinks: loggers of the TCP proxy or connection manager. They come before ``listener_sinks``.
-        application: the application that a tunnel's request names, once it is known.
+        application: the application named by a tunnel's request, once it is known.
         also: further judges, for example of Calico's policies.
         addons: the addons to inform of the end. ``None``: none are loaded, or another hop informs them.
         account: counts the connection's end. ``None``: another hop counts it.
@@ -234,7 +234,7 @@ class LiveHop(Life):
 
 
 class LiveRequest(LiveHop):
-    """A request of a tunnel connection: the filters that can be asked without it have judged the connection."""
+    """A request of a tunnel connection. Filters that do not read the port have judged the connection already."""
 
     __slots__ = ()
 
@@ -322,7 +322,7 @@ class PodQuota:
     waiting in its accept queue, as in an Istio mesh. Its next connections are closed while others' are served.
 
     Args:
-        descriptors: of the process.
+        descriptors: the process's descriptors.
     """
 
     def __init__(self, descriptors: Descriptors) -> None:
@@ -356,7 +356,7 @@ class Connections(Lives[LiveConnection]):
     Attributes:
         table: all live connections of this process.
         hops: hops that are no accepted connection: requests, hops behind internal listeners, joined halves.
-        addons: of this process; ``None``: none are loaded.
+        addons: this process's addons, if any.
         account: counts the ends of connections.
     """
 
@@ -379,6 +379,6 @@ class Connections(Lives[LiveConnection]):
     def review_all(
         self, event: Event, reason: str = "", *, concerned: Callable[[LiveHop], bool] | None = None
     ) -> None:
-        """Do for each hop and connection what the table says of an event; see :meth:`Lives.review`."""
+        """Apply the table's action for an event to each hop and connection; see :meth:`Lives.review`."""
         self.hops.review(event, reason, concerned=concerned)
         self.review(event, reason, concerned=concerned)

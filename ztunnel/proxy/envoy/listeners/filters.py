@@ -23,7 +23,7 @@ _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class FilterClosed(Exception):
-    """A listener filter closes the connection; the text says why.
+    """A listener filter closes the connection. The text has the reason.
 
     Attributes:
         failure: the reason in metrics.
@@ -83,7 +83,7 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo, name: str) -> None:
     ignored, like in Envoy.
 
     Raises:
-        FilterClosed: the filter reads bytes, and there are none, as for an internal connection.
+        FilterClosed: the filter needs bytes, but an internal connection has none.
     """
     facts = info.facts
     match entry:
@@ -121,7 +121,7 @@ def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
     Args:
         end: the accepted socket.
         info: its destination is still the socket's own name.
-        transparent: the socket's own name is what the client dialled, unless that was translated.
+        transparent: the socket's own name is the dialled address, unless NAT changed it.
     """
     own = info.destination
     asked = sockets.conntrack_destination(end.sock, 6 if ":" in own.host else 4)

@@ -1,9 +1,8 @@
-"""Handshakes of listeners wait for their turn: see :mod:`ztunnel.proxy.dataplane.half_open` for limits and
-fairness.
+"""Schedules and limits listeners' handshakes; see :mod:`ztunnel.proxy.dataplane.half_open`.
 
-A connection has passed its listener filters by then, and its filter chain requires TLS. The dialled address stands
-for the pod. Envoy has no such limits: there, clients of one pod that never finish a handshake use up the memory
-and descriptors of all.
+A connection enters after its listener filters, if its filter chain requires TLS. Limits per pod use the dialled
+address. Envoy has no such limits: there, clients of one pod that never finish a handshake can exhaust all memory
+and descriptors.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ztunnel.proxy.dataplane.half_open import (
 )
 from ztunnel.proxy.dataplane.lives import Life
 
-#: Addresses without half-open connections whose debts are remembered.
+#: How many dialled addresses without half-open connections are remembered, with their sources' waiting times.
 _KEPT: Final = 256
 
 
 class Rejected(HboneError):
-    """A connection ends before its handshake; the text is the reason."""
+    """A connection ends before its handshake. The text has the reason."""
 
 
 class _Waiting:

@@ -26,7 +26,7 @@ class LiveConnectionLimit:
         """Reserve a place for a connection, released at its end.
 
         Raises:
-            TooMany: there is none.
+            TooMany: the limit is reached.
         """
         if not self.model.enabled:
             return
@@ -39,7 +39,7 @@ class LiveConnectionLimit:
         info.held = (*info.held, self._give_back)
 
     def hold(self, info: StreamInfo) -> None:
-        """Reserve a place for a connection that another process has admitted, even if there is none."""
+        """Reserve a place for a connection admitted by another process, even above the limit."""
         if self.model.enabled:
             self._active.stored += 1
             self._held += 1
@@ -67,7 +67,7 @@ class LiveRateLimit:
         """Take a token for a connection.
 
         Raises:
-            TooMany: there is none.
+            TooMany: no token is available.
         """
         model = self.model
         if not model.enabled:

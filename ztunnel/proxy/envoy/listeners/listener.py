@@ -93,7 +93,7 @@ class LiveListener:
         ends_tunnels: a chain terminates tunnels. Its clients are other nodes.
 
     Raises:
-        ConfigError: the TLS context of a chain cannot be built; with its place.
+        ConfigError: a chain's TLS context cannot be built. Names its place.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class LiveListener:
 
     @property
     def latest(self) -> "LiveListener":
-        """The version that is active now; the last one, if the listener was removed."""
+        """The active version, or the last one if the listener was removed."""
         latest = self
         while latest.successor is not None:
             latest = latest.successor
@@ -187,8 +187,8 @@ class LiveListener:
         return self.chains[id(chain)] if chain is not None else None
 
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
-        """Return a filter. For one configured by ECDS, return the delivered or the default version,
-        else ``None``.
+        """Return a filter. Return a filter's configuration. With ECDS, the delivered or the default version, else
+        ``None``.
         """
         if isinstance(entry.filter, DiscoveredFilter):
             return self._discovered.get(entry.name, entry.filter.default)

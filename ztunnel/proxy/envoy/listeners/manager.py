@@ -99,7 +99,7 @@ class ListenerManager:
     """Creates, replaces and drains listeners by name.
 
     Args:
-        table: the active listeners; only this class changes it.
+        table: the active listeners. Only this class changes it.
         accepted: called with each accepted socket.
         drain_s: the time that connections of a drained listener have to end.
     """
@@ -441,7 +441,7 @@ class ListenerManager:
         self._connections.review_all(Event.POLICIES, concerned=lambda hop: hop.chain is chain)
 
     def _secret_changed(self, chain: LiveChain) -> None:
-        """End connections of peers that a new revocation list names; Envoy asks in new handshakes only."""
+        """End connections of newly revoked peers. Envoy checks only new handshakes."""
         validation = chain.tls.validation if chain.tls is not None else None
         if validation is not None and validation.crl_pem is not None:
             self._connections.review_all(Event.REVOCATIONS, concerned=lambda hop: hop.chain is chain)
@@ -530,7 +530,7 @@ class ListenerManager:
             self._start(listener)
 
     async def warmed(self) -> None:
-        """Wait until every listener known so far is warm, superseded or refused."""
+        """Wait until every listener received so far is warm, superseded or refused."""
         while self._warming:
             await self._warmed_one.wait()
 

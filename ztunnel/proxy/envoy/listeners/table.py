@@ -1,6 +1,6 @@
 """The table of active listeners, by name, address and port.
 
-The manager writes it; the data path, internal listeners and tunnels' ends read it.
+The manager writes it. The data path, internal listeners and tunnel ends read it.
 """
 
 from collections.abc import Collection, Iterator
@@ -33,7 +33,7 @@ class ListenerTable:
         self._index()
 
     def pop(self, name: str) -> LiveListener | None:
-        """Remove and return the listener of that name; ``None`` when there is none."""
+        """Remove and return the listener with a name, or ``None``."""
         listener = self._active.pop(name, None)
         self._index()
         return listener

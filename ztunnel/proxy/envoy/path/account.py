@@ -42,8 +42,7 @@ class Account:
 
     Args:
         capacity: entries that the flight recorder keeps; 0 keeps none.
-        clock: for the time of an end.
-        node, cluster: names of this node and its cluster, for flows.
+        clock: the clock of end times. node, cluster: names of this node and its cluster, for flows.
 
     Attributes:
         ring: the flight recorder.
@@ -60,7 +59,7 @@ class Account:
         self._moved = 0
 
     def ended(self, hop: LiveHop) -> None:
-        """Count the end of a connection: of its first hop, or of a tunnel's request."""
+        """Count the end of a connection: the id of its first hop, or of a tunnel's request."""
         info = hop.info
         hops = hops_of(info)
         inbound = bool(info.method) or hop.owner.ends_tunnels or hop.owner.model.direction == "inbound"
@@ -158,7 +157,7 @@ class Account:
         )
 
     def _side(self, workload: Workload, identity: str) -> Side:
-        """Return a side. A workload that is known by its identity only has its account's name."""
+        """Return a side. A workload known only by its identity has its account's name."""
         name = workload.name or workload.service_account
         return Side(
             namespace=workload.namespace,

@@ -46,7 +46,7 @@ class StreamAddons:
 
     Args:
         host: calls them.
-        decisions: lists what they deny.
+        decisions: records their denials.
     """
 
     def __init__(self, host: AddonHost, decisions: Decisions) -> None:
@@ -110,11 +110,11 @@ class StreamAddons:
         )
 
     def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
-        """Return what addons would say of a connection that is not there, for ``/explain``.
+        """Return the addons' predicted verdicts on a hypothetical connection, for ``/explain``.
 
         Args:
-            info: the connection, as far as it is known.
-            host: that it leads to.
+            info: the known facts about the connection.
+            host: the chosen host.
             inbound: the host is an application here.
         """
         address = host.endpoint.address

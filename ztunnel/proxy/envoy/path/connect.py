@@ -2,8 +2,7 @@
 
 An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`LiveHop` with its
 own counters and log line, but no bytes pass between the two. With the node-local shortcut, a tunnel to a pod of
-this node is also joined to that pod's inbound chain in-process. The chain's checks are those for a tunnel from the
-wire.
+this node continues in-process at that pod's inbound chain. The chain checks it like a tunnel from the network.
 """
 
 from __future__ import annotations
@@ -96,10 +95,10 @@ class Connector:
     """Opens upstreams.
 
     Args:
-        clusters: by name.
+        clusters: looks up clusters by name.
         dialler: opens sockets.
         internal: internal listeners and, for the short cut, inbound chains.
-        poller: of this loop.
+        poller: this loop's poller.
         rng: picks among weighted clusters.
         keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
             loses there (``tunnel_source``).
@@ -137,15 +136,15 @@ class Connector:
     # The steps of a TCP proxy
 
     async def open(self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
-        """Connect a hop to its cluster, trying again as often as the filter says.
+        """Connect a hop to its cluster, with the filter's number of attempts.
 
         Args:
             hop: the connection.
             proxy: its filter.
-            client: the downstream end, whose first bytes can be sent along with a CONNECT.
+            client: the downstream end, for sending its first bytes along with a CONNECT.
 
         Raises:
-            Refused: no attempt succeeded; ``hop`` has the flags.
+            Refused: no attempt succeeded. ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
         tunnelled = info.tunnelled = tunnels(proxy, info)
@@ -365,7 +364,7 @@ class Connector:
 
     @staticmethod
     def _account_request(cluster: LiveCluster, host: Host) -> Callable[[], None]:
-        """Count an open request; return what counts its end."""
+        """Count an open request. Return a function that counts its end."""
         cluster.stats.rq_total.value += 1
         host.rq_total += 1
         host.rq_success += 1
@@ -387,7 +386,7 @@ class Connector:
         return pool
 
     async def _dial_tunnel(self, cluster: LiveCluster, key: TunnelKey, settings: ConnectionSettings) -> Connection:
-        """Open one connection for tunnels; the pool calls it."""
+        """Open one connection for tunnels. The pool calls it."""
         context = key.credentials
         counted = CountedConnection(cluster, self._poller)
         try:
@@ -459,7 +458,7 @@ class Connector:
         pool.adopt(key, connection, tunnels, idle_s=idle_s)
 
     def retire(self, cluster: LiveCluster) -> Pool | None:
-        """Remove and return a cluster's pool; the caller drains it."""
+        """Remove and return a cluster's pool. The caller drains it."""
         return self._pools.pop(cluster, None)
 
     @property
@@ -469,7 +468,7 @@ class Connector:
 
 
 def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
-    """Count an open request in what is counted of the moment; return what undoes that."""
+    """Count an open request in the gauges. Return a function that reverts this."""
     stats = cluster.stats
     stats.rq_active.stored += 1
     host.rq_active += 1
@@ -484,7 +483,7 @@ def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
 
 
 def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:
-    """Return the HTTP/2 settings towards a cluster: ours, with what the configuration changes."""
+    """Return the HTTP/2 settings for a cluster: our defaults with the configuration's changes."""
     settings = default_client()
     wanted = cluster.model.http2
     http2 = replace(settings.http2, early_data=early_data)
@@ -506,7 +505,7 @@ def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSett
 def passed_on(
     outer: ConnectionFacts, cluster: LiveCluster, host: Host, transport: TransportSocket
 ) -> tuple[dict[str, Mapping[str, Any]], tuple[tuple[str, bool], ...]]:
-    """Return what a transport socket passes on to an internal listener: metadata, and shared filter state."""
+    """Return the metadata and shared filter state that a transport socket passes on to an internal listener."""
     if not isinstance(transport, InternalUpstream):
         return {}, ()
     of_host, of_cluster = host.endpoint.metadata, cluster.model.metadata

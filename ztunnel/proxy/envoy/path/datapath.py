@@ -51,12 +51,12 @@ class Datapath:
     """Carries accepted connections to their end; its owner closes it.
 
     Args:
-        listeners: for hand-off between listeners.
+        listeners: the table for hand-off between listeners.
         proxies: carry connections to clusters.
         tunnels: end tunnels.
         connections: the table that every connection is registered in.
-        poller: of this loop.
-        clock: for times in logs.
+        poller: this loop's poller.
+        clock: the clock of log times.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Datapath:
             raise
 
     async def _filter(self, listener: LiveListener, end: PlainSocket, info: StreamInfo) -> LiveListener:
-        """Run the listener filters, and hand the connection to another listener if they say so."""
+        """Run the listener filters, and hand the connection to another listener if they redirect it."""
         transparent = listener.model.transparent or is_transparent(end.sock)
         if listener.model.use_original_dst:
             restore(end, info, transparent=transparent)
@@ -212,7 +212,7 @@ class Datapath:
 
     @staticmethod
     def _choose_chain(connection: LiveConnection, info: StreamInfo) -> LiveChain:
-        # Of the active version, because the listener can have been replaced while filters waited for bytes.
+        # The active version's chain, because the listener can have been replaced while filters waited for bytes.
         chain = connection.owner.latest.chain_for(info.facts)
         if chain is None:
             raise NoFilterChain()
@@ -223,7 +223,7 @@ class Datapath:
     # Life
 
     def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run what carries a connection of another process to its end."""
+        """Run the coroutine that carries a moved connection to its end."""
         self._tasks.run(self._poller, work, name)
 
     def __len__(self) -> int:

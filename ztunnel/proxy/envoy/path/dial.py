@@ -36,7 +36,7 @@ class Dialler:
     """Opens sockets to hosts.
 
     Args:
-        poller: of this loop.
+        poller: this loop's poller.
     """
 
     def __init__(self, poller: Poller) -> None:
@@ -123,7 +123,7 @@ class Dialler:
     ) -> socket.socket:
         """Connect a socket, and send the first bytes of ``options``.
 
-        By TCP it has the cluster's socket options, and the client's address if ``options`` have it.
+        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it.
 
         Raises:
             TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
@@ -138,10 +138,10 @@ class Dialler:
         return sock
 
     async def send_first(self, sock: socket.socket, data: bytes) -> None:
-        """Send the first bytes of a connection; the socket is closed if that fails.
+        """Send the first bytes of a connection. Closes the socket on failure.
 
         Raises:
-            KernelRefused: the peer has gone.
+            KernelRefused: the peer has disconnected.
         """
         try:
             await self._poller.loop.sock_sendall(sock, data)
@@ -193,7 +193,8 @@ class CountedConnection:
     """A connection in its cluster's statistics, from the first SYN to its end, which is reported once.
 
     Args:
-        age_s: for how long another process has had it, which has counted it as new. ``None``: it is new.
+        age_s: for a moved connection, its age in the other process, which has counted it as new. ``None``: it is
+            new.
     """
 
     __slots__ = ("_began_s", "_now_s", "_stats")
@@ -242,7 +243,7 @@ class CountedConnection:
         stats.cx_length_ms.record((self._now_s() - self._began_s) * 1000)
 
 
-#: What bind(2) says of an address that is not the host's, or whose ports are all taken.
+#: bind(2)'s errors for an address that is not the host's, or whose ports are all taken.
 _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
@@ -261,7 +262,7 @@ def count_open(cluster: LiveCluster, host: Host) -> None:
 
 
 def count_end(cluster: LiveCluster, host: Host, counted: CountedConnection, upstream: ClusterUpstream) -> None:
-    """Count the end of what :func:`count_request` has counted."""
+    """Count the end of a connection that :func:`count_request` has counted."""
     cluster.stats.rq_active.stored -= 1
     host.cx_active -= 1
     cluster.breaker.connections -= 1
@@ -282,7 +283,7 @@ def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> No
 
 
 def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:
-    """Count and return the failure of an attempt for whose TLS a secret has not arrived."""
+    """Count and return the failure of an attempt whose TLS secret has not arrived."""
     cluster.stats.secrets_not_ready.value += 1
     return UpstreamFailed("TLS_error: Secret is not supplied by SDS", failure=Reason.CERTIFICATE)
 
@@ -305,7 +306,7 @@ def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
 
 
 def with_header(info: StreamInfo, version: int) -> UpstreamOptions:
-    """Return what distinguishes a socket for a connection: its options, and a PROXY header of ``version``."""
+    """Return the socket options of a connection with a PROXY header of ``version``."""
     return info.options._replace(first_bytes=header_of_version(version, info.source, info.facts.destination))
 
 

@@ -1,4 +1,4 @@
-"""The server's handshake with a client of a listener: waits for its turn, notes the peer, counts failures."""
+"""The server's handshake with a listener's client: waits in the queue, records the peer, counts failures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, TlsFacts
 
 log = logging.getLogger(__name__)
 
-#: Of a chain that sets no ``transport_socket_connect_timeout``.
+#: The timeout of a chain without ``transport_socket_connect_timeout``.
 _HANDSHAKE_S: Final = 10.0
 
 
 def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
-    """Return the context for the next handshake of a chain; ``None``: it has no TLS.
+    """Return a chain's context for the next handshake. ``None`` without TLS.
 
     Raises:
         Refused: a secret has not arrived.
@@ -47,10 +47,10 @@ def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
 async def handshake_turn(
     handshakes: Handshakes, connection: LiveConnection, chain: LiveChain, sock: socket.SocketType
 ) -> PendingHandshake:
-    """Wait for the turn of a handshake; closes the socket if it does not come to that.
+    """Wait until a handshake can begin. Closes the socket if it cannot.
 
     Raises:
-        Rejected: one of the limits on half-open connections is reached.
+        Rejected: a limit of half-open connections is reached.
     """
     facts = connection.info.facts
     pending = await handshakes.turn(
@@ -72,7 +72,7 @@ async def accept_tls(
     end: PlainSocket,
     poller: Poller,
 ) -> TlsSocket:
-    """Do the server's handshake, for chains that do not carry tunnels; the connection owns what is returned.
+    """Do the server's handshake, for chains without tunnels. The connection owns the returned socket.
 
     Raises:
         Refused: it failed, or a secret of the chain has not arrived.

@@ -132,10 +132,10 @@ def explain(question: Question, configuration: Configuration) -> Answer:
 
 
 def _accepted(question: Question, listener: LiveListener) -> StreamInfo:
-    """Return what is known of a connection when a listener has accepted it."""
+    """Return the facts about a connection that a listener has accepted."""
     destination = question.destination
     if _ends_tunnels(listener) and listener.model.addresses:
-        # The tunnel goes to the listener's port; the destination is what its request names.
+        # The tunnel goes to the listener's port. Its request names the destination.
         destination = SocketAddress(destination.host, listener.model.addresses[0].port)
     facts = ConnectionFacts(source=question.source, direct_source=question.source, destination=destination)
     if question.identity:
@@ -168,7 +168,7 @@ def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tup
     """Return the socket listener that accepts the connection, and the reason.
 
     Raises:
-        LookupError: there is none.
+        LookupError: no listener would accept it.
     """
     outside = [listener for listener in listeners if not listener.model.internal]
     if question.listener:
@@ -364,7 +364,7 @@ class _Explainer:
     def _inbound(
         self, authority: str, identity: str, outer: StreamInfo, depth: int, client: LiveContext
     ) -> Answer | None:
-        """Explain the far end of a tunnel, where it is this proxy; ``None``: it is another node's."""
+        """Explain the far end of a tunnel to this node. ``None`` for another node's."""
         try:
             destination = SocketAddress.parse(authority)
         except ValueError:
@@ -415,7 +415,7 @@ class _Explainer:
 
 
 def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], str]:
-    """Run the filters that need no bytes; return what each does, and why one closes the connection."""
+    """Run the filters that need no bytes. Return each filter's effect, and why a filter closes the connection."""
     notes: list[str] = []
     try:
         for name, found in due(listener.filters, info, notes):

@@ -152,9 +152,9 @@ def told(
     Args:
         guard: has the policies.
         info: the connection.
-        proxy: that opens it; ``None`` at the end of a tunnel.
-        address: of the next socket.
-        own: the identities that the end of a tunnel shows.
+        proxy: the TCP proxy that opens it. ``None`` at the end of a tunnel.
+        address: the next socket's address.
+        own: the identities that the tunnel's end presents.
     """
     asked = (
         _at_its_end(info, address, own) if proxy is None else _where_it_begins(info, proxy, address, guard.knows)

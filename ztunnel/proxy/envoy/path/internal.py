@@ -45,14 +45,14 @@ class InternalListeners:
     """Hops inside the process.
 
     Args:
-        listeners: by name and by port.
+        listeners: the table of listeners.
         connections: the table that every hop is registered in.
-        terminator: the tunnels' end, for the short cut.
-        clock: for start times.
-        poller: of this loop.
-        tasks: run the inbound halves of joined tunnels.
-        shortcut_ports: destination ports of tunnels that come back to this very proxy, and the listener port
-            they come back to (15008, and 15088 by the NAT rule of the node). Empty switches the short cut off.
+        terminator: the server's end of node-local tunnels.
+        clock: the clock of start times.
+        poller: this loop's poller.
+        tasks: run the inbound halves of node-local tunnels.
+        shortcut_ports: destination ports of tunnels that return to this proxy, and the listening port where they
+            arrive (15008, and 15088 by the node's NAT rule). Empty disables node-local tunnels.
     """
 
     listeners: ListenerTable
@@ -72,7 +72,7 @@ class InternalListeners:
         *,
         keep_options: bool,
     ) -> Entry | None:
-        """Open a connection to an internal listener; ``None`` when there is none, or no chain takes it.
+        """Open a connection to an internal listener. ``None`` if no such listener or matching chain exists.
 
         Args:
             address: the endpoint.
@@ -146,7 +146,7 @@ class InternalListeners:
         server's by the client's. Then the inbound chain's policy and its request handling run unchanged.
 
         Returns:
-            The connection to the application, or ``None`` when the tunnel must go over the wire.
+            The connection to the application, or ``None`` if the tunnel must go over the network.
 
         Raises:
             UpstreamFailed: the inbound side refuses.
@@ -220,7 +220,7 @@ class InternalListeners:
         """Open the inbound half, in a fiber of its own.
 
         Raises:
-            UpstreamFailed: with the answer that the client would get on the wire.
+            UpstreamFailed: has the answer that the client would get over the network.
             TunnelBroken: the half was ended while its application was dialled, for another reason than a policy.
         """
         manager = chain.manager
@@ -284,7 +284,7 @@ class InternalListeners:
 def facts_behind(
     outer: ConnectionFacts, metadata: Mapping[str, Mapping[str, Any]], shared: tuple[tuple[str, bool], ...]
 ) -> ConnectionFacts:
-    """Return what is known of a connection when an internal listener has accepted it.
+    """Return the facts about a connection that an internal listener has accepted.
 
     Args:
         outer: the same of the hop that connects.

@@ -1,4 +1,4 @@
-"""Asks a host of a cluster for its health: by TCP, HTTP/1.1 or gRPC's health service, with the cluster's TLS."""
+"""Probes a cluster's host: by TCP, HTTP/1.1 or gRPC's health service, with the cluster's TLS."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from ztunnel.runtime.http.client import BadAnswer
 log = logging.getLogger(__name__)
 
 _READ: Final = 8 * 1024
-#: Bytes after which an answer that does not contain what is expected counts as none.
+#: The longest answer to search for the expected bytes.
 _MOST_READ: Final = 1 << 20
-#: Methods whose requests state that they have no body, like in Envoy.
+#: Methods that send ``content-length: 0`` without a body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
 #: Errors of a host that did not answer.
@@ -46,10 +46,10 @@ _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFaile
 
 
 class Prober:
-    """Asks hosts.
+    """Probes hosts.
 
     Args:
-        poller: of this loop.
+        poller: this loop's poller.
     """
 
     def __init__(self, poller: Poller) -> None:
@@ -83,7 +83,7 @@ class Prober:
 
     @contextlib.asynccontextmanager
     async def _connection(self, cluster: LiveCluster, host: Host) -> AsyncIterator[PlainSocket]:
-        """Connect to a host. With TLS, the bytes go through a pair of sockets into it."""
+        """Connect to a host. With TLS, a socket pair carries the bytes to the TLS connection."""
         async with contextlib.AsyncExitStack() as stack:
             context = _context(cluster, host)
             sock = await self._dialler.connect(cluster, checked_address(host), _NO_OPTIONS)
@@ -122,7 +122,7 @@ class Prober:
 
 
 def checked_address(host: Host) -> SocketAddress | PipeAddress:
-    """Return where a host is asked; clusters with checks have no endpoints that are listeners of this process."""
+    """Return the address to probe. Clusters with health checks have no internal listeners as endpoints."""
     address, own = host.endpoint.address, host.endpoint.check
     assert isinstance(address, (SocketAddress, PipeAddress))
     if own is None:
@@ -135,10 +135,10 @@ def checked_address(host: Host) -> SocketAddress | PipeAddress:
 
 
 def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
-    """Return the TLS that connections to a host have; ``None``: none.
+    """Return the TLS context for a host. ``None``: plain text.
 
     Raises:
-        UpstreamFailed: one of its secrets has not arrived.
+        UpstreamFailed: a secret has not arrived.
     """
     _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
     assert not isinstance(transport, InternalUpstream)

@@ -1,8 +1,8 @@
 """Feeds a pod's connections to a tap in Envoy's dialect. Imported only where taps are permitted.
 
-The dialect identifies pods by their addresses, and so does a tap here. A connection whose client has the address
-was opened by the pod. One whose application is dialled at the address came to the pod. A connection between two
-pods of the node can be both, and each side is observed at its own socket.
+The dialect identifies pods by their addresses, and so does a tap here. A connection was opened by the pod if its
+client has the address, and came to the pod if its application has. A connection between two pods of the node can
+be both, and each side is observed at its own socket.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TappedAddresses:
 
 
 def observed_client(capture: Capture, info: StreamInfo, upstream: ClusterUpstream, client: End) -> End:
-    """Return what takes the client's place in a relay; the end itself, if the tap is not about the connection.
+    """Return the client's end with a tap in front, or the end itself if no tap concerns the connection.
 
     Args:
         capture: the tap of the client's pod.
@@ -68,10 +68,10 @@ def observed_client(capture: Capture, info: StreamInfo, upstream: ClusterUpstrea
 
 
 def observed_application(taps: Taps, info: StreamInfo, application: End, tunnel: End | None = None) -> End:
-    """Return what takes the application's place in a relay; the end itself, if no tap is about the connection.
+    """Return the application's end with a tap in front, or the end itself if no tap concerns the connection.
 
     Args:
-        taps: of this process.
+        taps: this process's taps.
         info: the last hop, whose endpoint is the application.
         application: the application's end. A tunnel leads to another proxy, which is not an application.
         tunnel: the other end, if the connection came in a tunnel.

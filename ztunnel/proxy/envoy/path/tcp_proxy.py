@@ -35,9 +35,9 @@ class TcpProxies:
 
     Args:
         connector: opens upstreams.
-        handshakes: their turns and limits.
-        poller: of this loop.
-        taps: of pods, by address; ``None``: the configuration permits none.
+        handshakes: schedules and limits handshakes.
+        poller: this loop's poller.
+        taps: taps by pod address. ``None`` if taps are not permitted.
     """
 
     def __init__(self, connector: Connector, handshakes: Handshakes, poller: Poller, taps: Taps | None) -> None:
@@ -66,8 +66,8 @@ class TcpProxies:
         capture = self._taps.of(info.source.host) if self._taps is not None else None
         # First bytes that leave along with a CONNECT pass no relay, where the tap would see them.
         first = downstream if capture is None else None
-        # In Envoy both timers run while the upstream connects. They bound the wait for a CONNECT's answer, which
-        # no connect timeout of a cluster does.
+        # In Envoy both timers already run while the upstream connects. They bound the wait for a CONNECT's answer,
+        # which no connect timeout of a cluster does.
         idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
         limit = min(idle, longest)
         if limit == math.inf:
@@ -96,12 +96,12 @@ class TcpProxies:
     async def carry_moved(
         self, connection: LiveConnection, proxy: LiveTcpProxy, ends: tuple[End, End], running: Relay
     ) -> None:
-        """Carry a connection that another process has opened, and whose relay runs, to its end.
+        """Carry a moved connection with a running relay to its end.
 
         Args:
             connection: its ``upstream`` is that of the relay.
-            proxy: of its chain.
-            ends: of the relay, the client's first.
+            proxy: its chain's proxy.
+            ends: the relay's ends, the client's first.
             running: the relay.
         """
         info, upstream = connection.info, connection.upstream
@@ -174,7 +174,7 @@ class TcpProxies:
 
 
 def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
-    """Set flags and details of an ended relay; the first hop is the accepted connection."""
+    """Set flags and details of an ended relay. The first hop is the accepted connection."""
     flag: Flag | None = None
     details = ""
     broken = False
@@ -210,7 +210,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
 
 
 def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None) -> End:
-    """Return the end of an upstream, or what shows its bytes to a tap of the pod that it leads to."""
+    """Return the end of an upstream, observed if the destination pod is tapped."""
     from ztunnel.proxy.envoy.path.tapped import (
         observed_application,  # most proxies have no taps, and save the memory
     )

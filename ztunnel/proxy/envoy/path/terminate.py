@@ -1,6 +1,6 @@
 """The server's end of a tunnel: chooses the route of a CONNECT and connects to the application.
 
-It serves tunnels from the wire and node-local tunnels (``internal.shortcut``) alike.
+It serves tunnels from the network and node-local tunnels (``internal.shortcut``) alike.
 """
 
 import random
@@ -119,13 +119,13 @@ class TunnelRules:
 
 
 class Terminator:
-    """Turns tunnel requests into connections to applications.
+    """Opens connections to applications for tunnel requests.
 
     Args:
-        clusters: by name.
+        clusters: looks up clusters by name.
         dialler: opens sockets.
         rng: picks among weighted clusters.
-        rules: for what requests name.
+        rules: checks which targets requests can name.
         admit: a further decision about the application. ``None`` disables it.
     """
 
@@ -144,10 +144,10 @@ class Terminator:
         self._admit = admit
 
     async def open(self, hop: LiveHop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
-        """Connect to the application a request is for.
+        """Connect to a request's application.
 
         Raises:
-            RequestRefused: with the answer; ``hop`` has the flags.
+            RequestRefused: has the answer. ``hop`` has the flags.
         """
         info, manager = hop.info, chain.manager
         assert manager is not None
@@ -181,10 +181,10 @@ class Terminator:
             raise
 
     async def _dial(self, hop: LiveHop, cluster: LiveCluster, host: Host | None) -> ClusterUpstream:
-        """Judge the application that was chosen, and dial it.
+        """Judge the chosen application, and dial it.
 
         Raises:
-            Refused: there is none, it is not allowed, or it cannot be reached.
+            Refused: the cluster has no host, policy denies it, or it cannot be reached.
         """
         info = hop.info
         if host is None:
@@ -242,7 +242,7 @@ def tunnel_route(model: HttpConnectionManager, table: RouteTable | None, info: S
 
     Args:
         model: the connection manager that has the request.
-        table: its routes; ``None``: they have not arrived.
+        table: its routes, or ``None`` if they have not arrived.
         info: the request.
 
     Raises:

@@ -51,7 +51,7 @@ class Timeouts:
 
 
 class Served:
-    """A tunnel connection, and what its requests have in common.
+    """A tunnel connection, with the state shared by its requests.
 
     Args:
         chain: its filter chain.
@@ -94,12 +94,12 @@ class TunnelServer:
     Args:
         connections: the table that every request is registered in.
         terminator: finds the application of a request.
-        handshakes: their turns and limits.
-        poller: of this loop.
-        clock: for times in logs.
-        timeouts: of handshakes and requests.
+        handshakes: schedules and limits handshakes.
+        poller: this loop's poller.
+        clock: the clock of log times.
+        timeouts: the timeouts of handshakes and requests.
         settings: HTTP/2 settings of the connections.
-        taps: of pods, by address; ``None``: the configuration permits none.
+        taps: taps by pod address. ``None`` if taps are not permitted.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class TunnelServer:
     # A connection of another process: see ztunnel.proxy.envoy.handover
 
     def requests_of(self, served: Served) -> Requests:
-        """Return what takes the requests of a connection."""
+        """Return the handler of a connection's requests."""
         return Requests(lambda request: self._request(served, request))
 
     async def serve_moved(self, served: Served, requests: Requests, tunnels: Connection) -> None:
@@ -222,7 +222,7 @@ class TunnelServer:
 
         Args:
             served: its life is registered, and closed by the caller.
-            requests: of :meth:`requests_of`, which ``tunnels`` was made with.
+            requests: the handler from :meth:`requests_of` that ``tunnels`` was created with.
             tunnels: belongs to this call. Its open tunnels have other owners.
         """
         assert served.connection is not None
@@ -236,14 +236,14 @@ class TunnelServer:
     async def carry_moved(
         self, served: Served, hop: LiveRequest, tunnel: Tunnel, running: Relay, route: Route | None
     ) -> None:
-        """Carry a request that another process has answered, and whose relay runs, to its end.
+        """Carry a moved request with a running relay to its end.
 
         Args:
             served: its connection.
             hop: its ``upstream`` is that of the relay. Closed by this call.
             tunnel: the client's end of the relay.
             running: the relay.
-            route: of the request; ``None``: there is none any more.
+            route: the request's route. ``None`` if it was removed.
         """
         upstream = hop.upstream
         assert upstream is not None
@@ -374,7 +374,7 @@ class TunnelServer:
         await self._follow(hop, manager, route, tunnel, upstream, running)
 
     def idle_timeout_s(self, manager: LiveConnectionManager, route: Route | None) -> float | None:
-        """Return how long a request's relay can be idle; ``None``: for ever."""
+        """Return how long a request's relay can be idle. ``None``: for ever."""
         idle_s = route.idle_timeout_s if route is not None else None
         if idle_s is None:
             idle_s = manager.model.stream_idle_timeout_s

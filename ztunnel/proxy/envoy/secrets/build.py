@@ -43,7 +43,7 @@ _TLS13_SUITES = {
 }
 _NOTHING = Validation()
 
-#: Finds a secret by its reference; ``None``: it has not arrived.
+#: Finds a secret by its reference. ``None`` if it has not arrived.
 Find = Callable[[SecretRef], Secret | None]
 
 

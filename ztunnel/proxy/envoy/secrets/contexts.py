@@ -47,7 +47,7 @@ def hardened(context: ContextModel) -> ContextModel:
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """A certificate that is shown to peers: as configured, its leaf, and the identities in it."""
+    """A certificate presented to peers: its configuration, its leaf, and its identities."""
 
     certificate: Certificate | None = None
     leaf: x509.Certificate | None = None
@@ -232,7 +232,7 @@ class LiveContext:
         self._handles.clear()
 
     def prepare(self, handle: SecretHandle, secret: Secret) -> Callable[[], None]:
-        """Build the context with a secret that has arrived; return what makes it current.
+        """Build the context with a new secret. Return a function that makes it current.
 
         Raises:
             ConfigError: the context cannot use that secret, and stays as it is.
@@ -284,7 +284,7 @@ def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
 
 
 def _unnamed(context: LiveContext) -> Party | None:
-    """Return a context as a party that accepts every name; ``None``: only its handshake can judge."""
+    """Return a context as a party that accepts every name. ``None`` if only a handshake can judge."""
     own, validation = context.certificates, context.validation
     if len(own) != 1 or (validation is not None and validation.allow_expired):
         return None

@@ -39,7 +39,7 @@ def reread(secret: T, read_file: Callable[[str], bytes]) -> T:
     """Return a secret with its files read again. Inline parts are unchanged.
 
     Raises:
-        ConfigError: a file cannot be read; with its path.
+        ConfigError: a file cannot be read. Has its path.
     """
 
     def read(path: str, earlier: bytes | None) -> bytes | None:
@@ -66,8 +66,8 @@ class _Followed:
     """The files of one secret or context.
 
     Attributes:
-        seen: their states at the last look; ``None`` before the first.
-        failed: why the states of ``seen`` cannot be used, until it is reported.
+        seen: the files' states at the last check. ``None`` before the first.
+        failed: why the contents at ``seen`` are unusable, until it is reported.
     """
 
     __slots__ = ("failed", "files", "owner", "reload", "seen")
@@ -81,7 +81,7 @@ class _Followed:
 
 
 class SecretFiles:
-    """All followed files; :meth:`run` looks at them until cancelled."""
+    """All followed files. :meth:`run` checks them until cancelled."""
 
     def __init__(self) -> None:
         self._followed: dict[_Followed, None] = {}
@@ -114,7 +114,7 @@ class SecretFiles:
             self.look()
 
     def look(self) -> None:
-        """Reload what has changed since the last look."""
+        """Reload files that have changed since the last check."""
         for followed in list(self._followed):
             states = [file_state(Path(path)) for path in followed.files]
             if states != followed.seen:

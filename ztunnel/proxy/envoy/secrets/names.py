@@ -136,7 +136,7 @@ def _dotted(oid: bytes) -> str:
 
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:
-    """Return tag and content of each element; the library that read the certificate has checked the encoding."""
+    """Return each element's tag and content. The library that read the certificate has checked the encoding."""
     found, at = [], 0
     while at < len(der):
         tag, length = der[at], der[at + 1]

@@ -63,7 +63,7 @@ class SecretHandle:
         self.scope: Scope | None = None
 
     def answers(self, ref: SecretRef) -> bool:
-        """Return whether a reference leads to this secret; of a static one the name alone counts."""
+        """Return whether a reference names this secret. For a static secret only the name counts."""
         return ref.name == self.ref.name and self.ref.source in (None, ref.source)
 
 
@@ -72,7 +72,7 @@ class SecretStore:
 
     Attributes:
         movable: connections of contexts with these secrets can move to another process.
-        files: the files of secrets and contexts; the owner runs it.
+        files: the files of secrets and contexts. The owner runs it.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def _pinned(leaf: x509.Certificate, hashes: Sequence[str], spki: Sequence[str]) 
 
 
 def san_matches(match: SanMatch, kind: str, text: str) -> bool:
-    """Return whether a name of a certificate satisfies a matcher; ``*`` in a DNS name stands for one label."""
+    """Return whether a certificate's name satisfies a matcher. ``*`` in a DNS name matches one label."""
     if "\x00" in text or match.san_type not in (kind, "any"):
         return False
     if kind == "dns" and text.startswith("*.") and match.match.kind == "exact":
@@ -105,8 +105,8 @@ def check_secret(secret: Secret) -> None:
     """Refuse key material that no handshake could use.
 
     Raises:
-        ConfigError: unreadable PEM, a key that is not the certificate's, no certificate at all; with the field,
-            and the file where there is one.
+        ConfigError: unreadable PEM, a key that does not match the certificate, or no certificate. Names the field,
+            and the file if there is one.
     """
     if isinstance(secret, Certificate):
         _check_certificate(secret)
@@ -184,7 +184,7 @@ def _unusable(reason: str, field: str, file: str) -> ConfigError:
 
 
 def unlocked(certificate: Certificate) -> Certificate:
-    """Return a certificate whose key needs no password; the same one if it needs none already."""
+    """Return a certificate with a decrypted key, or the same certificate if its key is not encrypted."""
     if certificate.password is None:
         return certificate
     key = load_pem_private_key(certificate.key_pem, certificate.password)

@@ -1,4 +1,6 @@
-"""Sends the statistics to an OpenTelemetry collector; access logs go where the listeners' access loggers say."""
+"""Sends the statistics to an OpenTelemetry collector; the listeners' access loggers configure the destinations of
+access logs.
+"""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager

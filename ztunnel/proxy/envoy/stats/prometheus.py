@@ -4,8 +4,8 @@
 * :func:`scraped`: families for the scrape port, where :mod:`ztunnel.runtime.http.exposition` negotiates the
 format.
 
-Metric names are Envoy's in every form, so that dashboards made for Envoy work and a name does not depend on what
-the scraper accepts.
+Metric names are Envoy's in every format, so that dashboards made for Envoy work and names do not depend on the
+negotiated format.
 
 Pages are made family by family, so that many thousand samples do not block the loop.
 """

@@ -41,7 +41,7 @@ class Counter:
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A number that may change; with ``read`` that function returns it for each page."""
+    """A number that can decrease. If ``read`` is set, it returns the number for each page."""
 
     name: str
     family: str
@@ -135,7 +135,7 @@ class Declared:
 
 
 class OnTouch(Generic[M]):
-    """An attribute that makes its metric on first use; the owner has a ``scope`` and a ``__dict__``."""
+    """An attribute that creates its metric on first use. The owner has a ``scope`` and a ``__dict__``."""
 
     def __init__(self, kind: type[M], name: str) -> None:
         self.kind: type[Counter] | type[Gauge] | type[Histogram] = kind
@@ -175,11 +175,11 @@ class Stats:
         self._tables: list[tuple[Callable[[], Iterable[Counter]], Callable[[], None]]] = []
 
     def scope(self, prefix: str, *, family: str = "", labels: Labels = ()) -> "Scope":
-        """Return a scope whose dotted names begin with ``prefix.``.
+        """Return a scope with the name prefix ``prefix.``.
 
         Args:
             prefix: dotted. Colons are replaced like in Envoy (``spiffe://x`` becomes ``spiffe_x``).
-            family: begin of the Prometheus names, when the prefix holds what the labels say.
+            family: the prefix of Prometheus names, if ``labels`` replace a part of the dotted prefix.
             labels: the labels of every metric in the scope.
         """
         clean = sanitised(prefix)
@@ -233,7 +233,7 @@ class Stats:
         return key
 
     def remove(self, names: Iterable[str | tuple[str, int]]) -> None:
-        """Remove metrics, texts and declarations, of a cluster or listener that is gone; idempotent."""
+        """Remove the metrics, texts and declarations of a removed cluster or listener. Idempotent."""
         for name in names:
             if isinstance(name, tuple):
                 self._declared.pop(name, None)

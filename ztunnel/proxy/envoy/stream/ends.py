@@ -15,9 +15,9 @@ def hops_of(info: StreamInfo) -> tuple[StreamInfo, ...]:
 
 
 def proven(hops: Sequence[StreamInfo]) -> tuple[str, str]:
-    """Return the identities of client and server that hops have presented. Empty without any.
+    """Return the authenticated identities of client and server, or empty texts.
 
-    Of a tunnel that failed only the client's is known.
+    For a failed tunnel only the client's is known.
     """
     for hop in hops:
         if hop.tls is not None and hop.tls.peer_uri_sans:
@@ -48,7 +48,7 @@ def service_of(hops: Sequence[StreamInfo]) -> tuple[str, str] | None:
 
 
 def why(hops: Sequence[StreamInfo]) -> str:
-    """Return why a connection ended, in the words of access logs; the hop that knows best is the last."""
+    """Return why a connection ended, in the words of access logs. The last hop has the most precise reason."""
     first = hops[0]
     if first.termination_details:
         return first.termination_details

@@ -114,13 +114,13 @@ class StreamInfo:
         upstream_cluster: the cluster's alternative name, or its name. Empty if it does not exist.
         upstream_sni: the server name that our handshake sent.
         upstream_own_uri_sans: identities that we present to the upstream.
-        tunnel_authority: what our CONNECT names.
+        tunnel_authority: the authority of our CONNECT.
         tunnelled: the TCP proxy opens a tunnel.
-        behind: of the last attempt, the hop behind an internal listener, or a node-local tunnel's inbound half.
+        behind: the last attempt's next hop: behind an internal listener, or a node-local tunnel's inbound half.
         failure: why it failed; ``policy`` names the policy that denied it.
         connected: the last attempt succeeded.
-        ready_s: from ``started`` until the last attempt succeeded or failed. None without an attempt.
-        bytes_received: from downstream; ``bytes_sent`` to downstream.
+        ready_s: the time from ``started`` until the last attempt succeeded or failed. None without an attempt.
+        bytes_received: bytes from downstream. ``bytes_sent``: bytes to downstream.
     """
 
     connection_id: int
@@ -192,7 +192,7 @@ class StreamInfo:
 
     @property
     def downstream_remote(self) -> str:
-        """The peer as logs print it; the far end of an internal hop has no address."""
+        """The peer as logs print it. The far end of an internal hop has no address."""
         return self.remote_text or str(self.facts.source)
 
     def long_flags_text(self) -> str:

@@ -72,7 +72,7 @@ def described(baggage: str, identity: str) -> Workload:
 
 @lru_cache(maxsize=4096)
 def of_identity(identity: str) -> Workload:
-    """Return what a SPIFFE id says of a workload."""
+    """Return the workload facts contained in a SPIFFE id."""
     parts = identity.removeprefix("spiffe://").split("/")
     if len(parts) != 5:
         return NOBODY

@@ -77,7 +77,7 @@ class AccessLogs:
     Args:
         stats: gets ``filesystem.*`` and ``access_log_file.dropped``.
         flush_interval_s: the longest wait of a line. The owner calls :meth:`LogWriter.flush` at this interval.
-        streams: to access log services. None if no configuration names one.
+        streams: the streams to access log services. None if no configuration names one.
 
     Attributes:
         writer: the files and their thread.

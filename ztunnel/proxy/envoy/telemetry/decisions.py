@@ -40,10 +40,10 @@ class DeniedBy(NamedTuple):
     """A denied client and the denying listener and chain.
 
     Attributes:
-        listener, chain: that took the connection.
+        listener, chain: the connection's filter chain.
         source: the client's address.
         identity: proven by its certificate. Empty for plain text.
-        destination: of the connection; behind a tunnel, of the application where policies ask for its port.
+        destination: the connection's destination, or the tunnel's application if policies read its port.
         reason: the termination details of the access log, which name the policy.
     """
 

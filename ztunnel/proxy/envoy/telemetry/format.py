@@ -43,7 +43,7 @@ def renderer(text: FormatString, *, missing: str = "-") -> Renderer:
 
     Args:
         text: the parsed format.
-        missing: printed for values there are none of.
+        missing: the text for missing values.
     """
     literal = text.literal
     if literal is not None:
@@ -69,7 +69,7 @@ class Line:
     2022. A call per part and a check per value took 20 (twice per connection; ``bench.compare --only crr``).
 
     Attributes:
-        values: returns the commands' values for a hop; the same object in lines with the same commands.
+        values: returns the commands' values for a hop. Lines with the same commands have the same function.
     """
 
     __slots__ = ("_line_end", "_plain", "_template", "values")
@@ -111,7 +111,7 @@ def log_renderer(log: AccessLog) -> Renderer:
 
 
 def value_reader(command: Command) -> Reader:
-    """Return a function for the value of one command, ``None`` if there is none, cut to the command's length."""
+    """Return a function that returns a command's value, cut to the command's length, or ``None``."""
     read = (
         _READERS_WITH_ARGUMENT[command.name](command.argument)
         if _takes_argument(command)
@@ -150,7 +150,7 @@ def _json(value: JsonValue, missing: str) -> Any:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a value of a ``Struct``, whose numbers are all doubles, with whole ones as integers."""
+    """Return a value of a ``Struct`` with whole numbers as integers, because a Struct has only doubles."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -184,7 +184,7 @@ _NUMERIC = frozenset(
 
 
 def _typed(command: Command) -> Callable[[StreamInfo], Any]:
-    """Return a function for the value of a lone command, which keeps its type in JSON; no value is null."""
+    """Return a function for a lone command's value, which keeps its JSON type. A missing value is null."""
     if command.name in _STRUCTS and command.max_length is None:
         return _metadata_value(_STRUCTS[command.name], command.argument)
     read = value_reader(command)
@@ -208,7 +208,7 @@ def _dumped(value: Any) -> str:
 
 
 def _fill(value: Any, info: StreamInfo, omit_empty: bool) -> Any:
-    """Return the values of a template; ``omit_empty`` leaves out what there is no value of, at any depth."""
+    """Return the values of a template. ``omit_empty`` leaves out missing values at any depth."""
     if callable(value):
         return value(info)
     if isinstance(value, dict):
@@ -437,7 +437,7 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
         None if info.ready_s is None else str(int(info.ready_s * 1000))
     ),
-    # Of requests, like in Envoy: the first event of a tunnel's upstream is that it is connected.
+    # Only for requests, like in Envoy: the first upstream event of a tunnel is the established connection.
     "RESPONSE_DURATION": lambda info: (
         str(int(info.ready_s * 1000)) if info.method and info.connected and info.ready_s is not None else None
     ),

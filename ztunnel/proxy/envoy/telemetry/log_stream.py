@@ -74,8 +74,8 @@ class EntryCounts:
     """Envoy's counters of all gRPC access logs.
 
     Attributes:
-        written: entries that a batch has taken.
-        dropped: entries that found it full, or were lost with their stream; the latter Envoy does not count.
+        written: entries added to a batch.
+        dropped: entries dropped because the batch was full or the stream broke. Envoy does not count the latter.
     """
 
     written: Counter
@@ -116,7 +116,7 @@ class Sender:
             self._running = self._tasks.start(self._run(), f"log stream {self.model.log_name}")
 
     async def close(self) -> None:
-        """Send what is left, for a second at most."""
+        """Send the remaining entries, for at most a second."""
         self._closing = True
         self._some.set()
         self._full.set()

@@ -81,7 +81,7 @@ class Balancer:
         Args:
             now: monotonic seconds.
             hash_key: the connection's hash, for RING_HASH and MAGLEV; without one they choose at random.
-            avoid: hosts of earlier attempts of the connection, which are chosen only if there is no other.
+            avoid: hosts of the connection's earlier attempts, chosen only if there is no other.
         """
         level = self._choose_level(hash_key)
         if level is None:
@@ -197,7 +197,7 @@ def _equal_weights(hosts: Sequence[Host]) -> bool:
 
 
 class _RoundRobin:
-    """Picks hosts in turn. The first one is random, so that many proxies do not choose the same host in step."""
+    """Picks hosts round-robin, starting at a random one, so that proxies do not all choose the same host."""
 
     def __init__(self, hosts: Sequence[Host], rng: random.Random) -> None:
         self._hosts = hosts

@@ -189,9 +189,9 @@ class LiveTransport(NamedTuple):
     """A transport socket of a cluster, read once.
 
     Attributes:
-        model: as configured, with what is around it.
-        context: of its TLS; ``None``: plain TCP.
-        proxy_version: of the PROXY header that it sends first; ``None``: it sends none.
+        model: the configured transport socket, with its wrappers.
+        context: the TLS context. ``None``: plain TCP.
+        proxy_version: the version of the PROXY header to send first. ``None``: no header.
     """
 
     model: TransportSocket
@@ -206,7 +206,7 @@ class LiveCluster:
         warm: set when it may serve: secrets and endpoints have arrived, or their time limit has passed.
 
     Raises:
-        ConfigError: a TLS context cannot be built; with its place.
+        ConfigError: a TLS context cannot be built. Names its place.
     """
 
     __slots__ = (
@@ -370,7 +370,7 @@ class LiveCluster:
         self.warm.set()
 
     async def close(self) -> None:
-        """Stop discovering endpoints and release secrets; the owner drains connections. Idempotent."""
+        """Stop discovering endpoints and release secrets. The owner drains connections. Idempotent."""
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
@@ -389,8 +389,8 @@ class LiveCluster:
             if resource.name != self.model.eds_name:
                 continue
             if self._assigned is not None and self._assigned == resource.body:
-                # A state-of-the-world response repeats every assignment when one changes. Of equal bodies the new
-                # one is kept: a body keeps the whole response in memory which it came in.
+                # A state-of-the-world response repeats every assignment when one changes. If the bodies are equal,
+                # the new one is kept: each body keeps its whole response in memory.
                 self._assigned = resource.body
                 self.unchanged_updates += 1
                 continue
@@ -721,7 +721,7 @@ def _remaining(priority: str) -> tuple[Declared, ...]:
     return (*shown, retries)
 
 
-#: Envoy's values for a cluster without a subscription. For names in DNS each resolution is an update.
+#: Envoy's values for a cluster without a subscription. For DNS clusters each resolution is an update.
 _UPDATES = (
     *(
         Declared(name, Counter, attrgetter(f"updates.{name}"))

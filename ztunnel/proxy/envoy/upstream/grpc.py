@@ -25,7 +25,7 @@ def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | Non
     """Return the TLS of a cluster, or None for plain text.
 
     Raises:
-        ConfigError: it is unusable, or would accept any server; with the path in the bootstrap.
+        ConfigError: it is unusable, or would accept any server. Names the path in the bootstrap.
     """
     try:
         cluster = compile_cluster(target.cluster, surroundings)
@@ -56,7 +56,7 @@ class GrpcClusters:
 
     Args:
         targets: see :class:`~ztunnel.proxy.envoy.config.bootstrap.BootstrapConfig`.
-        surroundings: to read files with.
+        surroundings: reads files.
         stats: counts renewed TLS contexts, per cluster.
         secrets: the source of certificates and roots that are not inline. Used when the first channel is opened,
             because it can be fed by another of these clusters.

@@ -30,13 +30,13 @@ class HealthChecker:
     """See the module.
 
     Args:
-        settings: of the cluster.
-        probe: asks a host.
+        settings: the cluster's health check.
+        probe: probes a host.
         changed: called when a host has become healthy or unhealthy.
         passed: called with each host that has passed a check.
         has_traffic: whether the cluster has ever had a connection.
         chance: uniform in [0, 1).
-        scope: of the cluster's statistics.
+        scope: the scope of the cluster's statistics.
 
     Attributes:
         settled: set once each of the first hosts has been checked.
@@ -92,7 +92,7 @@ class HealthChecker:
         self._settle()
 
     def begin(self) -> None:
-        """Ask for the first time; hosts are known by now, and so are the secrets that asking takes."""
+        """Start checking. Call it when the hosts and the secrets for probes are known."""
         self._begun = True
         for host in self._checks:
             self._checks[host] = self._started(host)

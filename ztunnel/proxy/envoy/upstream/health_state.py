@@ -1,7 +1,7 @@
-"""Decides from the results of health checks whether a host is healthy, and when to ask it again. Pure.
+"""Decides from the results of health checks whether a host is healthy, and when to probe it again. Pure.
 
 Like in Envoy, a new host is unhealthy until its first check, which decides by itself. Later, consecutive results
-count, but an answer that says "unhealthy" is believed at once. Thresholds are for hosts that do not answer.
+count, but an answer "unhealthy" takes effect at once. Thresholds are for hosts that do not answer.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class HealthState:
         """Return the time until the next check.
 
         Args:
-            settings: of the cluster.
+            settings: the cluster's health check.
             changed: whether the last result changed the state.
             traffic: whether the cluster has ever had a connection.
             chance: uniform in [0, 1), for the jitter.

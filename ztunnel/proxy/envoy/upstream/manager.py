@@ -26,7 +26,7 @@ from ztunnel.runtime.latch import Latch, all_of
 
 log = logging.getLogger(__name__)
 
-#: Clusters made in one turn of the loop, 5 ms or so.
+#: Clusters created per loop iteration, about 5 ms.
 _AT_ONCE = 50
 TYPE_URL = registry.type_url(cluster_pb2.Cluster)
 
@@ -110,7 +110,7 @@ class ClusterManager:
             await next(iter(self._warming.values())).warm.wait()
 
     async def receive(self, update: Update) -> Latch:
-        """Apply a CDS update; the latch is set when no cluster that it changed warms any longer.
+        """Apply a CDS update. The returned latch is set once none of its clusters warms any longer.
 
         Raises:
             UpdateRejected: names each refused cluster. All other clusters are applied.

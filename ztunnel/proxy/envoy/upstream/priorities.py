@@ -8,7 +8,7 @@ from ztunnel.proxy.envoy.upstream.host import Host, PriorityLevel
 
 @dataclass(frozen=True, slots=True)
 class LevelLoad:
-    """The share of a level in percent of all choices; with ``panic`` it uses all hosts, even unhealthy ones."""
+    """A level's share of all choices, in percent. With ``panic`` it uses all hosts, even unhealthy ones."""
 
     healthy: int
     degraded: int
@@ -23,7 +23,7 @@ def spread(
     A level takes ``usable / all * overprovisioning`` of the remaining load; healthy hosts of all levels come
     before degraded ones of any. Levels whose usable share is under ``panic_threshold`` percent panic, but only if
     all levels together cannot take 100 %. With every level in panic, load follows the number of hosts. With
-    ``weighted`` usable hosts count by weight; panic still goes by number.
+    ``weighted`` usable hosts count by weight, but panic depends on their number.
     """
     size = _weight if weighted else len
     healthy = [_availability(size(level.healthy), size(level.hosts), overprovisioning) for level in levels]
