@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS = "workers"
 DESCRIPTORS = "descriptors"
-#: Between looks at whether this process carries its pods.
+#: The interval of checking whether this process carries its pods.
 _READY_S = 0.02
 
 
@@ -237,7 +237,7 @@ class IstioProxy:
 
     @property
     def policies(self) -> LivePolicies | None:
-        """Calico's policies; ``None`` where there are none."""
+        """Calico's policies, or ``None`` if they are disabled."""
         return self.node.policies
 
     def _authority(self) -> CertificateAuthority:

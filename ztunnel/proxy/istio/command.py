@@ -21,7 +21,7 @@ def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
 
 
 def validate(config: IstioConfig) -> int:
-    """Say what is wrong with a configuration and the files that it names, or what was checked; the exit status."""
+    """Print the faults in a configuration and its files, or a summary of the checks. Return the exit status."""
     from xds.errors import ConfigError
     from ztunnel.proxy.istio.files import Findings
 
@@ -51,7 +51,7 @@ def _faults_of_addons(config: IstioConfig) -> list[str]:
 
 
 def described(config: IstioConfig, local: str, contexts: int, warnings: int) -> str:
-    """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed."""
+    """Return a summary of a valid environment for a person: the peers and sources that a start needs."""
     parts = {
         "control plane": config.xds_address,
         "certificates from": config.ca_address,

@@ -91,7 +91,7 @@ def _number(smallest: int, largest: int) -> Callable[[str], int]:
 
 
 def _switch(text: str) -> bool:
-    """Return a boolean, which some variables have as a number; the Rust ztunnel takes both without complaint."""
+    """Return a boolean. Some variables have it as a number, and the Rust ztunnel accepts both."""
     return boolean({"1": "true", "0": "false", "": "false"}.get(text, text))
 
 
@@ -135,7 +135,7 @@ class _Environment:
         return self.get(name, str, default)
 
     def prefixed(self, prefix: str) -> list[tuple[str, str]]:
-        """Return every variable whose name begins with ``prefix``, as (rest of the name, value)."""
+        """Return the variables with a name prefix, as (rest of the name, value)."""
         return [
             (name[len(prefix) :], value)
             for name, value in sorted(self.environment.items())
@@ -170,7 +170,7 @@ def config_from(
         env: the environment of the process.
         cpus: the number of CPUs that this process may use.
         arguments: the command line, for the dump.
-        read_file: returns the text of a file, or None if there is none.
+        read_file: returns the text of a file, or None if it does not exist.
 
     Raises:
         SettingsError: all unusable values together.
@@ -210,7 +210,7 @@ def _log_filter(text: str) -> str:
 
 
 def _log_json(seen: _Environment) -> bool:
-    """Return whether lines are JSON. A format that is not known is plain text, as in the Rust ztunnel."""
+    """Return whether lines are JSON. An unknown format means plain text, like in the Rust ztunnel."""
     text = seen.text("LOG_FORMAT", "plain")
     if text.lower() not in ("", "plain", "text", "json"):
         seen.warnings.append(f"LOG_FORMAT={text} is neither plain nor json; lines are plain text")
@@ -218,9 +218,9 @@ def _log_json(seen: _Environment) -> bool:
 
 
 def _compliance(text: str) -> str:
-    """Return a known policy, in any case.
+    """Return a known policy, ignoring upper and lower case.
 
-    Another one asks for restrictions that this proxy does not know. The Rust ztunnel would run without them.
+    An unknown policy is refused, because its restrictions could not be enforced. The Rust ztunnel ignores it.
     """
     if text.lower() not in ("", "pqc", "fips-140-2"):
         raise ValueError(
@@ -274,7 +274,7 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
 def _string_map(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
-    # YAML reads an unquoted true as a boolean; in metadata it is the word.
+    # YAML reads an unquoted true as a boolean. In metadata it means the word.
     return {str(k): str(item).lower() if isinstance(item, bool) else str(item) for k, item in value.items()}
 
 
@@ -428,8 +428,8 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", boolean, True)
     values["pool_max_streams"] = max(1, seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(0, 65535), 100))
     values["pool_unused_release_s"] = seen.get("POOL_UNUSED_RELEASE_TIMEOUT", duration_s, 300.0)
-    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9): a connection's window cannot be less
-    # than it is at first. A stream's least is what each starts with here (hbone/windows.py).
+    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9): a connection's window cannot be smaller
+    # than its initial size. A stream's minimum is its initial window here (hbone/windows.py).
     values["stream_window"] = seen.get("HTTP2_STREAM_WINDOW_SIZE", _number(16_384, 2**31 - 1), 4 * 1024 * 1024)
     values["connection_window"] = seen.get(
         "HTTP2_CONNECTION_WINDOW_SIZE", _number(65_535, 2**31 - 1), 16 * 1024 * 1024
@@ -582,7 +582,7 @@ def _dns(seen: _Environment, values: dict[str, Any], metadata: Mapping[str, str]
 
 
 def _dns_address(text: str) -> tuple[str, int]:
-    """Return host and port; the host is empty for ``localhost``."""
+    """Return host and port. The host is empty for ``localhost``."""
     host, _, port = text.rpartition(":")
     number = _number(1, 65535)(port)
     if host == "localhost":

@@ -21,12 +21,12 @@ class Exports:
     """Exports from its construction on; its owner closes it, before the log writer.
 
     Args:
-        settings: where to.
+        settings: the destinations.
         config: describes this proxy.
-        logs: whose access lines are exported.
-        metrics: of this process; they count what is lost.
+        logs: the stream whose access lines are exported.
+        metrics: this process's metrics. They count lost items.
         page: returns the metrics of all processes.
-        clock: for the times of points.
+        clock: the clock of data points.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ def _same(value: Any) -> Any:
 
 
 def shape(config: NamedNode) -> Callable[[Entry], dict[str, Any]]:
-    """Return what makes a GetFlowsResponse of an entry."""
+    """Return a function that converts an entry to a GetFlowsResponse."""
     node = flow_node(config)
     return lambda entry: _response(entry, node)
 

@@ -30,7 +30,7 @@ _LEVELS = {
 #: The delay of a line, so that one write takes several lines.
 _FLUSH_S = 0.05
 
-#: Our loggers and the targets that operators filter by; the first prefix that matches wins.
+#: Our loggers and the log targets for operators' filters. The first matching prefix wins.
 _TARGETS = (
     ("ztunnel.proxy.istio.path.outbound", "ztunnel::proxy::outbound"),
     ("ztunnel.proxy.istio.path.inbound", "ztunnel::proxy::inbound"),
@@ -68,7 +68,7 @@ class InvalidLevel(ValueError):
 
 
 class LogFilter:
-    """A default level and levels of targets, such as ``error,ztunnel::proxy=warn``; the longest prefix wins."""
+    """A default level and levels of targets, such as ``error,ztunnel::proxy=warn``. The longest prefix wins."""
 
     def __init__(self, text: str = "info") -> None:
         self.default = "error"  # as Rust's filter without a default
@@ -297,13 +297,13 @@ class LogStream(logging.Handler):
         self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), fields)
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
-        """Format and pass on one line; the caller has checked the level."""
+        """Format and pass on one line. The caller has checked the level."""
         self.pass_on(
             self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
         )
 
     def write_access(self, time_s: float, level: str, message: str, fields: Fields, trace: bytes) -> None:
-        """Like :meth:`write`, for a line about a connection whose tunnel had ``trace`` as its ``traceparent``."""
+        """Like :meth:`write`, for an access line. ``trace`` is the ``traceparent`` of the connection's tunnel."""
         self.write(time_s, level, "access", message, fields)
         if self.export is not None:
             self.export(time_s, level, message, fields, trace)

@@ -129,7 +129,7 @@ class PeerLabels(NamedTuple):
 def traffic_labels(
     reporter: str, source: PeerLabels, destination: PeerLabels, service: Service | None, *, secured: bool
 ) -> tuple[str, ...]:
-    """Return the values of :data:`TRAFFIC_LABELS`; the last four are left out if neither side is known."""
+    """Return the values of :data:`TRAFFIC_LABELS`. The last four are omitted if neither side is known."""
     named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
     return _labels(reporter, source, destination, named, secured)
 
@@ -383,10 +383,10 @@ class Metrics(ConnectionTimes):
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
         self.calmed = 0
-        #: Returns what an export of this process has dropped, by signal.
+        #: Returns the number of items dropped by this process's export, by signal.
         self.dropped_here: Callable[[], Mapping[str, int]] = dict
         self._dropped_elsewhere: dict[str, int] = {}
-        #: Returns what the addons of this process have counted.
+        #: Returns the counts of this process's addons.
         self.addons_here: Callable[[], AddonReport] = AddonReport
         self._addons_elsewhere = AddonReport()
         self.handovers = HandoverCounts()
@@ -488,7 +488,7 @@ class Metrics(ConnectionTimes):
                     self._gone.add(series)
 
     def expire(self, now_s: float) -> int:
-        """Drop series whose workloads are gone and that were unused for ``expiry_s``; return their number."""
+        """Drop series of removed workloads that were unused for ``expiry_s``. Return their number."""
         if not self._expiry_s:
             return 0
         old = [series for series in self._gone if series.idle and now_s - series.used_s > self._expiry_s]

@@ -56,7 +56,7 @@ class Flags(StrEnum):
     CERT_REVOKED = "CERT_REVOKED"
 
 
-#: The flags of failures by reason; of others :attr:`Flags.CONNECT`.
+#: The flags of failures by reason. All others have :attr:`Flags.CONNECT`.
 _FLAGS = {
     Reason.POLICY: Flags.DENY,
     Reason.POLICY_MISSING: Flags.DENY,
@@ -70,7 +70,7 @@ _FLAGS = {
 
 
 class Failure(Exception):
-    """A connection ends otherwise than by itself; the text goes to its access line.
+    """A connection fails or is ended. The text goes to its access line.
 
     Attributes:
         reason: why.
@@ -192,7 +192,7 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
     """Return the failure that ended a relay, or None if the end counts as ordinary.
 
     Args:
-        error: as the relay reports it.
+        error: the relay's error.
         from_client: the connection's client was the first side to stop.
     """
     if isinstance(error, TunnelClosed):
@@ -225,12 +225,12 @@ def answered(status: int) -> str:
 
 
 def broken(error: HboneError) -> Failed:
-    """Return the failure for a request whose stream was gone before its answer."""
+    """Return the failure for a request whose stream ended before its answer."""
     return Failed(f"h2 failed: {error}", Reason.HTTP2)
 
 
 def gave_up() -> Failed:
-    """Return the failure for a request whose client went away before the application had accepted."""
+    """Return the failure for a request whose client left before the application accepted."""
     return Failed("h2 failed: the client gave up", Reason.CLIENT_GONE)
 
 
@@ -256,7 +256,7 @@ class Judgement(NamedTuple):
     Attributes:
         policy: the deciding or missing policy. Empty if none decided.
         refusal: the reason for a refusal in the access line, in the Rust ztunnel's words. Empty if it is allowed.
-        reason: of a refusal.
+        reason: the refusal's reason.
     """
 
     policy: str

@@ -58,19 +58,19 @@ class Direction(StrEnum):
 
 
 class Reporter(Protocol):
-    """Where records are written: :class:`ztunnel.proxy.istio.path.node.Node`."""
+    """The destination of records: :class:`ztunnel.proxy.istio.path.node.Node`."""
 
     @property
     def clock(self) -> Clock:
-        """For times and durations."""
+        """The clock of times and durations."""
 
     @property
     def metrics(self) -> Metrics:
-        """For counters."""
+        """The counters."""
 
     @property
     def logs(self) -> LogStream:
-        """For access lines."""
+        """The log of access lines."""
 
     @property
     def warns_unmatched(self) -> bool:
@@ -92,14 +92,14 @@ class Asked(Protocol):
     """Whether the relay has run."""
 
     def opened(self, life: Life, counts: ByteCounts) -> None:
-        """Inform them that the relay of ``life`` runs."""
+        """Inform the addons that the relay of ``life`` runs."""
 
 
 class Observer(Protocol):
     """The addons of this process: :class:`ztunnel.proxy.istio.path.addons.PodAddons`."""
 
     def taken_over(self, record: "Record") -> Asked:
-        """Return what stands for their verdicts, which the other process had and this one has not."""
+        """Return a placeholder for the addons' verdicts on a moved connection, which are not known here."""
 
     def ended(self, record: "Record", reason: str, duration_s: float) -> None:
         """Inform the addons that a connection has ended, with the error text of its access line."""
@@ -155,7 +155,7 @@ class Record:
         counts: the byte counts of a node-local tunnel's other half. ``None`` creates new ones.
 
     Attributes:
-        source, destination: addresses for the log; the destination becomes the next hop once it is known.
+        source, destination: addresses for the log. The destination becomes the next hop once it is known.
         hbone_authority: the tunnel's authority, if there is a tunnel.
         source_workload, destination_workload: the workloads as described by the control plane.
         source_labels, destination_labels: the two sides' labels in metrics and logs.
@@ -231,7 +231,7 @@ class Record:
         self.opened_s = 0.0
 
     def describe(self, described: Described) -> None:
-        """Take over what many connections have in common."""
+        """Copy the attributes shared by many connections."""
         self.described = described
         self.destination = described.destination
         self.destination_identity = described.destination_identity
@@ -247,11 +247,11 @@ class Record:
     # Life
 
     def opened(self, *, settled: bool = True) -> None:
-        """Account for the connection from now on, and log its opening at debug level; called once.
+        """Count the connection as opened, and log the opening at debug level. Called once.
 
         Args:
-            settled: the far side does not change any more. If it may, the connection counts with
-                :meth:`settled` or at its end: a counter that goes down again looks like a new process's.
+            settled: whether the far side is final. If not, the connection is counted by :meth:`settled` or at its
+                end, because a counter must not decrease.
         """
         node = self._node
         self._opened = True
@@ -421,7 +421,7 @@ class Record:
             node.logs.write_access(node.clock.wall(), "warn", "connection failed", fields, self.trace)
 
     def _pair(self, reason: str) -> Pair:
-        """Return what this connection is counted under when policy denies it."""
+        """Return the key that counts this connection if policy denies it."""
         wanted = self.hbone_authority or str(self.destination)
         destination = self.destination_workload
         return Pair(
@@ -435,7 +435,7 @@ class Record:
         )
 
     def fields(self) -> list[Field | Recurring]:
-        """Return the fields of access lines, the source's address first, without what is known at the end."""
+        """Return the fields of access lines, source address first, without the fields known only at the end."""
         if self.described is not None:
             return [("src.addr", Bare(self.source)), self.described.shown]
         source, destination = self.source_labels, self.destination_labels

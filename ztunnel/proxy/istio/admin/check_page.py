@@ -32,7 +32,7 @@ _NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
 #: Names of protocols that fill a ClientHello of 12 KiB, which servers accept (16 KiB), and which takes packets of
 #: full size also where these have 9,000 bytes.
 _FILLERS: Final = [f"{number:0255}" for number in range(48)]
-#: Entries of the mesh between two turns of the loop.
+#: The mesh's entries per loop iteration.
 _SLICE: Final = 64
 #: Refused resources that are listed.
 _MOST_REFUSED: Final = 100
@@ -84,7 +84,7 @@ async def facts(proxy: InspectedProxy) -> dict[str, Any]:
 
 
 def token_facts(setting: str | None) -> dict[str, Any]:
-    """Return what a token says of itself, its audiences and when it expires as Unix time; never the token.
+    """Return the audiences and the expiry (Unix time) stated in a token, never the token itself.
 
     Args:
         setting: ``AUTH_TOKEN``.
@@ -134,9 +134,9 @@ def _tunnel_port(proxy: InspectedProxy, address: str) -> int | None:
 
 
 async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
-    """Shake hands with an address as TLS 1.3 with ALPN h2, without a certificate of ours, and return how it went.
+    """Try a TLS 1.3 handshake with an address (ALPN h2, without a client certificate), and return the result.
 
-    The server refuses us only after its own part, so that a finished handshake shows an open port and whose it is.
+    The server refuses the client only after its own part, so a finished handshake shows an open port.
     If the handshake succeeds, a second one with a ClientHello of 12 KiB shows whether packets of full size arrive:
     any answer to it proves that.
     """

@@ -55,7 +55,7 @@ def pieces(
         name: show only entries of that part with this name. Empty: all entries.
 
     Raises:
-        LookupError: there is no such part.
+        LookupError: the part does not exist.
     """
     every = _parts(proxy, connections or {}, metrics or proxy.metrics)
     if part:
@@ -259,7 +259,7 @@ def _roots(value: str) -> object:
 
 
 def _resolver(config: IstioConfig, resolv_conf: Path) -> Mapping[str, Any]:
-    """Return how names are resolved that the mesh does not know, in the Rust ztunnel's form."""
+    """Return the resolver settings for names outside the mesh, in the Rust ztunnel's form."""
     try:
         text = resolv_conf.read_text(errors="replace")
     except OSError:

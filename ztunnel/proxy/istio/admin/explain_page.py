@@ -120,7 +120,7 @@ def _issued(proxy: InspectedProxy, workload: Workload) -> WorkloadCertificate | 
 
 
 def _ask_calico(policies: LivePolicies, host: str, dialled: SocketAddress, answer: Answer) -> None:
-    """Add what Calico's policies say of each way, and let a refusal decide the verdict."""
+    """Add the result of Calico's policies to each way. A refusal decides the verdict."""
     from ztunnel.policy.calico.explain import answer as ask
 
     verdicts = []

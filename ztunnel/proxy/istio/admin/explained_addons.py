@@ -1,4 +1,4 @@
-"""Adds to an answer of ``/explain`` what addons would say of each way."""
+"""Adds the addons' predicted verdicts to the ways in an answer of ``/explain``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _previews: dict[int, tuple[AddonSettings, list[tuple[LoadedAddon, str]]]] = {}
 
 
 def ask_addons(proxy: InspectedProxy, asked: Question, answer: Answer) -> None:
-    """Add what addons say to each way, and let a denial decide the verdict."""
+    """Add the addons' predicted verdicts to each way. A denial decides the verdict."""
     try:
         addons = _addons(proxy)
     except AddonError as error:
@@ -41,7 +41,7 @@ def _addons(proxy: InspectedProxy) -> Sequence[tuple[LoadedAddon, str]]:
         return [(each.loaded, each.suspended) for each in running.host.addons]
     settings = proxy.config.addons
     assert settings is not None
-    # Workers have the addons. Those whose verdicts follow from the facts say the same here.
+    # Workers run the addons. Addons whose verdicts follow from the facts give the same verdict here.
     known = _previews.get(id(settings))
     if known is None:
         known = _previews[id(settings)] = (settings, preview_of(settings))

@@ -48,7 +48,7 @@ class InspectedWorkers(Protocol):
         """Return time and JSON line of the last connections that ended, by time."""
 
     def carriers(self) -> list[Carry]:
-        """Return what captures in each worker."""
+        """Return a capture carrier for each worker."""
 
 
 class CarriedPod(RunningPod, Protocol):
@@ -82,7 +82,7 @@ class InspectedProxy(Protocol):
 
     @property
     def policies(self) -> LivePolicies | None:
-        """Calico's policies; ``None`` where there are none."""
+        """Calico's policies, or ``None`` if they are disabled."""
 
     @property
     def workers(self) -> InspectedWorkers | None:

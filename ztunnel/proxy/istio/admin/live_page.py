@@ -1,4 +1,4 @@
-"""Gathers what the live page shows of an Istio mesh; :mod:`ztunnel.proxy.ui` bounds and serves it.
+"""Collects the live page's content in an Istio mesh. :mod:`ztunnel.proxy.ui` bounds and serves it.
 
 Big tables are read in slices between which the loop runs other work.
 """
@@ -40,7 +40,7 @@ from ztunnel.proxy.ui.seen import (
 
 #: Entries per slice: about a millisecond.
 _SLICE: Final = 100
-#: Connections that are kept while all are read; the view cuts them again.
+#: The number of connections selected while all are read. The view shortens the list again.
 _MOST_CONNECTIONS: Final = 200
 #: Workloads that are named beside their certificate.
 _MOST_USERS: Final = 3
@@ -58,7 +58,7 @@ ItemT = TypeVar("ItemT")
 
 
 async def seen(proxy: InspectedProxy) -> Seen:
-    """Return what there is now; called once per event."""
+    """Return the current content. Called once per event."""
     workers = proxy.workers
     metrics = await workers.metrics() if workers is not None else proxy.metrics
     carried = await workers.connections() if workers is not None else {}

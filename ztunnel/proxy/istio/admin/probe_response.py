@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-#: Transport.MaxResponseHeaderBytes, by default; also of a line.
+#: Go's default Transport.MaxResponseHeaderBytes, also used for a line.
 LONGEST_HEAD: Final = 10 << 20
-#: Informational answers that are passed over; Go's number.
+#: How many informational answers are skipped, as in Go.
 _MOST_INFORMATIONAL: Final = 5
 _SWITCHING_PROTOCOLS: Final = 101
-#: Of a line that has the size of a chunk; Go's number.
+#: The longest line with a chunk's size, as in Go.
 _LONGEST_CHUNK_LINE: Final = 4096
 _VERSION: Final = re.compile(rb"HTTP/([0-9])\.([0-9])")
 _STATUS: Final = re.compile(rb"\+?[0-9]+")
@@ -30,7 +30,7 @@ _BODILESS: Final = (204, 304)
 
 
 class BadResponse(Exception):
-    """Kubelet's client would refuse the answer, or it was cut off; the text says why."""
+    """Kubelet's client would refuse the answer, or it was cut off. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,15 +38,15 @@ _Target: TypeAlias = tuple[str, int, str]
 
 
 class _Failed(Exception):
-    """No answer; the text says why."""
+    """No answer. The text has the reason."""
 
 
 async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     """Probe the application, and return the page for kubelet: 500 with the reason if it does not answer.
 
     Args:
-        probe: what to ask.
-        address: of the application, unless the probe names another host.
+        probe: the probe.
+        address: the application's address, unless the probe names another host.
         source: the local address for the connection, chosen so that the pod's rules do not capture it.
     """
     host = probe.host or address
@@ -95,7 +95,7 @@ async def _http(probe: AppProbe, host: str, source: str | None) -> Page:
 async def _asked(
     scheme: str, host: str, port: int, path: str, headers: Iterable[tuple[str, str]], source: str | None
 ) -> tuple[Page, _Target | None]:
-    """Ask once; the page, and where a redirect on the same host points."""
+    """Send one request. Return the page, and the target of a redirect to the same host."""
     fields = [("Host", _authority(host, port)), ("User-Agent", "kube-probe/ztunnel"), ("Accept", "*/*")]
     given = {name.lower() for name, _ in headers}
     fields = [each for each in fields if each[0].lower() not in given]

@@ -284,7 +284,7 @@ class Servers:
         return text(json.dumps(config_dump.denials(metrics), indent=2) + "\n", content_type=JSON)
 
     async def _policies(self) -> Page:
-        """Return Calico's policies with what this process and its workers have counted."""
+        """Return Calico's policies with the counts of this process and its workers."""
         policies, workers = self._proxy.policies, self._proxy.workers
         if policies is None:
             return text(_NO_POLICIES, 404, PLAIN)
@@ -330,7 +330,7 @@ def _metrics_page(metrics: Metrics, request: PageRequest) -> Page:
 
 
 def _profile(request: PageRequest) -> Page:
-    """Return Rust ztunnel's errors for invalid values, else an error that there is no profiler."""
+    """Return Rust ztunnel's errors for invalid values, or else the error that profiling is not supported."""
     for name, largest in (("seconds", 300), ("frequency", 1000)):
         value = request.query.get(name)
         if value is not None and not (value.isascii() and value.isdigit() and 1 <= int(value) <= largest):

@@ -33,7 +33,7 @@ IMPERSONATED: Final = "ImpersonatedIdentity"
 
 
 class IstioCertificateAuthority:
-    """A :class:`~ztunnel.proxy.istio.certificates.manager.CertificateAuthority` over gRPC; the owner closes it.
+    """A :class:`~ztunnel.proxy.istio.certificates.manager.CertificateAuthority` over gRPC. The owner closes it.
 
     Args:
         endpoint: the authority's address.
@@ -41,7 +41,7 @@ class IstioCertificateAuthority:
         roots: verify the authority. They are read for each certificate, and a change opens a new connection. If
             they become unreadable, the old connection stays in use.
         impersonate: request identities of other workloads (as a node proxy), not that of the token.
-        lifetime_s: the requested lifetime; the authority may give less.
+        lifetime_s: the requested lifetime. The authority can give less.
         alternative_name: also accepted as the server's name.
         tls_1_2: whether TLS 1.2 is accepted.
         groups: the groups for key exchange, in order. None uses OpenSSL's.
@@ -119,7 +119,7 @@ class IstioCertificateAuthority:
         """Return the channel, which is replaced when the roots have changed and are usable.
 
         Raises:
-            CredentialsError: there is no channel yet, and the roots are unusable.
+            CredentialsError: a channel must be opened, and the roots are unusable.
         """
         if not self._endpoint.tls:
             if self._channel is None:

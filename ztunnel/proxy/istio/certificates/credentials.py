@@ -29,7 +29,7 @@ _MANY_BYTES: Final = 1 << 20  # a larger file is no token and no bundle of roots
 
 
 class CredentialsError(XdsError):
-    """A token or root is unusable; the text says which and why, and never contains a secret."""
+    """A token or root is unusable. The text names it and the reason, and never contains a secret."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 #: Client contexts cached per certificate, one per set of expected identities. Creating one takes 0.4 ms and 26
-#: KiB. A pod talks to fewer services than this.
+#: KiB. A pod connects to fewer services than this.
 _CLIENT_CONTEXTS: Final = 256
 
 #: Timers follow the monotonic clock, validity the wall clock, which can be set meanwhile. So due fetches are
@@ -111,8 +111,8 @@ class TlsPolicy:
     def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
         """Return the parameters for ``COMPLIANCE_POLICY``.
 
-        It is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups which that
-        standard approves; the suites are approved in any case.
+        It is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups approved by that
+        standard. All suites are approved.
 
         Raises:
             ValueError: an unknown policy, which must not be ignored, or ``pqc`` with TLS 1.2.
@@ -194,9 +194,9 @@ class WorkloadCertificate:
         return self._server
 
     def client_context(self, identities: tuple[str, ...]) -> TlsContext:
-        """Return the context for outgoing tunnels to peers with one of ``identities``; if empty, none is accepted.
+        """Return the context for outgoing tunnels to peers with one of ``identities``. Empty accepts no peer.
 
-        Contexts are cached; the least recently used one is dropped.
+        Contexts are cached. The least recently used one is evicted.
         """
         context = self._clients.get(identities)
         if context is not None:
@@ -261,8 +261,8 @@ class Moments(NamedTuple):
     """When certificates end, in Unix seconds, and how fetches went.
 
     Attributes:
-        ends: of the certificate in use, by identity.
-        root_s: of the root that ends first; ``None``: there is none yet.
+        ends: the expiry time of the current certificate, by identity.
+        root_s: the expiry time of the root that expires first. ``None`` before the first root.
         fetches: finished ones by result, ``ok`` or ``failed``.
     """
 

@@ -123,11 +123,11 @@ class Schedule:
         """Record that a fetch returned a certificate. Return False if the identity is no longer in use.
 
         Args:
-            fetch: from :meth:`start`.
+            fetch: the fetch returned by :meth:`start`.
             not_before_s: the beginning of the certificate's validity.
             not_after_s: the end of its validity, after ``now_s``.
             now_s: the time.
-            jitter: in [0, 1).
+            jitter: a random number in [0, 1).
         """
         entry = self._ended(fetch)
         if entry is None:

@@ -1,9 +1,10 @@
 """Answers DNS questions about services of the mesh, and leaves all other names to the name servers. Pure.
 
-Clients write short names and complete them from their search list. So one question may stand for several names:
-the name itself, its expansions by Kubernetes' search list and, if it ends in a search domain, the part before that
-domain with its expansions. The first that is a service of the mesh is answered. A service without addresses of its
-own counts if its name is in the cluster's domain (it is headless). Other names without addresses are forwarded.
+Clients write short names and complete them from their search list. So one question can mean several names: the
+name itself, its expansions by Kubernetes' search list and, if it ends in a search domain, the part before that
+domain with its expansions. The first name of a service in the mesh is answered. A service without its own
+addresses counts if its name is in the cluster's domain (it is headless). Other names without addresses are
+forwarded.
 
 Names are compared in lower case (RFC 4343); resolvers vary the case on purpose, as protection against forgeries.
 """
@@ -31,7 +32,7 @@ class DnsSettings:
         search: the clients' search list. None uses Kubernetes' list for the client's namespace.
         ipv6: whether questions for AAAA get addresses.
         preferred_namespace: its service wins if several share a name and none is in the client's namespace.
-        ttl_s: time to live of our own records; short, because the mesh changes.
+        ttl_s: the time to live of our own records. It is short, because the mesh changes.
     """
 
     cluster_domain: str = "cluster.local"
@@ -50,7 +51,7 @@ class DnsSettings:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name that a question may stand for.
+    """A possible meaning of a question's name.
 
     Attributes:
         stripped: the question's name without its search domain. None if it had none.
@@ -81,7 +82,7 @@ def answer(name: str, *, ipv6: bool, client: Workload, mesh: Mesh, settings: Dns
         ipv6: the question is for AAAA, not A.
         client: the workload that sent the query.
         mesh: the mesh.
-        settings: of the DNS proxy.
+        settings: the DNS proxy's settings.
 
     Returns:
         The answer, with addresses in the mesh's order. None if the name is not a service and must be forwarded.
@@ -109,7 +110,7 @@ def _find(name: str, client: Workload, mesh: Mesh, settings: DnsSettings) -> tup
 
 
 def aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias]:
-    """Iterate over the names that a question may stand for, best first, each once."""
+    """Iterate over a question's possible names, best first, without duplicates."""
     seen: set[str] = set()
     for alias in _aliases(name, namespace, settings):
         if alias.name not in seen:

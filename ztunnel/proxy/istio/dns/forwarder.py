@@ -49,12 +49,12 @@ _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
 
-#: Queries under way of one pod; each has two sockets.
+#: Concurrent queries of one pod. Each has two sockets.
 POD_QUERIES: Final = 128
 
 
 class ForwardFailed(Exception):
-    """No server answered; the text lists the failure of each attempt."""
+    """No server answered. The text lists the failure of each attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
 
 
 def search_domains(resolv_conf: str) -> tuple[str, ...]:
-    """Return the search list of a ``resolv.conf``; as in glibc, the last ``search`` or ``domain`` line counts."""
+    """Return the search list of a ``resolv.conf``: the last ``search`` or ``domain`` line, like in glibc."""
     found: tuple[str, ...] = ()
     for line in resolv_conf.splitlines():
         words = line.split()
@@ -100,11 +100,11 @@ def search_domains(resolv_conf: str) -> tuple[str, ...]:
 
 
 class Cache:
-    """Answers of name servers, kept until they expire; the least recently used one is evicted first.
+    """Name servers' answers, kept until they expire. The least recently used one is evicted first.
 
     Args:
         capacity: the largest number of entries.
-        budget_bytes: the largest memory of all entries; every pod of a node has its own cache.
+        budget_bytes: the largest memory of all entries. Every pod of a node has its own cache.
     """
 
     def __init__(self, capacity: int = _CACHED, budget_bytes: int = _CACHED_BYTES) -> None:
@@ -156,8 +156,8 @@ class Forwarder:
         timeout_s: time limit of one attempt.
         attempts: the number of attempts, each with two servers.
         port: the servers' port.
-        places: for queries under way, shared by the pods of a process. Queries beyond them wait, and so do those
-            beyond :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
+        places: limits concurrent queries, shared by the pods of a process. Queries beyond them wait, and so do
+            those beyond :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _LOOPBACK: Final[tuple[IpAddress, ...]] = (ipaddress.IPv4Address("127.0.0.1"), i
 def entries(text: str) -> dict[str, tuple[IpAddress, ...]]:
     """Return the addresses of each name in a hosts(5) file, in the file's order.
 
-    Names are in lower case and without a final dot. A line whose address cannot be read is left out.
+    Names are in lower case and without a final dot. Lines with an unreadable address are skipped.
     """
     found: dict[str, dict[IpAddress, None]] = {}
     for line in text.splitlines():
@@ -51,8 +51,8 @@ class Hosts:
         self._names: Mapping[str, tuple[IpAddress, ...]] = {}
 
     def addresses(self, name: str, *, ipv6: bool) -> tuple[IpAddress, ...]:
-        """Return the addresses of a name, without its final dot, in one family. Empty means that name servers must
-        be asked.
+        """Return the addresses of a name, without its final dot, in one family. Empty means that the query must be
+        forwarded.
         """
         name = name.lower()
         known = self._current().get(name, ())

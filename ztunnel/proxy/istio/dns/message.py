@@ -32,7 +32,7 @@ _BADVERS: Final = 16
 _DO: Final = 0x8000
 _LONGEST_TTL_S: Final = 86_400
 _MOST_NAME_BYTES: Final = 255  # encoded (RFC 1035, 2.3.4)
-#: Record types that applications ask for.
+#: Record types that applications query.
 _COMMON: Final = {_A: "A", _CNAME: "CNAME", _SOA: "SOA", 12: "PTR", 15: "MX", 16: "TXT", _AAAA: "AAAA", 33: "SRV"}
 _PIECE: Final = re.compile(
     rb"(?P<plain>[^\\.]+)|(?P<dot>\.)|\\(?:(?P<number>[0-9]{3})|(?P<octet>[^0-9]))|(?P<bad>\\)"
@@ -98,7 +98,7 @@ class Query:
 
     @property
     def cache_key(self) -> tuple[object, ...] | None:
-        """The key of cached answers. None for a query whose answer must not be cached."""
+        """The key of cached answers. None if the answer must not be cached."""
         if not self.is_question or self.edns_options:
             return None
         flags = int.from_bytes(self.wire[2:4], "big") & (_RD | _CD)
@@ -184,7 +184,7 @@ def local_answer(
     if canonical is not None:
         target = _encoded(canonical)
         alias = _TO_QUESTION + struct.pack(">HHIH", _CNAME, _IN, ttl_s, len(target)) + target
-        # Address records have the target's name, which stands behind the CNAME's own name and fixed fields.
+        # Address records have the target's name, which follows the CNAME's own name and fixed fields.
         owner = (0xC000 | HEADER_BYTES + len(query.question) + 12).to_bytes(2, "big")
     fixed = owner + struct.pack(">HHIH", query.kind, _IN, ttl_s, 16 if query.kind == _AAAA else 4)
     records = [fixed + address.packed for address in addresses]
@@ -294,7 +294,7 @@ def is_cut(response: bytes) -> bool:
 
 
 def passed_on(query: Query, response: bytes) -> bytes:
-    """Return a server's response for the client: with the query's id and spelling, AA cleared and RA set."""
+    """Return a server's response adapted for the client: the query's id and spelling, AA cleared, RA set."""
     flags = int.from_bytes(response[2:4], "big")
     if not query.is_question:
         return query.wire[:2] + response[2:]
@@ -342,7 +342,7 @@ class Kept:
     def aged(self, query: Query, age_s: float) -> bytes:
         """Return the response for another query of the same cache key, with times to live lowered by its age."""
         # A cache must not return a record with more than its remaining time (RFC 1035, 3.2.1). The lifetime is the
-        # shortest of the answer's, so records of the other sections can be older than theirs: they get 0.
+        # shortest in the answer section, so records of other sections can be past theirs and get 0.
         message = bytearray(self.wire)
         for offset, ttl_s in self.ttls:
             struct.pack_into(">I", message, offset, max(0, ttl_s - int(age_s)))
@@ -352,9 +352,8 @@ class Kept:
 def keep(query: Query, response: bytes) -> Kept | None:
     """Return a response as a cache entry, or None if it must not be cached.
 
-    Failures and truncated responses are not cached. Names and types that do not exist live as long as the SOA
-    record says (RFC 2308, 5): the smaller of its own time to live and its last field. Without one they are not
-    cached.
+    Failures and truncated responses are not cached. Negative answers are cached as long as the SOA record states
+    (RFC 2308, 5): the smaller of its own time to live and its last field. Without one they are not cached.
     """
     code = rcode(response)
     if query.cache_key is None or is_cut(response) or code not in (_NO_ERROR, _NXDOMAIN):

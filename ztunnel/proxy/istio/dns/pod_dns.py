@@ -75,7 +75,7 @@ class PodDns:
             rng=node.rng,
         )
         if node.names_answered is not None:
-            # Before the pod has the answer, so that its connection finds the name.
+            # Called before the pod gets the answer, so that its connection finds the name.
             self._server.answered = partial(node.names_answered, (name.namespace, name.name))
         udp: list[socket.socket] = []
         tcp: list[socket.socket] = []
@@ -89,7 +89,7 @@ class PodDns:
                 except KernelRefused:
                     if host == hosts[0]:
                         raise
-                    # Loopback without IPv6 is ordinary in a pod; without IPv4 there is no DNS, an error.
+                    # A pod's loopback often has no IPv6. Without IPv4, DNS cannot be served, which is an error.
         except BaseException:
             for sock in (*udp, *tcp):
                 sock.close()
@@ -107,15 +107,15 @@ class PodDns:
         }
 
     def _upstream_socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
-        """Return a socket to ask a name server with: in the pod, marked, so that it is not captured again."""
+        """Return a socket for querying a name server from the pod, marked so that it is not captured again."""
         return sockets.unbound(family, kind, mark=self._node.config.packet_mark, netns=self._netns)
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address of a name, as a query of the pod would get it; ``None``: there is none."""
+        """Return the first address of a name, as a query of the pod would get it, or ``None``."""
         return await self._server.resolve(name, ipv6=ipv6)
 
     async def close(self) -> None:
-        """Stop serving; idempotent."""
+        """Stop serving. Idempotent."""
         self._local.close()
         await self._server.close()
 

@@ -50,8 +50,8 @@ _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
 #: Per loop iteration: each is a task of 0.1 ms, which delays connections of all pods.
 _DATAGRAMS: Final = 16
-#: Queries of one pod at once and per second; 2,000 are a fifth of a core. A guess: three times a busy pod's, which
-#: asks for each name with its whole search list.
+#: Queries of one pod at once and per second; 2,000 are a fifth of a core. A guess: three times the queries of a
+#: busy pod that tries its whole search list for each name.
 QUERY_BURST: Final = 4000
 QUERY_RATE: Final = 2000.0
 _PAUSE_S: Final = 0.02
@@ -68,8 +68,8 @@ class QueryReport:
         client: the workload that sent it, if known.
         query_type: ``A``, ``AAAA``, ``TXT``, ...
         protocol: ``udp`` or ``tcp``.
-        name: with its final dot.
-        result: for the log: ``success``, ``no records``, ``hosts file``, ``forwarded``,
+        name: the name with its final dot.
+        result: the result for the log: ``success``, ``no records``, ``hosts file``, ``forwarded``,
             ``forwarding failed (...)``.
         endpoints: number of addresses in our own answer, or of records in a forwarded one.
         forwarded: whether the answer comes from name servers, the cache of their answers, or the hosts file.
@@ -101,9 +101,9 @@ class DnsServer:
     """Serves one pod between :meth:`start` and :meth:`close`; see the module.
 
     Args:
-        mesh: the mesh, whose services are answered here.
+        mesh: the mesh with the services to answer for.
         client: returns the pod's workload, or None if it is not known in time.
-        settings: of the DNS proxy.
+        settings: the DNS proxy's settings.
         hosts: the names of a hosts file, which are not forwarded either.
         forwarder: answers all other queries.
         on_query: called once per query, when it is answered.
@@ -111,7 +111,7 @@ class DnsServer:
         connections: the largest number of open TCP connections.
         queries: the largest number of UDP queries under way.
         query_burst, query_rate: queries at once, and per second, of both protocols.
-        dropped: gets the number of what was not answered by its :class:`Drop`; perhaps shared with other servers.
+        dropped: counts unanswered datagrams by :class:`Drop`. Other servers can share it.
         rng: shuffles addresses, and samples those beyond the size of an answer.
     """
 

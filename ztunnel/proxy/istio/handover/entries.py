@@ -25,7 +25,7 @@ def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
 
     Args:
         pod: whose it is.
-        entry: of the table.
+        entry: the connection's entry in the table.
         now_s: monotonic seconds.
     """
     return EntryValue(
@@ -105,13 +105,13 @@ def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
 
 
 def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[Abort], PodConnection]:
-    """Return what registers a connection in the pod's table, where its account continues. Nothing fails there any
-    more.
+    """Return a function that registers a connection in the pod's table and continues its record. Nothing fails
+    there any more.
 
     Args:
-        value: of the process before.
+        value: the value from the previous process.
         pod: whose it is.
-        counts: of its relay.
+        counts: the relay's byte counts.
 
     Returns:
         A function of the way to end the connection before its relay does.

@@ -135,7 +135,7 @@ def _count_socket(pod: PodProxy, entry: PodConnection) -> None:
 
 
 async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, End], relay: Relay | None) -> None:
-    """Wait for the end of a relay, close its ends and account for its entries, like the paths do."""
+    """Wait for the end of a relay, close its ends and complete its entries' records, like the paths do."""
     (_, entry), near = halves[0], ends[0]
     failure: Failed | None = None
     try:
@@ -153,7 +153,7 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
     finally:
         for end in ends:
             end.close()
-        # Over the wire the client's side of a tunnel that its server ends sees CANCEL, an ordinary end.
+        # Over the network the client's side sees CANCEL when the server's side ends a tunnel: an ordinary end.
         for _, inner in halves[1:]:
             reason = inner.reason
             inner.close()
@@ -200,7 +200,7 @@ async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) ->
 
 
 def _check_entries(offer: Offer) -> None:
-    """Refuse an offer whose parts contradict each other.
+    """Refuse an offer with contradictory parts.
 
     Raises:
         ValueError: they do.
@@ -220,10 +220,10 @@ def _check_entries(offer: Offer) -> None:
 async def _ends_of(
     carrier: CarrierValue, pod: PodProxy
 ) -> tuple[WorkloadCertificate | None, tuple[Peer, Requests] | None]:
-    """Return the certificate of a pool's connection, or the peer of an accepted one and what takes its requests.
+    """Return a pool connection's certificate, or an accepted connection's peer and request handler.
 
     Raises:
-        Declining: there is no certificate.
+        Declining: no certificate is available.
     """
     if carrier.dialled is None:
         if carrier.source is None or carrier.local is None:

@@ -26,9 +26,9 @@ class Unit:
     """A tunnel connection with the relays of its tunnels, or a relay of two plain sockets.
 
     Attributes:
-        pod: whose connection it is; of a node-local tunnel, the client's.
-        carrier: the tunnel connection's entry; ``None`` without one.
-        relays: each with its entries.
+        pod: the connection's pod. For a node-local tunnel, the client's pod.
+        carrier: the tunnel connection's entry, if there is one.
+        relays: each relay with its entries.
     """
 
     pod: PodProxy
@@ -38,7 +38,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """The same in each survey while it lives."""
+        """A key that stays the same in every survey."""
         return id(self.carrier or self.relays[0][0])
 
     @property
@@ -48,7 +48,7 @@ class Unit:
 
     @property
     def entries(self) -> int:
-        """How many connections of pods it has."""
+        """The number of pod connections."""
         return sum(len(halves) for _, halves in self.relays)
 
     def freeze(self) -> Frozen:
@@ -57,7 +57,7 @@ class Unit:
         return Frozen([relay for relay, _ in self.relays], self.connection)
 
     def carrier_value(self) -> CarrierValue | None:
-        """Return what the application knows of the tunnel connection."""
+        """Return the application's part of the tunnel connection's state."""
         carrier = self.carrier
         if carrier is None or carrier.connection is None:
             return None
@@ -78,7 +78,7 @@ class Unit:
         return Offer(number=number, unit=state, carrier=self._carrier_value, entries=entries)
 
     def went(self) -> None:
-        """Account for what was carried here: the other process writes the lines."""
+        """Complete the accounting of this process's share here: the other process writes the lines."""
         for _, halves in self.relays:
             for _, entry in halves:
                 entry.record.went()

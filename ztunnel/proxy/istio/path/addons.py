@@ -44,7 +44,7 @@ _PATHS: Final = {"TCP": Path.DIRECT, "HBONE": Path.TUNNEL, "DOUBLEHBONE": Path.D
 _NO_SIDE: Final = Side()
 #: The longest wait for a ClientHello. A client of TLS sends it as soon as it is connected.
 _HELLO_S: Final = 0.2
-#: Workloads whose description is remembered.
+#: How many workloads' descriptions are cached.
 _MOST_SIDES: Final = 4096
 
 
@@ -52,10 +52,10 @@ class PodAddons:
     """The addons of this process, for connections of pods.
 
     Args:
-        host: calls them.
+        host: calls the addons.
 
     Attributes:
-        names: that pods got from our DNS.
+        names: the names in our DNS's answers to pods.
     """
 
     def __init__(self, host: AddonHost) -> None:
@@ -92,8 +92,8 @@ class PodAddons:
             dialled: the address that the application dialled.
 
         Returns:
-            Labels that narrow another draw of its endpoint. ``None``: the endpoint stays, because no addon has a
-            preference and none has waited.
+            Labels that narrow another draw of its endpoint. ``None``: the endpoint stays, because no addon had a
+            preference or waited.
 
         Raises:
             Failed: an addon denies it.
@@ -151,7 +151,7 @@ class PodAddons:
             asked.facts = self._outbound(old.connection, record, protocol, dialled, old.server_name)
 
     def taken_over(self, record: Record) -> Asked:
-        """Return what stands for a connection about which no hook was asked here."""
+        """Return a placeholder for the verdicts on a connection that no hook judged here."""
         if record.direction.value == "inbound":
             return Asked(self.host, self._inbound(record))
         protocol = "HBONE" if record.hbone_authority else "TCP"
@@ -239,7 +239,7 @@ class PodAddons:
 
 
 async def _server_name(client: PlainSocket) -> str:
-    """Return the server name of a ClientHello, whose bytes stay in the kernel. Empty without one.
+    """Return the server name of a ClientHello. The bytes stay in the kernel. Empty without one.
 
     A client that waits for its server's first bytes is waited for :data:`_HELLO_S`.
     """
@@ -266,7 +266,7 @@ def _summary(mesh: Mesh) -> MeshSummary:
 
 
 def _is_undecided(record: Record) -> bool:
-    """Return whether an addon that was asked without waiting has something to say, or to wait for."""
+    """Return whether :meth:`AddonHost.ask_now` has left hooks to decide."""
     return isinstance(record.asked, Asked) and record.asked.undecided is not None
 
 

@@ -28,12 +28,12 @@ _ALLOWED = Judgement("", "")
 
 
 class Denied(Exception):
-    """The connection is not allowed; the text names the policy, or says that none allows it.
+    """The connection is not allowed. The text names the policy, or states that no policy allows it.
 
     Attributes:
-        fields: of the access line.
-        policy: the denying or missing one. Empty if no policy allows it.
-        reason: why.
+        fields: the access line's fields.
+        policy: the denying or missing policy. Empty if no policy allows it.
+        reason: the label of the failure.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Authorizer:
         """Decide about every connection with these facts, until the mesh changes.
 
         Returns:
-            The policy that allows them, empty if none decides; :meth:`note_allowed` counts each connection.
-            ``None``: each is for :meth:`authorize`, because it is refused, or something is to be waited for,
+            The allowing policy, empty if no policy decides. Call :meth:`note_allowed` for each connection.
+            ``None``: call :meth:`authorize` for each connection, because it is refused, must wait, or must be
             reported or logged.
         """
         policies = self._node.mesh.policies_for(workload)
@@ -136,8 +136,8 @@ class Authorizer:
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
     ) -> Judgement:
-        """Judge a connection. A refusal is counted as ``refused``; for a new connection an allowance is counted,
-        too.
+        """Judge a connection. A refusal is counted as ``refused``. For new connections, an allowing policy is
+        counted.
         """
         if not policies.missing and not policies.enforced.tiers:
             return _ALLOWED  # most connections; nothing is noted of them

@@ -20,16 +20,17 @@ from ztunnel.proxy.istio.path.addon_labels import addon_labels
 #: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
 Choose = Callable[[int], int]
 
-#: Labels that an endpoint must have all of, as addons see them (``addon_labels.py``).
+#: Labels that an endpoint must all have, as addons see them (``addon_labels.py``).
 Labels = frozenset[tuple[str, str]]
 
-#: The balancing of a service that asks for none.
+#: The balancing of a service without a setting.
 _ANY_ENDPOINT = LoadBalancing()
 
-#: Draws before endpoints to avoid are removed one by one: one call in 256, with half of the weight to avoid.
+#: The number of draws before endpoints to avoid are removed one by one: once in 256 calls if half of the weight is
+#: to be avoided.
 _DRAWS = 8
 
-#: Preferences whose endpoints are remembered per set of candidates.
+#: How many preferences' endpoints are cached per candidate set.
 _PREFERENCES = 16
 
 #: The most candidate sets, reached only in a mesh whose pods dial every service.
@@ -128,11 +129,11 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 
 
 def rank_of(question: Question, workload: Workload) -> int | None:
-    """Return the rank of an endpoint for its client, higher is better. None if it must not be used.
+    """Return an endpoint's rank for a client, higher is better. None if it must not be used.
 
     The rank is the number of equal leading scopes. A network at the front of the list is an exception: if it
-    differs, counting continues. With network, region, zone the ranks are: all 5, network and region 4, network 3,
-    region and zone in another network 2, region 1, none 0.
+    differs, counting continues. With network, region, zone the ranks are: all equal 5, network and region 4,
+    network 3, region and zone in another network 2, region 1, none 0.
     """
     preferences = question.preferences
     rank = extra = 0
@@ -214,7 +215,7 @@ class Weighted:
         return made
 
     def remove(self, name: WorkloadUid) -> None:
-        """Remove a name, which must be in the tree; the last one takes its place."""
+        """Remove a name, which must be in the tree. The last name takes its place."""
         place = self._places.pop(name)
         last = len(self._names) - 1
         weight = self._weights[last]
@@ -236,7 +237,7 @@ class Weighted:
             number += number & -number
 
     def draw(self, choose: Choose) -> WorkloadUid:
-        """Return a random name, likely in proportion to its weight; the total must be positive."""
+        """Return a random name with probability proportional to its weight. The total must be positive."""
         left = choose(self.total)
         place = 0
         step = 1 << (len(self._names).bit_length() - 1)
@@ -270,10 +271,10 @@ class Candidates:
     def pick(
         self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid], prefer: tuple[Labels, ...] = ()
     ) -> WorkloadUid | None:
-        """Return an endpoint of the best rank, drawn by weight, or None if there is none.
+        """Draw an endpoint of the best rank by weight. None if there are no candidates.
 
-        Endpoints in ``avoid`` are drawn only if every rank has no other. With ``prefer``, the best rank that has
-        preferred endpoints is used, and without any the draw is as usual.
+        Endpoints in ``avoid`` are drawn only if every rank has no other. With ``prefer``, the best rank with
+        preferred endpoints is used. If no rank has any, ``prefer`` is ignored.
         """
         if self._changed is None or self._changed:
             self._follow(mesh)

@@ -1,7 +1,7 @@
 """The live connections of one pod by direction, and the tunnel connections that carry them.
 
-Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`), registered before its policy is
-asked. Drain and stop wait for these groups; the dump prints them.
+Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`), registered before policy judges it.
+Drain and stop wait for these groups, and the dump prints them.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class PodConnection(Life):
         return self._judged_by(self)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
-        """Return whether a peer that no other life stands for is on a revocation list.
+        """Return whether a peer without a life of its own is on a revocation list.
 
-        That is the far end of a double tunnel's inner connection, and of a joined tunnel.
+        Such peers are the far ends of a double tunnel's inner connection, and of a node-local tunnel.
         """
         if lists is None:
             return False
@@ -213,7 +213,7 @@ class PodConnections:
     # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, send_goaway, left, finish_all.
 
     def begin_drain(self) -> None:
-        """Have tunnel connections whose handshake ends from now on send GOAWAY at once."""
+        """Make new tunnel connections send GOAWAY right after their handshake."""
         if self.phase is Phase.SERVING:
             self.phase = Phase.DRAINING
 
@@ -342,7 +342,7 @@ def _proven(record: Record) -> str | None:
 
 
 def is_listed(lists: RevocationLists, connection: Connection) -> bool:
-    """Return whether the peer of a connection, as its handshake has shown it, is revoked."""
+    """Return whether a connection's peer is revoked, by the chain from its handshake."""
     return (
         connection.facts is not None and bool(connection.facts.chain) and lists.is_revoked(connection.facts.chain)
     )

@@ -1,4 +1,4 @@
-"""One line for a connection that a policy denied, where no access line says so.
+"""Writes a log line about a connection denied by policy if no access line reports it.
 
 Access logs are often off (``RUST_LOG=info,access=off``), and then denials would be invisible. The line has the
 necessary facts: both workloads, the client's address and authenticated identity, the policy, and the deciding rule
@@ -37,9 +37,9 @@ class DenialLines:
 
     @property
     def wanted(self) -> bool:
-        """Whether the next denial gets a line: access lines are off, or decisions are to be logged.
+        """Whether the next denial gets a line: access lines are off, or ``AUTHZ_POLICY_INFO_LOGGING`` is set.
 
-        The second is ``AUTHZ_POLICY_INFO_LOGGING``, which prints each decision of the Rust ztunnel at level info.
+        In the Rust ztunnel that variable logs each decision at level info.
         """
         node = self._node
         return node.logs.access_level > logging.ERROR or node.config.authz_info_logging
@@ -50,11 +50,11 @@ class DenialLines:
         """Write a line if it is enabled and the limit admits it.
 
         Args:
-            verb: what became of the connection: ``denied`` or ``ended``.
-            workload: that the connection came or went to, if it is known.
-            facts: of the connection.
+            verb: ``denied`` or ``ended``.
+            workload: the destination workload, if it is known.
+            facts: the connection's facts.
             policy: the deciding policy. Empty if no ALLOW policy matched.
-            rule: its deciding rule in words. ``None`` for a policy of the mesh, whose rule is found here.
+            rule: its deciding rule in words. ``None`` for a policy of the mesh: the rule is found here.
         """
         if not (self.wanted and log.isEnabledFor(logging.INFO) and self._limit.admits()):
             return

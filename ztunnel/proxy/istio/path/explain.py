@@ -62,7 +62,7 @@ _CLUSTER_SUFFIX: Final = ".svc.cluster.local"
 
 
 class BadQuestion(ValueError):
-    """A party of a question is neither in the mesh nor an address; the text names it."""
+    """A party of a question is neither in the mesh nor an address. The text names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,10 @@ class Question:
 
     Attributes:
         host: the address that the source's socket has.
-        source: the workload there; ``None``: a client outside the mesh, whose way here is its own.
+        source: the workload at ``host``. ``None``: a client outside the mesh, without a proxy to ask.
         destination: the dialled address or name.
-        identity: in the client's certificate. Empty for plain text.
-        inbound: only what the destination's proxy decides is asked, about exactly this identity.
+        identity: the identity in the client's certificate. Empty for plain text.
+        inbound: ask only for the destination proxy's decision, about exactly this identity.
         captured: a ztunnel takes the source's connections. Those of others go where the kernel sends them.
     """
 
@@ -88,13 +88,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Facts of the proxy that is asked.
+    """Facts about the proxy that answers.
 
     Attributes:
-        network: of the node.
+        network: the node's network.
         illegal_ports: the proxy's own ports in pods.
         avoided: recently failed endpoints.
-        handshake: judges by certificates and revocation lists; ``None``: there are none, as in a dump.
+        handshake: judges by certificates and revocation lists. ``None`` without these, as for a dump.
     """
 
     mesh: Mesh
@@ -122,7 +122,7 @@ def question(
         destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
             ``namespace/pod``. With an endpoint also a service's name without a port, as of a service with one.
         identity: a SPIFFE id. Empty means the source's own, and plain text for an inbound question.
-        around: where the names are looked up.
+        around: the proxy's mesh, for looking up names.
         inbound: see :class:`Question`.
         captured: whether the connection is known to be captured, because a proxy saw it. Otherwise the control
             plane's statement that the source takes tunnels counts, and an identity, which only a ztunnel can
@@ -172,11 +172,11 @@ def explain(asked: Question, around: Surroundings) -> Answer:
 
 
 def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
-    """Return what an answer says of the source's certificate.
+    """Return the answer's part about the source's certificate.
 
     Args:
-        state: why there is none. Empty without a certificate means that this node does not need one.
-        ends: of a certificate, when it expires.
+        state: why there is no certificate. Empty without a certificate means that this node does not need one.
+        ends: the certificate's expiry time.
         now_s: seconds of the wall clock.
     """
     if ends is None:
@@ -229,7 +229,7 @@ def _destination(name: str, namespace: str, around: Surroundings) -> str:
 
 
 def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, str]:
-    """Return a service by what applications call it, and its address here."""
+    """Return the service with a name as applications use it, and its address here."""
     mesh = around.mesh
     names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
     service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
@@ -242,7 +242,7 @@ def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, 
 
 
 def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress:
-    """Return what is dialled of a service that has one port."""
+    """Return the address of a service with a single port."""
     if _address(name) is not None or _pod(name, around.mesh) is not None:
         raise BadQuestion(f"destination {name!r}: not HOST:PORT")
     service, host = _service(name, namespace, around)
@@ -422,7 +422,7 @@ def _drawn(
             return
         if workload.uid in drawn:
             return
-        # Of a gateway's workloads one is drawn as well.
+        # A gateway's workload is also drawn.
         gateways = set(drawn)
         if not isinstance(route, DoubleTunnel):
             yield route
@@ -536,7 +536,7 @@ def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> 
 
 
 def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether a workload's proxy takes a connection of a client whose own proxy is not asked, and why."""
+    """Return whether a workload's proxy accepts a connection, without asking the client's proxy, and why."""
     destination = asked.destination
     if not asked.identity:
         return _plain_inbound(asked, workload, destination, around)
@@ -597,7 +597,7 @@ def _plain_inbound(
 
 
 def _source_towards(asked: Question, host: str) -> SocketAddress:
-    """Return the client's address as the next hop sees it; its family can differ from that of what was dialled."""
+    """Return the client's address as seen by the next hop. Its family can differ from the dialled address's."""
     own = source_host(asked.source, asked.host, host) if asked.source is not None else None
     return SocketAddress(own or asked.host, 0)
 

@@ -47,24 +47,24 @@ class FailedEndpoints:
         return len(self._until_s)
 
     def add(self, uid: WorkloadUid, now_s: float) -> None:
-        """Note that an endpoint failed; the oldest note makes room when there are too many."""
+        """Record that an endpoint failed. Above the limit, the oldest entry is evicted."""
         self._until_s[uid] = now_s + AVOID_S
         self._until_s.move_to_end(uid)
         if len(self._until_s) > _MOST:
             self._until_s.popitem(last=False)
 
     def clear(self, uid: WorkloadUid) -> None:
-        """Forget an endpoint's failure, because the workload changed; idempotent."""
+        """Forget an endpoint's failure, because the workload changed. Idempotent."""
         self._until_s.pop(uid, None)
 
     def current(self, now_s: float, own: Collection[WorkloadUid] = _NONE) -> Collection[WorkloadUid]:
-        """Return the endpoints to avoid now. The result is a view; use it before the next change.
+        """Return the endpoints to avoid now. The result is a view, valid until the next change.
 
-        Costs what has expired since the last call, not what is in there: every connection asks.
+        Every connection calls this: the cost is proportional to the newly expired entries, not to all.
 
         Args:
             now_s: the clock of :meth:`add`.
-            own: further ones, of the asking connection.
+            own: further endpoints that the calling connection avoids.
         """
         until_s = self._until_s
         while until_s and next(iter(until_s.values())) <= now_s:

@@ -74,7 +74,7 @@ class GuardedAuthorizer(Authorizer):
         self._require(decision, workload, facts, record)
 
     def _require(self, decision: Decision, workload: Workload, facts: ConnectionFacts, record: Record) -> None:
-        """Note what staged policies say.
+        """Record the results of staged policies, and require an allow.
 
         Raises:
             Denied: the connection is not allowed.

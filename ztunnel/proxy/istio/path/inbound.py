@@ -135,8 +135,8 @@ class _Refusal(Exception):
     """A request gets an answer instead of a tunnel.
 
     Attributes:
-        status: of the answer.
-        failure: why.
+        status: the answer's status.
+        failure: the reason.
     """
 
     def __init__(self, status: int, failure: Failed | EarlyDeny) -> None:
@@ -159,7 +159,7 @@ def _seen(
     tunnel: Tunnel | None = None,
     headers: Headers = (),
 ) -> End:
-    """Return what shows an application's bytes to a tap of this pod."""
+    """Return an application's end observed by a tap of this pod."""
     from ztunnel.proxy.istio.path.tapped import observed  # most proxies have no taps, and save the memory
 
     assert entry.actual is not None
@@ -284,14 +284,14 @@ class Inbound:
 
         def aborted(reason: str) -> None:
             if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
-                # No tunnel's line reports it, and its peer's operator will ask why it was refused.
+                # No tunnel's line reports it, but operators must be able to find the reason.
                 self._denials.write(peer.source, peer.local, EarlyDeny(reason, Reason.REVOKED))
             connection.abort(reason)
 
         carrier.opened(aborted, leave=connection.drain, finish=ended)
 
     def _ended(self, peer: Peer, pending: PendingHandshake | None = None) -> None:
-        """Count and log a connection that one of the limits on peers has ended."""
+        """Count and log a connection ended by a limit on peers."""
         connection = peer.connection
         if connection is not None and connection.ended_by_limit:
             if pending is not None:
@@ -306,7 +306,7 @@ class Inbound:
                 )
 
     def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
-        """Carry a request by steps; ``None``: it takes a coroutine that does more, or says more."""
+        """Carry a request by steps. ``None``: a coroutine must carry it."""
         node, pod = self._node, self._pod
         if node.logs.access_level <= logging.DEBUG or pod.is_tapped:
             return None
@@ -320,7 +320,7 @@ class Inbound:
     # Tunnel connections of another process: see ztunnel.proxy.istio.handover
 
     def requests_of(self, peer: Peer) -> Requests:
-        """Return what takes the requests of a peer's connection."""
+        """Return the handler of requests on a peer's connection."""
         return Requests(
             lambda request: self._request(peer, request), lambda request: self._take_now(peer, request)
         )
@@ -330,7 +330,7 @@ class Inbound:
 
         Args:
             peer: its other end.
-            requests: of :meth:`requests_of`, which ``connection`` was made with.
+            requests: the handler from :meth:`requests_of` that ``connection`` was created with.
             connection: belongs to this call. Its open tunnels have other owners.
         """
         carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
@@ -400,7 +400,7 @@ class Inbound:
             failure = refusal.entered(record)
             request.refuse(refusal.status)
         except HboneError as error:
-            # The stream was gone by the time it was accepted; on purpose, if there is a reason.
+            # The stream had ended before it was accepted. With a reason, it was ended on purpose.
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else gave_up()
@@ -414,7 +414,7 @@ class Inbound:
             record.complete(failure)
 
     def _entry(self, record: Record) -> PodConnection:
-        """Register what the current fiber will carry."""
+        """Register the connection that the current fiber will carry."""
         cancel = current(self._node.poller).cancel
         return PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
 
@@ -437,7 +437,7 @@ class Inbound:
             record.source_labels = PeerLabels(principal=str(identity) if identity is not None else "")
         record.source_identity = identity
 
-    # The common part of tunnels on the wire and node-local tunnels
+    # The common part of network tunnels and node-local tunnels
 
     async def _admit(
         self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: Peer
@@ -446,7 +446,7 @@ class Inbound:
 
         Args:
             entry: updated with the facts about it.
-            labels: of this pod.
+            labels: this pod's labels.
             tunnel: the request.
             peer: the client.
 
@@ -488,7 +488,7 @@ class Inbound:
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", denied.reason, fields=denied.fields, policy=denied.policy)
             raise _Refusal(401, failure) from denied
-        # While it waited for a policy, the lists can have changed. (On the wire the connection has ended then.)
+        # The lists can have changed while it waited for a policy. (Network connections are ended by the review.)
         revocations = self._node.revocations
         if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._rejected()
@@ -514,13 +514,13 @@ class Inbound:
     async def join(self, request: JoinRequest) -> Joined | None:
         """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
 
-        A handshake of the two certificates must succeed. The rest is like on the wire.
+        The two certificates must accept each other. All other checks are the same as over the network.
 
         Returns:
-            ``None``: the tunnel must go over the wire, where the handshake says why.
+            The open half. ``None``: the tunnel must go over the network, where the handshake reports the reason.
 
         Raises:
-            ConnectRefused: as over the wire.
+            ConnectRefused: the request was refused, as it would be over the network.
         """
         pod, node = self._pod, self._node
         here, own = pod.local.current, request.certificate
@@ -531,9 +531,9 @@ class Inbound:
         if not self._agree(own, there, request.identities):
             return None
         if pod.connections.phase is Phase.ENDED:
-            return None  # the pod stopped meanwhile; what is registered from now on would never be ended
-        # Each half has the other's certificate, for a revocation list that comes later: there is no TLS connection
-        # to re-check.
+            return None  # the pod stopped meanwhile, and connections registered from now on would never end
+        # Each half keeps the other's certificate for later revocation lists, because there is no TLS connection to
+        # check.
         request.outer.peer = there
         client = SocketAddress(host, request.outer.record.source.port)
         identity = own.issued.identity
@@ -554,17 +554,17 @@ class Inbound:
         tunnel: TunnelRequest,
         peer: Peer,
     ) -> Joined:
-        """Open the inbound half of a joined tunnel, in a fiber of its own as on the wire.
+        """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Args:
-            record: of the half.
+            record: the half's record.
             client: the certificate of the other half.
-            labels: of this pod.
+            labels: this pod's labels.
             tunnel: the request.
             peer: the client.
 
         Raises:
-            ConnectRefused: the answer, as over the wire.
+            ConnectRefused: the request was refused, as it would be over the network.
             TunnelBroken: this pod's proxy ended the half.
         """
         entry = self._entry(record)
@@ -689,7 +689,7 @@ class Inbound:
         return verdict
 
     def close(self) -> None:
-        """End what has not begun its handshake; idempotent. Other connections are ended by the pod's groups."""
+        """End connections without a running handshake. Idempotent. The pod's groups end all other connections."""
         self._limiter.close()
 
 

@@ -28,10 +28,10 @@ class RequestRefused(EarlyDeny):
 
 @dataclass(slots=True)
 class InboundTarget:
-    """Where a request goes.
+    """The target of a request.
 
     Attributes:
-        address: of the application, which policies evaluate.
+        address: the application's address, which policies evaluate.
         proxy_destination: the requested address in the PROXY header. None sends no header.
         service: the one the authority named.
     """
@@ -53,15 +53,14 @@ def inbound_target(
     """Decide where a CONNECT goes.
 
     Args:
-        authority: as sent. None if it was missing.
-        workload: of the pod the connection came to.
+        authority: the request's authority. None if it was missing.
+        workload: the destination pod's workload.
         host: the address it came to.
         mesh: the current mesh.
         network: the proxy's own.
         illegal_ports: the proxy's own ports in the pod.
 
-    Raises:
-        RequestRefused: with the Rust ztunnel's status and text.
+    Raises: RequestRefused: has the Rust ztunnel's status and text.
     """
     raw = authority.encode() if isinstance(authority, str) else authority
     try:
@@ -101,11 +100,11 @@ def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> 
 def inbound_facts(
     source: SocketAddress, application: SocketAddress, peer: PeerCertificate | None
 ) -> ConnectionFacts:
-    """Return what policies judge of a connection to a pod.
+    """Return the input of policies for a connection to a pod.
 
     Args:
         source: the client's address.
-        application: where it goes.
+        application: the application's address.
         peer: the client's certificate from its tunnel's handshake. ``None`` for plain text.
     """
     facts = ConnectionFacts(source=source, direct_source=source, destination=application, peer=peer)
@@ -176,8 +175,8 @@ def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant
     """Return the service a connection counts for: the one the client meant, else one whose port was dialled.
 
     Args:
-        target: where it goes.
-        workload: of the pod.
+        target: the application's address.
+        workload: the pod's workload.
         mesh: the current mesh.
         meant: the host in ``forwarded``.
     """

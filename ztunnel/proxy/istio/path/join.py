@@ -17,7 +17,7 @@ from ztunnel.proxy.istio.path.connections import PodConnection
 
 
 class TunnelRequest(NamedTuple):
-    """A tunnel's request, which is a CONNECT on the wire.
+    """A tunnel's request, the counterpart of a CONNECT.
 
     Attributes:
         authority: ``:authority``.
@@ -33,9 +33,9 @@ class JoinRequest(NamedTuple):
 
     Attributes:
         outer: its table entry; both halves count the same bytes, and each notes the other's certificate.
-        labels: of the pod it is in.
-        certificate: that pod's.
-        identities: the far end's acceptable identities, like on the wire.
+        labels: the labels of the client's pod.
+        certificate: the pod's certificate.
+        identities: the accepted identities of the far end, like over the network.
         target: the address of the far pod that would be dialled.
         tunnel: the content of the CONNECT.
     """

@@ -17,14 +17,14 @@ _WAIT_S: Final = 5.0
 
 
 def _nothing() -> None:
-    """Stop watching what is not watched."""
+    """The initial unwatch function, without effect."""
 
 
 class LocalWorkload:
     """Follows the mesh from construction until :meth:`close`.
 
     Attributes:
-        name: of the pod.
+        name: the pod's name.
     """
 
     def __init__(self, node: Node, name: PodName) -> None:
@@ -53,7 +53,7 @@ class LocalWorkload:
         return self._last
 
     def watch(self, changed: Callable[[Workload], None]) -> None:
-        """Call ``changed`` with :attr:`last` after each change of the mesh, once there is one."""
+        """Call ``changed`` with :attr:`last` after each change of the mesh, once the workload is known."""
         self._watchers.append(changed)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ _LEAST_S = 1.0
 
 
 class Names:
-    """A bounded cache in front of the resolver; the least recently used name is evicted first."""
+    """A bounded cache in front of the resolver. The least recently used name is evicted first."""
 
     def __init__(self, resolver: Resolver, clock: Clock) -> None:
         self._resolver = resolver

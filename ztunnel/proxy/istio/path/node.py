@@ -124,7 +124,7 @@ class Node:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Count how long a connection waits for what has not arrived, also in vain."""
+        """Measure how long a connection waits for a cause, also if the wait fails."""
         began_s = self.clock.monotonic()
         try:
             yield
@@ -180,34 +180,34 @@ class Node:
             self.tell_open(number["source"] + number["destination"])
 
     def forget(self, uids: Iterable[WorkloadUid]) -> None:
-        """Drop cached labels and failures of workloads that have changed or are gone; idempotent."""
+        """Drop cached labels and failures of changed or removed workloads. Idempotent."""
         for uid in uids:
             self._labels.pop(uid, None)
             self.failed_endpoints.clear(uid)
 
     def revocation_lists(self) -> RevocationLists | None:
-        """Return the current revocation lists; ``None``: no certificate is revoked."""
+        """Return the current revocation lists, or ``None`` if none are configured."""
         return self.revocations.current if self.revocations is not None else None
 
     # Pods
 
     def register(self, name: PodName, pod: JoinTarget) -> None:
-        """Let other pods of this node join tunnels to this one."""
+        """Let other pods of this node open node-local tunnels to this one."""
         self.pods[pod_key(name)] = pod
 
     def unregister(self, name: PodName, pod: JoinTarget) -> None:
-        """Remove a pod from :attr:`pods`; idempotent, and without effect if a successor has its name."""
+        """Remove a pod from :attr:`pods`. Idempotent, and without effect if a successor has its name."""
         if self.pods.get(pod_key(name)) is pod:
             del self.pods[pod_key(name)]
 
     # On demand
 
     async def ask_about(self, key: str) -> bool:
-        """Request a key from the control plane unless it was answered before; return whether it was requested.
+        """Request a key from the control plane unless it was answered before. Return whether it was requested.
 
         Raises:
-            TimeoutError: there was no answer, and the next call requests the key again. An address without an
-                answer must not be taken for one outside the mesh.
+            TimeoutError: no answer arrived. The next call requests the key again. Do not treat the address as
+                outside the mesh.
         """
         if self.ask is None or key in self.asked:
             return False
@@ -217,7 +217,7 @@ class Node:
 
 
 def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
-    """Return what the data path of this process asks for taps, or None: see :mod:`ztunnel.proxy.tap.taps`."""
+    """Return the taps of this process for its data path, or None: see :mod:`ztunnel.proxy.tap.taps`."""
     if not config.tap_socket:
         return None
     from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
@@ -226,10 +226,10 @@ def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
 
 
 def addons_of(node: Node) -> AddonProcess | None:
-    """Load the addons of the configuration for a node, and return what runs them, or None without any.
+    """Load the configuration's addons for a node, and return the object that runs them, or None without addons.
 
     Raises:
-        AddonError: one cannot be loaded.
+        AddonError: an addon cannot be loaded.
     """
     if node.config.addons is None:
         return None
@@ -250,7 +250,7 @@ def check_addons(config: IstioConfig) -> None:
     They are loaded and ended again, so that a fault prevents the start instead of ending every worker.
 
     Raises:
-        AddonError: one cannot be loaded.
+        AddonError: an addon cannot be loaded.
     """
     if config.addons is None:
         return
@@ -261,7 +261,7 @@ def check_addons(config: IstioConfig) -> None:
 
 
 def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPressure | None:
-    """Return what has new connections of this process wait for its log, or None if they never do."""
+    """Return the object that delays new connections while the log is behind, or None if disabled."""
     if not config.log_wait_s:
         return None
     return LogPressure(lambda: writer.is_behind, config.log_wait_s, clock.monotonic)

@@ -1,4 +1,4 @@
-"""START HERE for what pods open: a captured connection to its end.
+"""START HERE for connections from pods: a captured connection to its end.
 
 :meth:`Outbound.serve` reads top to bottom: the dialling pod, the route, the tunnel or the plain connection, the
 bytes. Until an endpoint has answered, a failing one is replaced by another, within a few tries and a time limit
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Between checks whether an inner tunnel's last bytes are on their way (a guess).
+#: The interval of checking whether an inner tunnel's last bytes are sent (a guess).
 _CHECK_S = 0.01
 #: The number of on-demand requests to the control plane per decision.
 _MOST_QUESTIONS = 8
@@ -108,8 +108,8 @@ class Beginning(NamedTuple):
     """The decisions about a connection that were made before its coroutine begins.
 
     Attributes:
-        route: for its first attempt.
-        error: of that attempt, if it has failed already.
+        route: the route of the first attempt.
+        error: the attempt's error, if it has failed already.
         opened: the connection's record is opened already.
     """
 
@@ -128,10 +128,10 @@ class PodCall(NamedTuple):
     """One connection on its way out.
 
     Attributes:
-        entry: in the table.
-        labels: of the pod, as it was described when the connection came.
-        client: the application's end, whose first bytes may go along with a CONNECT; ``None``: they may not,
-            because a tap is to see them.
+        entry: the connection's entry.
+        labels: the pod's labels when the connection arrived.
+        client: the application's end, for sending its first bytes along with a CONNECT. ``None`` if a tap must see
+        them first.
         application: the application's end.
     """
 
@@ -183,7 +183,7 @@ class Outbound:
         self._pod.tasks.run(self._node.poller, work, "outbound")
 
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
-        """Return a connection's plan; ``None``: it takes a coroutine that does more, or says more."""
+        """Return a connection's plan. ``None``: a coroutine must carry it."""
         node = self._node
         if node.logs.access_level <= logging.DEBUG or self._pod.is_tapped:
             return None
@@ -202,12 +202,12 @@ class Outbound:
         return True
 
     def accepted_socks(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
+        """Serve a SOCKS5 client. Returns at once. The listener on 15080 calls it."""
         life = Life(self._pod.connections.arriving)
         self._pod.tasks.run(self._node.poller, self._socks(life, sock, peer), "socks5")
 
     def close(self) -> None:
-        """Stop what follows changes; idempotent. Connections are ended by the pod's tables."""
+        """Stop following changes of the mesh. Idempotent. Connections are ended by the pod's tables."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -496,8 +496,9 @@ class Outbound:
         """Open a tunnel; returns after its 200.
 
         Args:
-            early_from: whose first bytes may go along with the CONNECT. They are peeked at and stay in the
-                kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets them.
+            early_from: the end whose first bytes can be sent along with the CONNECT. They are peeked at and stay
+                in the kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets
+                them.
         """
         request = _request(route.authority, call, self._node)
         certificate = await self._pod.certificate(call.labels.workload)
@@ -509,11 +510,12 @@ class Outbound:
     async def _double(self, call: PodCall, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:
         """Open a tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
 
-        The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: a copy
-        through the kernel more, for traffic that leaves the network anyway.
+        The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: one more
+        copy through the kernel, for traffic that leaves the network anyway.
         """
         node, entry = self._node, call.entry
-        # No first bytes along with the outer CONNECT: they are for the inner tunnel, whose TLS comes first.
+        # The outer CONNECT carries no first bytes of the client: they belong in the inner tunnel, after its TLS
+        # handshake.
         owned = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.push(owned)
@@ -550,7 +552,7 @@ class Outbound:
         return upstream
 
     async def _join(self, call: PodCall, route: Tunnel, target: SocketAddress) -> Joined | None:
-        """Ask a pod of this node for the inbound half, without the wire between; ``None``: over the wire."""
+        """Ask a pod of this node for a node-local tunnel's inbound half. ``None``: use the network."""
         node = self._node
         if not node.config.node_local_shortcut or target.port != HBONE_PORT:
             return None
@@ -585,7 +587,7 @@ async def _flush_before_close(inner: Connection, near: socket.SocketType, carryi
 
 
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
-    """Enter a decision in the record and the table; each attempt replaces what the one before has entered."""
+    """Enter a decision in the record and the table. Each attempt replaces the previous attempt's values."""
     entry = call.entry
     enter_route(entry.record, route, target, call.labels, node)
     entry.connection = entry.inner = entry.peer = None
@@ -595,7 +597,7 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
 
 
 def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
-    """Enter what the far side of a double tunnel shows of itself, which is known only once it has answered."""
+    """Enter the values known from the far side of a double tunnel once it has answered."""
     names = inner.facts.uri_sans if inner.facts is not None else ()
     record.destination_workload = None
     record.destination_identity = SpiffeId.parse(names[0]) if names else None

@@ -138,7 +138,7 @@ class PlannedConnection(PodConnection):
     # Steps
 
     def step(self) -> None:
-        """Do what the last event calls for; see :class:`hbone.aio.poller.Steppable`."""
+        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
         if self.state is State.CLOSED or self._tunnel is None:
             return  # over, or a coroutine's
         ended = self._ended

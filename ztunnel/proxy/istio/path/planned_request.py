@@ -52,7 +52,7 @@ class Owner(Protocol):
 
     @property
     def authorizer(self) -> Authorizer:
-        """Counts what policies allow."""
+        """Counts policies' allowances."""
 
     def verdict(self, entry: PodConnection) -> Verdict:
         """Judge a live connection again."""
@@ -175,7 +175,7 @@ class PlannedRequest(PodConnection):
     # Steps
 
     def step(self) -> None:
-        """Do what the last event calls for; see :class:`hbone.aio.poller.Steppable`."""
+        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
         if self.state is State.CLOSED:
             return
         ended, application = self._ended, self._application
@@ -202,7 +202,7 @@ class PlannedRequest(PodConnection):
         try:
             accepted = self._request.accept(((b"baggage", baggage),) if self._pod.node.config.baggage else ())
         except HboneError as error:
-            # The stream was gone by the time it was accepted; on purpose, if there is a reason.
+            # The stream had ended before it was accepted. With a reason, it was ended on purpose.
             self._end(of_reason(self.reason) if self.reason else broken(error))
             return
         running = relay(accepted, application, self.record.counts, on_end=self._relay_ended)

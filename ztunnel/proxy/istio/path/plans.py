@@ -5,9 +5,9 @@ the CONNECT, the pool's key, the fields of the log line and the metric series. I
 endpoint. A destination has a small tree. Each node is a question of the decision, each branch an endpoint that can
 be drawn, each leaf a plan. A connection walks the tree with its own draws.
 
-A plan holds only what follows from the mesh and from the pod's own workload, and every batch that changes the mesh
-drops all trees. The decisions are made again, and a plan stays if its decision is the same. Each connection looks
-up facts that change independently of the mesh: certificates, endpoints to avoid, pods of this node.
+A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. The
+decisions are made again, and a plan stays if its decision is the same. Each connection looks up facts that change
+independently of the mesh: certificates, endpoints to avoid, pods of this node.
 
 Decisions that wait or differ per connection have no plan: names to resolve, plain connections, double tunnels, and
 services with several waypoints.
@@ -42,9 +42,9 @@ from ztunnel.proxy.istio.path.route import (
 )
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
-#: Destinations of one pod whose trees are kept, and plans made of their decisions.
+#: The largest number of trees (one per destination) and of plans, per pod.
 _MOST: Final = 4096
-#: Destinations of one pod that are remembered for :meth:`Plans.reachable`.
+#: How many destinations of a pod are remembered for :meth:`Plans.reachable`.
 _MOST_USED: Final = 64
 
 
@@ -107,7 +107,7 @@ class Plan:
 
 
 class _Drawn:
-    """A node of a tree: a question, and what follows from each endpoint that was drawn so far."""
+    """A node of a tree: a question, with a branch for each endpoint drawn so far."""
 
     __slots__ = ("branches", "candidates")
 
@@ -179,16 +179,16 @@ class Plans:
         return tree if type(tree) is Plan else None
 
     def _follow(self, labels: WorkloadLabels) -> None:
-        """Drop what another version of the mesh was decided by."""
+        """Drop the trees of another version of the mesh."""
         version = self._node.mesh.version
         if version != self._version or labels is not self._labels:
             self._version, self._labels = version, labels
             self._trees.clear()
 
     def reachable(self) -> Iterator[Plan]:
-        """Yield a plan for each endpoint that a connection to the last destinations could get now.
+        """Yield a plan for each endpoint that connections to the last destinations could draw now.
 
-        Where a decision draws twice, as for a waypoint, the second draw is one of many.
+        If a decision draws twice (a waypoint), only one result of the second draw is used.
         """
         for host, destination in list(self._used):
             version = self._node.mesh.version
@@ -203,7 +203,7 @@ class Plans:
                     yield tree
 
     def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
-        """Return the endpoints that the first draw of a decision can choose; only ``None`` if it draws none."""
+        """Return the possible results of a decision's first draw, or a single ``None`` if it does not draw."""
         labels = self._pod.local.known()
         if labels is None:
             return []
@@ -220,7 +220,7 @@ class Plans:
         Args:
             host: the client's address.
             destination: the dialled address.
-            labels: of the pod.
+            labels: the pod's labels.
             drawn: endpoints that the walk has drawn. Further ones are drawn here.
         """
         node = self._node

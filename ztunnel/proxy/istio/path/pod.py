@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class Dns(Protocol):
-    """The names of one pod: ``PodDns``, or the main process's of a worker's pod."""
+    """The name resolution of one pod: ``PodDns``, or in a worker the main process's."""
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address of a name; ``None``: there is none."""
+        """Return the first address of a name, or ``None``."""
 
     async def close(self) -> None:
-        """Stop; idempotent."""
+        """Stop. Idempotent."""
 
 
 class PodProxy:
@@ -82,10 +82,10 @@ class PodProxy:
             self._outbound = GuardedOutbound(context, self._tunnels, resolve, node.policies)
 
     async def start(self, bound: Sequence[Bound] | None = None) -> None:
-        """Take the pod's connections, and tunnels of other pods of this node; stops itself when it cannot.
+        """Start serving the pod's connections, and node-local tunnels to the pod. Stops again on an error.
 
         Args:
-            bound: sockets bound by another process, which belong to this object from now on; ``None``: bind here.
+            bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
 
         Raises:
             TproxyError: a port is taken, or a capability is missing.
@@ -154,11 +154,11 @@ class PodProxy:
         await asyncio.sleep(0)  # the last accepted connections enter the tables
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.
+        """Stop accepting, send GOAWAY, wait for connections to end until the deadline, then :meth:`stop`.
 
         The order loses no connection. A successor accepts new connections before the listeners close, and earlier
         ones are accepted first. Only then GOAWAY is sent, so that peers find the successor when they dial again.
-        Current handshakes become tunnels, whose peers also get GOAWAY instead of a reset.
+        Running handshakes complete, and their peers also get GOAWAY instead of a reset.
         """
         deadline_s = self._node.poller.loop.time() + timeout_s
         self._connections.begin_drain()

@@ -51,7 +51,7 @@ class PodContext:
 
     @property
     def tap(self) -> Capture | None:
-        """The tap of this pod, if there is one now; asked once per connection."""
+        """The current tap of this pod, if any. Read once per connection."""
         taps = self.node.taps
         if taps is None:
             return None

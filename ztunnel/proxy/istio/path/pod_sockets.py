@@ -51,7 +51,7 @@ class Bound(NamedTuple):
 
 
 def ports(config: IstioConfig, *, only_tunnels: bool = False) -> dict[int, str]:
-    """Return the ports of a pod to listen on and what they are for, in the order of binding."""
+    """Return the ports to listen on in a pod, with their purposes, in the order of binding."""
     if not config.proxy:
         return {}
     if only_tunnels:
@@ -63,7 +63,7 @@ def ports(config: IstioConfig, *, only_tunnels: bool = False) -> dict[int, str]:
 
 
 def bind(node: Node, netns: Netns | None, *, only_tunnels: bool = False) -> list[Bound]:
-    """Bind every port of a pod; the caller closes the sockets.
+    """Bind every port of a pod. The caller closes the sockets.
 
     Raises:
         TproxyError: a port is taken, or a capability is missing.
@@ -161,7 +161,7 @@ class PodSockets:
                 + config.socket.keepalive_retries * config.socket.keepalive_interval_s
             )
             self._options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
-        # A function, not a method: with one, stock and pod would refer to each other until the collector looks.
+        # A function, not a method: with a method, stock and pod would form a reference cycle.
         made = partial(sockets.prepared, mark=self._mark, netns=netns, socket_options=self._options)
         self._stock = SocketStock(node.poller, made)
 
@@ -174,8 +174,8 @@ class PodSockets:
 
         Args:
             accepted: callback for the connections of a port.
-            bound: sockets bound by another process, which belong to this object from now on; ``None``: bind here.
-            gate: asked before each connection.
+            bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
+            gate: checked before each connection.
 
         Raises:
             TproxyError: a port is taken, or a capability is missing.
@@ -193,15 +193,15 @@ class PodSockets:
             listener.start(accepted[listener.address.port])
 
     async def hand_over(self) -> None:
-        """Leave new connections to a successor, accept what was connected before, then close.
+        """Leave new connections to a successor, accept already queued connections, then close.
 
-        In this order, because closing a listener resets what waits in its queue.
+        In this order, because closing a listener resets its queued connections.
         """
         await hand_over(self._listening)
         self.close()
 
     def close(self) -> None:
-        """Stop listening; idempotent. Connections live on."""
+        """Stop listening. Idempotent. Open connections stay."""
         for listener in self._listening:
             listener.close()
         self._listening = []
@@ -216,8 +216,7 @@ class PodSockets:
             sock: the socket.
             source: the peer.
 
-        Raises:
-            OSError: the peer is gone.
+        Raises: OSError: the peer has disconnected.
         """
         return SocketAddress(*sockets.dialled_address(sock, 6 if ":" in source.host else 4))
 
@@ -225,14 +224,15 @@ class PodSockets:
         """Return the source address for connections to the application. ``None`` leaves the choice to the kernel.
 
         Args:
-            port: of the listener that took the connection.
+            port: the accepting listener's port.
             client: the client's address.
             application: the address to dial.
         """
         if self.preserves_source[port]:
             return client
         if self._sidecar:
-            # By this source the rules distinguish it from the pod calling itself (tproxy/sidecar.py).
+            # The rules recognise the proxy's connections by this source, in contrast to the pod calling itself
+            # (tproxy/sidecar.py).
             return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
         return None
 
@@ -299,10 +299,10 @@ class PodSockets:
     async def connect(
         self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
     ) -> socket.SocketType:
-        """Connect by TCP out of the pod; the caller closes the socket.
+        """Connect by TCP from the pod. The caller closes the socket.
 
         Args:
-            address: where to.
+            address: the address to connect to.
             source: the address to appear as, if not the pod's.
             keepalive: set the node's keepalive.
 

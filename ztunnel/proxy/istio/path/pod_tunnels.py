@@ -27,7 +27,7 @@ TunnelKey = PoolKey[WorkloadCertificate, tuple[str, ...]]
 
 
 def tunnel_key(target: SocketAddress, identities: tuple[str, ...], certificate: WorkloadCertificate) -> TunnelKey:
-    """Return what two tunnels of a pod must have in common to share a connection."""
+    """Return the key that tunnels of a pod must share to use the same connection."""
     return PoolKey(target, certificate, certificate.generation, identities)
 
 
@@ -35,14 +35,14 @@ class PodTunnels:
     """The tunnels of one pod; their connections are the pod's own, as their certificate is.
 
     Attributes:
-        pool: of the connections, by :func:`tunnel_key`.
+        pool: the pool of the connections, by :func:`tunnel_key`.
     """
 
     def __init__(self, pod: PodContext) -> None:
         config = pod.node.config
         self._node = pod.node
         self._connections = pod.connections
-        # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
+        # A function, not a method: with a method, pool and pod would form a reference cycle.
         self.pool = Pool(
             partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
             pod.node.poller,
@@ -63,11 +63,11 @@ class PodTunnels:
         """Open a tunnel, over a shared connection where one has room; await it once, the caller closes it.
 
         Args:
-            target: where the connection goes.
+            target: the address of the tunnel's far end.
             identities: the far end's acceptable identities.
-            certificate: of the pod.
+            certificate: the pod's certificate.
             request: the CONNECT.
-            client: whose first bytes may go along; ``None``: none.
+            client: the end whose first bytes can be sent along. ``None``: none.
 
         Raises:
             HboneError: see :meth:`hbone.aio.pool.Pool.open`.

@@ -72,12 +72,12 @@ class RequestPlan:
     """One target that many requests have.
 
     Attributes:
-        version: of the mesh that it was decided by.
+        version: the mesh's version at the decision.
         decision: the target, the service, the two workloads, and the policy that allows.
         facts: the input of policies.
         described: the constant part of the requests' records.
         meant: the service that the client meant, for the dump.
-        source: the address to dial the application from; ``None``: the kernel chooses.
+        source: the address to dial the application from. ``None``: the kernel chooses.
     """
 
     __slots__ = ("decision", "described", "facts", "meant", "source", "version")
@@ -130,7 +130,7 @@ class RequestPlans:
         self._illegal_ports = illegal_ports
 
     def plan(self, peer: Peer, head: RequestHead) -> RequestPlan | None:
-        """Return the plan of a request; ``None``: it has none."""
+        """Return the plan of a request, or ``None`` if it has none."""
         if head.method != b"CONNECT" or head.protocol is not None:
             return None
         labels = self._pod.local.known()
@@ -199,7 +199,7 @@ def _asked(head: RequestHead) -> _Asked:
 
 
 def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Workload | None:
-    """Return the workload of a request's client, as the control plane describes it; ``None``: it does not.
+    """Return the client's workload, or ``None`` if the control plane does not describe it.
 
     A request through a gateway has the gateway's address. But a peer with the certificate of the workload at its
     own address speaks for itself only.
@@ -220,9 +220,9 @@ def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, 
     """Enter a client in a record.
 
     Args:
-        record: of its request.
+        record: the request's record.
         workload: the client, as the control plane describes it.
-        identity: that it has proven.
+        identity: its authenticated identity.
         node: the shared state of the node's pods.
     """
     there = node.labels_of(workload)

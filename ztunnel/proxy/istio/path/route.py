@@ -5,8 +5,8 @@ before an answer, it calls again with the failed endpoint in ``avoid``.
 
 :func:`route_for` is the table of decisions, row by row. Below it are the parts of the rows: the object at an
 address, the choice of a service's endpoint (``balance.py``) with its port and address, waypoints and gateways. Two
-look-ups differ on purpose: the check for a waypoint looks for a workload at the address before a service, and the
-choice of an endpoint the other way round.
+look-ups differ on purpose: the check for a waypoint prefers a workload at the address to a service, and the choice
+of an endpoint prefers a service.
 """
 
 from collections.abc import Callable, Collection
@@ -21,7 +21,7 @@ from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
 from ztunnel.proxy.istio.path.balance import Choose, Labels, Question, pick, question_of
 
-#: Where tunnels end.
+#: The port of tunnels.
 HBONE_PORT = 15008
 
 _FAMILIES = {
@@ -62,13 +62,13 @@ class Tunnel:
     """One HBONE tunnel.
 
     Attributes:
-        target: where the tunnel's connection goes.
-        authority: of the CONNECT, ``host:port``. Where ``target`` has yet to be resolved and the tunnel ends
-            there, the host is the name; :meth:`at` puts the address in its place.
-        identities: SPIFFE identities the peer may show, in order (part of the pool's key).
-        workload: at the tunnel's end: an application, or a waypoint.
+        target: the address of the tunnel's far end.
+        authority: the CONNECT's authority, ``host:port``. If ``target`` is an unresolved name and the tunnel ends
+            there, the host is that name, and :meth:`at` replaces it by the address.
+        identities: the accepted SPIFFE identities of the peer, in order (part of the pool's key).
+        workload: the workload at the tunnel's end: an application, or a waypoint.
         service: the dialled service, if any.
-        waypoint: the tunnel ends at a waypoint.
+        waypoint: whether the tunnel ends at a waypoint.
     """
 
     target: Target
@@ -93,10 +93,12 @@ class DoubleTunnel:
     """A tunnel in a tunnel, through another network's gateway.
 
     Attributes:
-        target, identities: of the outer tunnel: the gateway.
-        authority: of both CONNECTs, ``hostname:port`` of the service.
-        inner_identities: the far end's acceptable identities. Empty accepts no peer.
-        gateway: the gateway's workload; ``workload`` the remote one, ``service`` the one dialled.
+        target, identities: the gateway's, for the outer tunnel.
+        authority: the authority of both CONNECTs, ``hostname:port`` of the service.
+        inner_identities: the accepted identities of the far end. Empty accepts no peer.
+        gateway: the gateway's workload.
+        workload: the remote workload.
+        service: the dialled service.
     """
 
     target: Target
@@ -118,7 +120,8 @@ class RouteRefused(EarlyDeny):
     """No route exists.
 
     Attributes:
-        workload: the unreachable one, if one was found or drawn. Other endpoints of a service can be reachable.
+        workload: the unreachable workload, if one was found or drawn. Other endpoints of a service can be
+        reachable.
         because: a further reason, for an explanation only.
     """
 
@@ -129,7 +132,7 @@ class RouteRefused(EarlyDeny):
 
 
 class Missing(Exception):
-    """On demand only: the mesh may know more if ``key`` is asked for (``network/ip``, uid or ``ns/hostname``)."""
+    """With on-demand configuration: ``key`` must be requested first (``network/ip``, uid or ``ns/hostname``)."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -138,7 +141,7 @@ class Missing(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Client:
-    """The pod that dials: its workload, the address its socket has, and the proxy's own network."""
+    """The dialling pod: its workload, its socket's address, and the proxy's own network."""
 
     workload: Workload
     host: str
@@ -168,14 +171,14 @@ def route_for(
     prefer: tuple[Labels, ...] = (),
     draw: Draw | None = None,
 ) -> Route:
-    """Decide where a connection goes; the data path calls it for each attempt.
+    """Decide where a connection goes. The data path calls it for each attempt.
 
     Args:
         client: the pod that dials.
         destination: the dialled address.
         mesh: the current mesh.
         choose: draws a number below its argument.
-        avoid: recently failed endpoints, which are used only if there are no others.
+        avoid: recently failed endpoints, used only if there are no others.
         known: for on-demand configuration: whether a key was already requested. ``None`` if the mesh is complete.
         prefer: narrows the draw among the dialled service's endpoints; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
@@ -208,7 +211,7 @@ def route_for(
             raise RouteRefused(f"no healthy upstream: {destination}", Reason.NO_ENDPOINT, because=because)
         return Direct(target=destination)
 
-    # Another network is reached through its gateway, and a gateway knows services only. Row 6.
+    # Another network is reached through its gateway, which accepts only services. Row 6.
     if found.workload.network != source.network:
         if found.service is None:
             raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, found.workload)
@@ -255,8 +258,8 @@ class _Upstream:
     """A workload to connect to.
 
     Attributes:
-        service: it was chosen as an endpoint of this one.
-        like: the address whose family is preferred, and which is taken itself if it is one of the workload's.
+        service: the service that it was chosen for, if any.
+        like: an address. Its family is preferred, and the address itself is used if it is the workload's.
     """
 
     workload: Workload
@@ -315,7 +318,7 @@ def _family(host: str) -> int:
 
 @dataclass(slots=True)
 class _Search:
-    """One decision's look-ups."""
+    """The look-ups of one decision."""
 
     client: Client
     destination: SocketAddress
@@ -327,7 +330,7 @@ class _Search:
     draw: Draw | None
 
     def at(self, network: str, host: str) -> Workload | Service | None:
-        """Return what is at an address, a workload before a service."""
+        """Return the workload at an address, or else the service."""
         found = self.mesh.workload_at(network, host) or self._service_at(network, host)
         if found is None:
             self._ask(f"{network}/{host}")
@@ -371,7 +374,7 @@ class _Search:
         if self.draw is not None:
             uid = self.draw(question)
         else:
-            # Of waypoints and gateways, which are reached by name, every one does the same.
+            # Preferences do not apply to waypoints and gateways, whose instances are interchangeable.
             prefer = () if waypoint or by_name else self.prefer
             uid = pick(self.mesh, question, self.choose, self.avoid, prefer)
         workload = self.mesh.workload(uid) if uid is not None else None

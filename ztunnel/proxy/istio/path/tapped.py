@@ -30,22 +30,22 @@ def observed(
     dialled: SocketAddress,
     headers: Headers = (),
 ) -> End:
-    """Return what takes the application's place in a relay; the end itself, if the tap is not about it.
+    """Return the application's end with a tap in front, or the end itself if the tap does not concern it.
 
     Args:
         capture: the tap.
         entry: the connection, with its far side.
         application: the pod's own end.
-        tunnel: the other end, if the connection is tunnelled; any other end is shown as none.
+        tunnel: the other end. Only a tunnel is shown.
         dialled: the address that the client dialled (outbound), or the application's (inbound).
-        headers: of the CONNECT (inbound).
+        headers: the CONNECT's headers (inbound).
     """
     stream = capture.stream(_facts(entry, tunnel, dialled, _client(entry.record.source, headers)))
     return ObservedEnd(application, stream) if stream is not None else application
 
 
 def _client(source: SocketAddress, headers: Headers) -> SocketAddress:
-    """Return the client's address, with the port of its own connection if its proxy has said it.
+    """Return the client's address, with the port of its own connection if its proxy has sent it.
 
     The connection that brings tunnels has the client's address and a port of its proxy. The field is only believed
     about the port: the address is the kernel's.

@@ -1,7 +1,7 @@
-"""An application's own probes, which its sidecar answers for kubelet; the injector has written them down. Pure.
+"""The application's probes that a sidecar answers for kubelet, as written by the injector. Pure.
 
-Kubelet has no certificate of the mesh, so its probes would end at a policy that asks for one. The injector gives
-it paths of the proxy instead, and the originals go to the proxy as ``ISTIO_KUBE_APP_PROBERS``, a JSON object::
+Kubelet has no certificate of the mesh, so policies that require one would deny its probes. The injector rewrites
+probes to paths of the proxy, which gets the original probes in ``ISTIO_KUBE_APP_PROBERS``, a JSON object::
 
     {"/app-health/web/readyz": {"httpGet": {"path": "/ready", "port": 8080, "scheme": "HTTP"}, "timeoutSeconds":
     1}}
@@ -28,7 +28,7 @@ _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 
 
 class BadProbers(ValueError):
-    """The variable is not what the injector writes; the text says where."""
+    """The variable differs from the injector's format. The text names the place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class AppProbe:
 
     Attributes:
         kind: the kind of probe.
-        port: of the application.
-        timeout_s: for the answer.
-        host: in place of the pod's address; ``None``: that.
-        path: of HTTP, with its query.
-        headers: of HTTP, in order; ``Host`` among them counts.
-        service: of gRPC's health service. Empty means the server as a whole.
+        port: the application's port.
+        timeout_s: the time limit of the answer.
+        host: the host to probe. ``None``: the pod's address.
+        path: the path of HTTP, with its query.
+        headers: the headers of HTTP, in order. A ``Host`` header is obeyed.
+        service: the service for gRPC's health check. Empty means the whole server.
     """
 
     kind: Literal["http", "https", "tcp", "grpc"]
@@ -58,7 +58,7 @@ def parse_probers(text: str) -> Mapping[str, AppProbe]:
     """Read the variable. Empty means no probes.
 
     Raises:
-        BadProbers: with the path and what is wrong there.
+        BadProbers: names the path and its fault.
     """
     if not text.strip():
         return {}

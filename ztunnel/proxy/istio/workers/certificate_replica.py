@@ -40,9 +40,9 @@ class ReplicatedCertificates:
     Same contract as :class:`ztunnel.proxy.istio.certificates.manager.Certificates`.
 
     Args:
-        channel: to the main process.
+        channel: the channel to the main process.
         policy: TLS versions and groups of tunnels.
-        revocations: ``None``: none are configured.
+        revocations: the revocation lists, if configured.
         clock: used to detect expired certificates.
     """
 

@@ -39,19 +39,19 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 256 * 1024
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-#: Most messages queued for the other process: a mesh of five million workloads. With more it does not read any
-#: more.
+#: The most queued messages for the other process: a mesh of five million workloads. Above it the process counts as
+#: stuck.
 MAX_QUEUED: Final = 20_000
 
 RequestBody = RequestToWorker | RequestToMain
 
 
 class ChannelClosed(Exception):
-    """The other process does not run, or has ended meanwhile."""
+    """The other process is not running any more."""
 
 
 class Refused(Exception):
-    """The other process could not do what was requested; the text says why."""
+    """The other process could not carry out the request. The text has the reason."""
 
 
 class Descriptors:
@@ -71,7 +71,7 @@ class Descriptors:
         """Remove and return the next descriptor, which the caller then owns.
 
         Raises:
-            ProtocolViolation: there is none.
+            ProtocolViolation: no descriptor is left.
         """
         if not self._found:
             raise ProtocolViolation("a message without its descriptors")
@@ -112,14 +112,14 @@ OnRequest = Callable[[RequestBody, Descriptors], AsyncIterator[Value]]
 
 
 class IpcChannel:
-    """One end of the link; owns its socket.
+    """One end of the channel. It owns its socket.
 
     Args:
         sock: one of a pair, non-blocking.
         on_notification: applies one notification.
         on_request: answers one request, in parts. :class:`IdentityError`, :class:`TproxyError`, :class:`OSError`
             and :class:`Refused` refuse the request; any other exception is a bug, is logged, and refuses it too.
-        to_main: the other end is the main process; otherwise it is a worker, which is not trusted.
+        to_main: whether the other end is the main process. Otherwise it is a worker, which is not trusted.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class IpcChannel:
         """Read and dispatch until the other side has closed.
 
         Raises:
-            ProtocolViolation: it sent what cannot be read, or what it may not send.
+            ProtocolViolation: the other process sent an unreadable or forbidden message.
         """
         decoder, arrived = FrameDecoder(from_main=self._to_main), Descriptors()
         try:

@@ -19,7 +19,7 @@ class ConnectionCounts:
     """The shared memory, as one process maps it.
 
     Args:
-        descriptor: of the memory. The caller keeps ownership.
+        descriptor: the shared memory's descriptor. The caller keeps ownership.
         workers: number of entries.
     """
 

@@ -99,9 +99,9 @@ class WorkerPod:
 
     Args:
         workers: all workers.
-        number: of this pod, in messages.
-        bound: its sockets, which belong to this object from now on.
-        dns: serves the pod's DNS in this process; ``None`` without a DNS proxy.
+        number: this pod's number, in messages.
+        bound: its sockets. This object becomes the owner.
+        dns: serves the pod's DNS in this process. ``None`` without a DNS proxy.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class WorkerPod:
 
 
 class Workers:
-    """Runs while entered.
+    """Runs the workers while entered.
 
     Args:
-        count: how many.
-        node: whose mesh, certificates, metrics and log the main process has.
-        certificates: the manager that the node's are of.
-        on_serving: called with whether at least one worker serves, when that changes.
+        count: the number of workers.
+        node: the main process's state: mesh, certificates, metrics and log.
+        certificates: the manager of the node's certificates.
+        on_serving: called when it changes whether at least one worker serves.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Workers:
         self._restarts = 0
         self._stop_watching: Callable[[], None] = lambda: None
         self._tasks = Tasks("workers")
-        # Access lines and spans leave each process by themselves, so what the collector asks for goes to all.
+        # Each process exports its own access lines and spans, so every worker gets these settings.
         otlp = node.config.otlp
         own = replace(otlp, metrics=None) if otlp is not None and (otlp.logs or otlp.traces) else None
         self._config = replace(node.config, auth_token=None, xds_headers=(), ca_headers=(), otlp=own)

@@ -6,12 +6,12 @@ from typing import Final
 from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.istio.workers.messages import MeshChange, Resource, pickled
 
-#: Resources and names of one part: on average two milliseconds to encode, to decode or to apply.
+#: The resources and names in a part, which takes two milliseconds on average to encode, decode or apply.
 BATCH: Final = 250
 
 
 def snapshot(mesh: Mesh) -> Iterator[MeshChange]:
-    """Yield the whole mesh: policies first and at once, then what they apply to, part by part."""
+    """Yield the whole mesh: all policies in one batch first, then services and workloads in parts."""
     yield from _parts(list(mesh.policies()), (), ())
     for values in (list(mesh.services()), list(mesh.workloads())):
         for start in range(0, len(values), BATCH):
@@ -56,7 +56,7 @@ class MeshReplica:
     """Applies batches to a worker's mesh.
 
     Args:
-        mesh: the worker's.
+        mesh: the worker's mesh.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -64,7 +64,7 @@ class MeshReplica:
         self._parts: list[MeshChange] = []
 
     def receive(self, part: MeshChange) -> None:
-        """Keep a part; with the last one the batch is applied."""
+        """Keep a part. The last part applies the batch."""
         self._parts.append(part)
         if part.more:
             return

@@ -4,11 +4,11 @@ A frame is its length (4 bytes), the number of accompanying file descriptors (1 
 MessagePack. Messages are typed and tagged (msgspec): a frame that is not a message of its direction is a
 :class:`ProtocolViolation`. Both ends run the same files, so there is no negotiation.
 
-**Trust.** A worker parses untrusted bytes and can be taken over; the main process has the node's token. So
+**Trust.** A worker parses untrusted bytes and can be compromised. The main process has the node's token. So
 messages from a worker are limited to the small types below: texts, numbers, identities, counts. The other
 direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. They
-are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`), which only a worker reads: a worker
-obeys its main process anyway.
+are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`). Only a worker reads it, and a worker
+must trust its main process anyway.
 
 Descriptors travel beside the bytes and in order: on a Unix stream socket they cannot overtake their frame.
 """
@@ -51,9 +51,10 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
     """The first message to a worker, accompanied by the shared memory of :class:`ConnectionCounts`.
 
     Attributes:
-        pickled_config: see :meth:`config`; without what only the main process needs (tokens and headers).
-        index, workers: which worker, of how many.
-        log_filter: the current one; the configuration has the one of the start.
+        pickled_config: see :meth:`config`. Without tokens and headers, which only the main process needs.
+        index: the worker's index.
+        workers: the number of workers.
+        log_filter: the current log filter. The configuration has the filter at the start.
     """
 
     pickled_config: bytes
@@ -63,7 +64,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def config(self) -> IstioConfig:
-        """The configuration; only a worker reads it."""
+        """The configuration. Only a worker reads it."""
         loaded = pickle.loads(self.pickled_config)
         assert isinstance(loaded, IstioConfig)
         return loaded
@@ -86,7 +87,7 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def put(self) -> tuple[Resource, ...]:
-        """New and changed resources; only a worker reads them."""
+        """New and changed resources. Only a worker reads them."""
         loaded = pickle.loads(self.pickled) if self.pickled else ()
         assert isinstance(loaded, tuple)
         return loaded
@@ -123,7 +124,7 @@ class LogFilterChanged(Struct, frozen=True, tag=True):
 
 
 class NamesGiven(Struct, frozen=True, kw_only=True, tag=True):
-    """A pod gets addresses for a name from the main process's DNS; only if addons are loaded."""
+    """The main process's DNS has answered a pod's query for a name. Sent only if addons are loaded."""
 
     namespace: str
     pod: str
@@ -142,11 +143,11 @@ class Barrier(Struct, frozen=True, tag=True):
 
 
 class Turn(Struct, frozen=True, tag=True):
-    """Answered in a turn of the worker's poller: it carries connections. No value."""
+    """Answered by the worker's poller, which proves that it is not hanging. No value."""
 
 
 class Listening(Struct, frozen=True, kw_only=True):
-    """A listening socket that travels as a descriptor, and how it was made."""
+    """A listening socket passed as a descriptor, with its parameters."""
 
     port: int
     host: str
@@ -172,7 +173,7 @@ class StopPod(Struct, frozen=True, tag=True):
 
 
 class DrainPod(Struct, frozen=True, tag=True):
-    """Let a pod's connections end within a time. No value; the response comes when they have."""
+    """Drain a pod's connections within a time. No value. The response comes after the last one has ended."""
 
     number: int
     timeout_s: float
@@ -212,7 +213,7 @@ class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TapPod(Struct, frozen=True, tag=True):
-    """Capture a pod's new connections until the socket says EOF: :class:`TapTotals`.
+    """Capture a pod's new connections until the socket's other end sends EOF: :class:`TapTotals`.
 
     Descriptors: the socket that packets go to.
     """
@@ -305,7 +306,7 @@ class Response(Struct, frozen=True, kw_only=True, tag=True):
     """A part of the answer to a request.
 
     Attributes:
-        refused: why there is no value.
+        refused: why the request has no value.
         more: further parts follow.
     """
 
@@ -347,7 +348,7 @@ class FrameDecoder:
     """Splits a stream of bytes into messages.
 
     Args:
-        from_main: the bytes come from the main process; otherwise from a worker, which may say less.
+        from_main: whether the bytes come from the main process. A worker is allowed fewer messages.
     """
 
     def __init__(self, *, from_main: bool) -> None:
@@ -358,7 +359,7 @@ class FrameDecoder:
         )
 
     def receive(self, data: bytes) -> None:
-        """Append what was read."""
+        """Append received bytes."""
         self._buffer += data
 
     def __iter__(self) -> Iterator[tuple[Message, int]]:

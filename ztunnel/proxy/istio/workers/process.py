@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 #: The time limit for every request except draining. Starting a pod takes a millisecond.
 ANSWER_S: Final = 10.0
-#: A worker ends as soon as its last pod has; after this it is killed.
+#: A worker ends as soon as its last pod has ended. After this time it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
-#: How long a worker's output is left unread while our log is behind; the pipe holds 64 KiB meanwhile.
+#: How long a worker's output is left unread while our log is behind. The pipe holds 64 KiB meanwhile.
 _PRESSURE_S: Final = 0.05
 #: The interval of liveness checks of a worker, and their time limit. Longer than connections and their peers
 #: tolerate when a machine pauses, because ending a worker ends its connections.
@@ -35,10 +35,10 @@ _HUNG_S: Final = 30.0
 
 
 class OutputReader:
-    """Copies what one worker prints to our log, in whole lines, however the pipe cuts them.
+    """Copies a worker's output to our log in whole lines.
 
     Args:
-        descriptor: of the pipe; belongs to this object from now on.
+        descriptor: the pipe's descriptor. This object becomes the owner.
         logs: our log.
         pressure: while it is closed, reading stops, so that the worker's own log fills up. ``None`` always reads.
     """
@@ -127,7 +127,7 @@ class WorkerProcess:
             raise
 
     async def watch(self, beat_s: float = _BEAT_S, hung_s: float = _HUNG_S) -> None:
-        """Ask for a turn of its poller again and again; return when it has ended, or was killed for hanging."""
+        """Ping its event loop repeatedly. Return when it has ended, or was killed for hanging."""
         try:
             while True:
                 await asyncio.sleep(beat_s)
@@ -164,7 +164,7 @@ class WorkerProcess:
 async def spawn(
     logs: LogStream, pressure: LogPressure | None = None
 ) -> tuple[socket.socket, Process, OutputReader]:
-    """Start a worker process; return our end of the link, the process, and the reader of what it prints.
+    """Start a worker process. Return our end of the channel, the process, and the reader of its output.
 
     Args:
         logs, pressure: see :class:`OutputReader`.

@@ -200,7 +200,7 @@ class _Carrier:
         connection_counts.set(begin.index, 0)
 
     async def start(self) -> None:
-        """Start what needs the loop."""
+        """Start the parts that need the loop."""
         if self._addons is not None:
             await self._addons.__aenter__()
 
@@ -277,7 +277,7 @@ class _Carrier:
                 pod.netns.close()
 
     async def drain_pod(self, number: int, timeout_s: float) -> None:
-        """Let a pod's connections end, if the pod is known."""
+        """Drain a pod's connections, if the pod is known."""
         pod = self.pods.get(number)
         if pod is not None:
             await pod.proxy.drain(timeout_s)
@@ -431,10 +431,10 @@ def _connections(pods: dict[int, _Pod]) -> Iterator[ConnectionsPart]:
 
 
 def run(descriptor: int) -> int:
-    """Be a worker on an inherited socket; return the process's exit status."""
+    """Run a worker on an inherited socket. Return the process's exit status."""
     import uvloop
 
-    # Both signals reach every process of a foreground group; the main process decides what they mean.
+    # Both signals reach every process of a foreground group. The main process handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ignore_rotation()  # a worker's lines go to the main process's files

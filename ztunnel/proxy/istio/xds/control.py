@@ -46,7 +46,7 @@ class ControlPlane:
         config: names the control plane and the local file.
         mesh: receives the resources.
         metrics: receives ``istio_xds_*``.
-        last: has what an earlier process received, and gets what this one does; ``None``: that is not kept.
+        last: the configuration of an earlier process, updated with this process's. ``None`` disables that.
 
     Attributes:
         ready: set once every wildcard type has been received, here or by an earlier process, or at once if no
@@ -152,7 +152,7 @@ class ControlPlane:
     async def _resume(
         self, client: AdsClient, last: LastConfiguration, types: Sequence[tuple[str, Receive]]
     ) -> None:
-        """Apply what an earlier process received."""
+        """Apply the configuration that an earlier process received."""
         for type_url, receive in types:
             update = last.update(type_url)
             if update is None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAME: Final = "configuration"
 #: Version of the message. A message of another version is not read.
 SCHEMA: Final = 1
-#: Between a change and the next writing: a mesh of 10,000 workloads is some megabytes.
+#: The delay from a change to writing: a mesh of 10,000 workloads is some megabytes.
 _CALM_S: Final = 1.0
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -65,7 +65,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class LastConfiguration:
-    """Reads what the process before has left, and writes what this one gets. Made on a running loop.
+    """Reads the previous process's configuration, and writes this process's. Create it on a running loop.
 
     Args:
         holder: keeps the memory.
@@ -100,7 +100,7 @@ class LastConfiguration:
     # Resources
 
     def update(self, type_url: str) -> Update | None:
-        """Return all resources of a type that the process before had; ``None``: it had no answer yet."""
+        """Return the previous process's resources of a type, or ``None`` if it had not received any answer."""
         held = self._resources.get(type_url)
         if held is None:
             return None
@@ -146,14 +146,14 @@ class LastConfiguration:
         return issued if issued.not_after.timestamp() > self._clock.wall() else None
 
     def note_certificate(self, wanted: SpiffeId, issued: IssuedCertificate) -> None:
-        """Save what the authority has issued."""
+        """Save a certificate issued by the authority."""
         name = str(wanted)
         if issued.identity == wanted:  # else the authority certifies the identity of the token
             self._certificates[name] = SavedCertificate(name, issued.chain_pem, issued.roots_pem, issued.key_pem)
             self._changed()
 
     def forget(self, identities: Iterable[SpiffeId]) -> None:
-        """Save the certificates of workloads that have gone no longer."""
+        """Drop the certificates of removed workloads."""
         for identity in identities:
             self._certificates.pop(str(identity), None)
             self._restored.pop(str(identity), None)
@@ -193,7 +193,7 @@ class LastConfiguration:
 
 
 class _Remembering:
-    """Answers once for each identity with the certificate of the process before, if that is valid."""
+    """Returns the previous process's certificate once per identity, if it is valid."""
 
     def __init__(self, authority: CertificateAuthority, last: LastConfiguration) -> None:
         self._authority = authority

@@ -153,7 +153,7 @@ def shown_service(service: Service, endpoints: Mapping[WorkloadUid, Endpoint]) -
 
 
 def shown_policy(policy: AuthorizationPolicy) -> Json:
-    """Return one policy; the entry ``faults`` lists its unreadable parts, if there are any."""
+    """Return one policy. The entry ``faults`` lists its unreadable parts, if there are any."""
     shown = {
         "name": policy.name,
         "namespace": policy.namespace,

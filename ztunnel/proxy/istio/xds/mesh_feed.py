@@ -42,7 +42,7 @@ class MeshFeed:
 
     Attributes:
         refused_addresses, refused_policies: why the last version of a resource was refused, by its name, until a
-            readable one comes, or it is removed. Of very many the first are kept.
+            readable one comes, or it is removed. Only the first ones are kept.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -21,7 +21,8 @@ from ztunnel.runtime.sockets import UnixListener, ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
-# More than one descriptor is an error, which the answer reports with their number: there must be room to count.
+# More than one descriptor is an error, which the answer reports with their number: the buffer must have room for
+# several.
 _MOST_DESCRIPTORS = 16
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _BACKLOG = 16
@@ -87,7 +88,7 @@ class Channel:
         """Return the next packet, or None at the end of the connection.
 
         Raises:
-            Unreadable: the packet or its list of descriptors was truncated; the descriptors are closed.
+            Unreadable: the packet or its list of descriptors was truncated. The descriptors are closed.
             OSError: the connection broke.
         """
         while True:
@@ -166,10 +167,10 @@ class Listener(UnixListener):
         super().__init__(path, socket.SOCK_SEQPACKET, _BACKLOG)
 
     async def accept(self) -> Channel:
-        """Return the next connection; the caller closes it.
+        """Return the next connection. The caller closes it.
 
         Raises:
-            OSError: out of descriptors, mostly; the caller pauses and calls again.
+            OSError: usually out of descriptors. The caller pauses and calls again.
         """
         while True:
             try:

@@ -51,7 +51,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The mark of every socket in a pod; the pod's rules do not redirect it.
+#: The mark of every socket in a pod. The pod's rules do not redirect marked packets.
 PACKET_MARK = 0x539
 _FIRST_UNREACHABLE_S = 0.02
 _FIRST_FAULTY_S = 0.5
@@ -218,7 +218,8 @@ class PodManager:
             try:
                 served = await self._serve(channel)
             except Exception:
-                # A bug of ours. Pods keep running, and the next snapshot corrects what this connection missed.
+                # An internal error. Pods keep running, and the next snapshot contains the changes that this
+                # connection missed.
                 log.exception("lost the node agent path=%s", self._path)
             finally:
                 channel.close()
@@ -228,7 +229,7 @@ class PodManager:
             if served or asyncio.get_running_loop().time() - began >= faulty.limit_s:
                 faulty.reset()
             if not served:
-                # An agent that accepts and closes connections would otherwise be called in a tight loop.
+                # Otherwise an agent that accepts and closes connections would cause a tight loop.
                 await asyncio.sleep(faulty.next(random.random()))
 
     async def _serve(self, channel: Channel) -> bool:
@@ -342,7 +343,7 @@ class PodManager:
             )
             failure = plain_reason(error)
         except Exception as error:
-            # A bug of ours; the agent waits for an answer nevertheless.
+            # An internal error. The agent waits for an answer nevertheless.
             log.exception("pod proxy not started uid=%s pod=%s", proxy.uid, _named(proxy.info))
             failure = repr(error)
         else:

@@ -73,21 +73,21 @@ class AddPod:
 
 @dataclass(frozen=True, slots=True)
 class KeepPod:
-    """Names a pod of the snapshot whose namespace the agent has not found yet; its proxy keeps running."""
+    """Names a pod of the snapshot whose namespace the agent has not found yet. Its proxy keeps running."""
 
     uid: PodUid
 
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """Announces that a pod is gone."""
+    """Announces that a pod was removed."""
 
     uid: PodUid
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSent:
-    """Completes the snapshot: pods of the node that it did not name are gone."""
+    """Completes the snapshot: unnamed pods of the node have been removed."""
 
 
 Request: TypeAlias = AddPod | KeepPod | DeletePod | SnapshotSent
@@ -116,7 +116,7 @@ def request_bytes(request: Request) -> bytes:
     """Encode a request.
 
     Raises:
-        ValueError: longer than a packet; no Kubernetes object has names of that length.
+        ValueError: longer than a packet. No Kubernetes object has names of that length.
     """
     # Arguments by name in a dictionary, because ``del`` is a keyword of Python.
     named: dict[str, Any]
@@ -182,7 +182,7 @@ def _added(message: AddWorkload) -> AddPod:
 
 
 def answer_bytes(error: str = "") -> bytes:
-    """Encode the answer to a request; the text of an error is cut to the size of a packet."""
+    """Encode the answer to a request. An error's text is cut to the size of a packet."""
     room = PACKET_BYTES - _ANSWER_OVERHEAD
     text = error.encode(errors="replace")
     if len(text) > room:

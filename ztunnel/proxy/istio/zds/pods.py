@@ -48,5 +48,5 @@ class StartPod(Protocol):
             netns: its namespace. The manager closes it, after :meth:`RunningPod.stop` returned.
 
         Raises:
-            TproxyError, OSError: a listener could not be bound; the pod stays pending and is retried.
+            TproxyError, OSError: a listener could not be bound. The pod stays pending and is retried.
         """

@@ -10,12 +10,12 @@ so that a late result of an old proxy is never taken for the new one's::
             PENDING                     any ──Del, not in the snapshot, another namespace──> End
 
 Each connection of the agent begins with a snapshot: it names every pod of the node, and SnapshotSent completes it.
-Pods that it did not name are gone. The agent gets the same answers at the same times as from Rust ztunnel. Four
-things differ inside the proxy:
+Unnamed pods have been removed. The agent gets the same answers at the same times as from Rust ztunnel. Four things
+differ inside the proxy:
 
-* A fault in the protocol ends the connection only. Rust ztunnel stops every pod's proxy and exits; so one odd
-  message of one agent is an outage of every pod of the node, and again after the restart. Here the caller answers
-  with the error and connects again with back-off, and the agent sends a new snapshot.
+* A protocol fault only ends the connection. Rust ztunnel stops every pod's proxy and exits, so one odd message of
+  an agent causes an outage of the node's pods, and again after the restart. Here the caller answers with the error
+  and connects again with back-off, and the agent sends a new snapshot.
 * Failed starts are retried while the agent is disconnected. The rules of such a pod are in place, so it has no
   network until its proxy listens, with or without an agent.
 * An ``Add`` that takes longer than the agent waits is answered in time as failed. The start continues.
@@ -38,19 +38,19 @@ from ztunnel.proxy.istio.zds.messages import (
 )
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 
-#: Between two attempts to start a pod, like in the Rust ztunnel.
+#: The interval of attempts to start a pod, like in the Rust ztunnel.
 RETRY_S = 5.0
-#: The agent waits 5 s for an answer; the difference covers the transport and a busy event loop.
+#: The agent waits 5 s for an answer. The difference covers the transport and a busy event loop.
 ANSWER_S = 4.0
 #: The time after the snapshot during which failing pods delay readiness: six attempts. A guess.
 SETTLE_S = 30.0
 
-#: One proxy of one pod, never used again.
+#: Identifies one proxy of one pod. Never reused.
 Generation = NewType("Generation", int)
 
 
 class NetnsId(NamedTuple):
-    """Device and inode of a network namespace, equal only for the same one."""
+    """Device and inode, which identify a network namespace."""
 
     device: int
     inode: int
@@ -58,7 +58,7 @@ class NetnsId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a proxy in the namespace that came with the current request."""
+    """Start a proxy in the namespace received with the current request."""
 
     generation: Generation
     uid: PodUid
@@ -67,7 +67,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Start a proxy again whose start failed, in the namespace that it has."""
+    """Retry the failed start of a proxy, in its namespace."""
 
     generation: Generation
 
@@ -136,7 +136,7 @@ class Reconciler:
 
     @property
     def pending(self) -> int:
-        """The number of pods whose proxy starts, or failed to start."""
+        """The number of pods whose proxy is starting, or failed to start."""
         return len(self._not_up)
 
     @property
@@ -175,12 +175,12 @@ class Reconciler:
 
         Args:
             request: the request.
-            netns: the namespace that came with an Add.
+            netns: the namespace received with an Add.
             now: the time.
 
         Raises:
-            Unexpected: it is not allowed now. Nothing has changed; the caller answers with the error and ends the
-                connection.
+            Unexpected: it is not allowed now. the request has no effect. The caller answers with the error and
+                ends the connection.
         """
         match request:
             case AddPod(uid, info):
