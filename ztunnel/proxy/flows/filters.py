@@ -51,7 +51,7 @@ _REQUIREMENT: Final = re.compile(
 
 
 class BadFilter(ValueError):
-    """A filter cannot be read or is not supported; the text names it."""
+    """A filter cannot be read or is not supported. The text names it."""
 
 
 def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -> Test:

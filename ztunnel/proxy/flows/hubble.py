@@ -74,7 +74,7 @@ class Ended(NamedTuple):
 
 
 BY_ITSELF: Final = Ended()
-#: Event and drop reason of what was refused or ended on purpose.
+#: The event and drop reason of connections that were refused or ended on purpose.
 _DROPPED: Final = {
     Reason.POLICY: ((POLICY, 0), 133),
     Reason.POLICY_MISSING: ((POLICY, 0), 133),

@@ -192,7 +192,9 @@ class Observer:
             last *= 8
 
     async def _read(self, after_ns: int, last: int = _MOST) -> AsyncIterator[tuple[int, Response]]:
-        """Yield what ended after a time, the oldest first and at most ``last``, with turns of the loop between."""
+        """Yield at most ``last`` connections that ended after a time, oldest first, yielding to the loop in
+        between.
+        """
         entries = self._ring.entries(after_ns, last)
         if self._more is not None:
             lines = await self._more(after_ns, last)
@@ -252,7 +254,7 @@ class Observer:
         return Peer(name=self._node, address=self.address)
 
     async def _notify(self, message: bytes, context: Context) -> None:
-        """Send every peer, then changes. The call stays open: a relay asks again half a minute after its end."""
+        """Send every peer, then changes. The call stays open: a relay reconnects half a minute after its end."""
         known: dict[str, Peer] = {}
         while True:
             found = {each.name: each for each in (self._own, *self._settings.peers, *self._found())}

@@ -45,9 +45,9 @@ class Entry(NamedTuple):
         source, destination: address and port. An empty host is unknown, for example for a destination given by
         name.
         trace: the trace id, 16 octets; zeroes without one.
-        outbound: the source's proxy reports.
-        secured: by mTLS.
-        refs: what the front end stored, in its order.
+        outbound: whether the source's proxy reports.
+        secured: whether mTLS was used.
+        refs: the values stored by the front end, in its order.
     """
 
     ended_ns: int
@@ -147,7 +147,7 @@ class FlowRing:
         return known
 
     def _packed(self, host: str) -> bytes:
-        """Return an address as 16 octets, zeroes if it is none; hosts recur, so most are known."""
+        """Return an address as 16 octets, or zeroes for other texts. Hosts recur, so the result is cached."""
         if len(self._hosts) >= _MOST_TEXTS:
             self._hosts.clear()
         try:

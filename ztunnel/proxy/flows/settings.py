@@ -36,7 +36,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubbleSettings:
-    """Where Hubble's API is served.
+    """The settings of Hubble's API.
 
     Attributes:
         address: ``unix:/path`` or ``HOST:PORT``.

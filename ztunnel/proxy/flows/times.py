@@ -1,4 +1,4 @@
-"""Counts how connections of one process failed and how long their steps took; the same in both dialects.
+"""Counts one process's failed connections and the durations of connections' steps, in both dialects.
 
 Bounded: labels are closed lists, and none names a workload.
 """
@@ -50,7 +50,7 @@ class ConnectionTimes:
         connects: from accept to the answer of the far side, of sources, by path and result.
         lengths: from accept to end, by reporter and path.
         handshakes: TLS handshakes of tunnel connections, by role (client, server) and result.
-        waits: waits of connections by what they waited for; connections that need not wait are not counted.
+        waits: the durations of waits by cause. Connections that need not wait are not counted.
         history: growth of the counts in the last 15 minutes.
     """
 
@@ -70,7 +70,7 @@ class ConnectionTimes:
         self.handshakes[role, RESULTS[0] if succeeded else RESULTS[1]].observe(seconds)
 
     def waited(self, what: str, seconds: float) -> None:
-        """Count a wait; ``what`` is one of :data:`WAITS`."""
+        """Count a wait. ``what`` is one of :data:`WAITS`."""
         self.waits[what,].observe(seconds)
 
     def failed(self, reporter: str, stage: Stage, reason: Reason) -> None:

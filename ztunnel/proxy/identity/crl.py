@@ -84,7 +84,7 @@ class RevocationLists:
 
     Args:
         crls: the lists.
-        unreadable: there are unreadable lists, so every chain counts as revoked.
+        unreadable: the lists are unreadable, so every chain counts as revoked.
     """
 
     def __init__(self, crls: Sequence[x509.CertificateRevocationList] = (), *, unreadable: bool = False) -> None:

@@ -18,7 +18,7 @@ _REFUSED = "identity verification error: peer did not present the expected"
 
 
 def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
-    """Return the workload identities among a leaf's URI names; the first is the peer's in policies and logs."""
+    """Return the workload identities among a leaf's URI names. Policies and logs use the first."""
     found = []
     for name in names:
         try:
@@ -59,7 +59,7 @@ def of_trust_domain(trust_domain: str) -> Verify:
 
 
 def foreign(trust_domain: str, names: Sequence[str]) -> str | None:
-    """Return why a server of this trust domain refuses a leaf with these URI names; ``None``: it accepts them."""
+    """Return why a server of this trust domain refuses a leaf with these URI names, or ``None``."""
     if is_of_trust_domain(trust_domain)(names):
         return None
     return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(names)}"

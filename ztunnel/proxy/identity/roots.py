@@ -31,7 +31,7 @@ _SEQUENCE, _REJECTED = 0x30, 0xA0
 
 
 class _Unusable(Exception):
-    """A block that is left out; the text says why."""
+    """A block is left out. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Sends with OpenTelemetry's library, which this module alone imports. Its functions block: for other threads.
+"""Sends with OpenTelemetry's library, which this module alone imports. Its functions block, so call them from
+other threads.
 
 The library takes 9 MiB and 0.1 s to import, so the sending thread imports it first.
 """
@@ -103,7 +104,7 @@ class LogClient:
 
     Args:
         destination: the collector.
-        attributes: of the resource.
+        attributes: the resource's attributes.
     """
 
     def __init__(self, destination: Destination, attributes: Mapping[str, str]) -> None:

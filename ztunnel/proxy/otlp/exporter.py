@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ztunnel.proxy.otlp.samples import Slice
     from ztunnel.runtime.http.exposition import Family
 
-#: Points of one request at most: below a MiB, where collectors take 4 and more.
+#: The most data points in a request: below 1 MiB, while collectors accept at least 4.
 _POINTS: Final = 2000
-#: Requests of metrics that wait; of more, the oldest are dropped.
+#: The limit of queued metric requests. Above it the oldest are dropped.
 REQUESTS: Final = 200
-#: The time for queued data at the end of the process. An unreachable collector must not delay an upgrade.
+#: The time for sending queued data when the process ends. An unreachable collector must not delay an upgrade.
 _CLOSE_S: Final = 2.0
 
 Families = Callable[[], Awaitable[Iterable["Family"]]]
@@ -31,8 +31,8 @@ class LogExport:
     """Exports access lines. Its owner closes it.
 
     Args:
-        settings: with a destination of logs.
-        attributes: of the proxy as a resource. The settings' attributes replace them.
+        settings: the settings, with a destination for logs.
+        attributes: the proxy's resource attributes. The settings' attributes replace them.
     """
 
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
@@ -50,11 +50,11 @@ class LogExport:
 
     @property
     def dropped(self) -> int:
-        """Lines that no collector got, ever."""
+        """The number of lines lost before reaching the collector."""
         return self._outbox.dropped
 
     def write(self, line: Line) -> None:
-        """Queue a line; for the event loop, which never waits."""
+        """Queue a line without blocking the event loop."""
         self._outbox.put(line)
 
     async def close(self) -> None:
@@ -73,11 +73,11 @@ class LogExport:
 
 
 class SpanExport:
-    """Exports a span for each connection whose trace is sampled. Its owner closes it.
+    """Exports a span for each connection with a sampled trace. Its owner closes it.
 
     Args:
-        settings: with a destination of traces.
-        attributes: of the proxy as a resource. The settings' attributes replace them.
+        settings: the settings, with a destination for traces.
+        attributes: the proxy's resource attributes. The settings' attributes replace them.
     """
 
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
@@ -99,7 +99,7 @@ class SpanExport:
         return self._outbox.dropped
 
     def write(self, span: Span) -> None:
-        """Queue a span; for the event loop, which never waits."""
+        """Queue a span without blocking the event loop."""
         self._outbox.put(span)
 
     async def close(self) -> None:
@@ -121,9 +121,9 @@ class AccessExport:
     """Exports access lines, spans, or both. Its owner closes it.
 
     Args:
-        settings: with a destination of logs, of traces, or both.
-        attributes: of the resource; see :class:`LogExport`.
-        rng: for the identifiers of spans.
+        settings: the settings, with a destination for logs, traces, or both.
+        attributes: the resource's attributes, as for :class:`LogExport`.
+        rng: generates the identifiers of spans.
     """
 
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str], rng: random.Random) -> None:
@@ -140,14 +140,14 @@ class AccessExport:
     def write(
         self, time_s: float, level: str, message: str, fields: Iterable[Field | SharedFields], traceparent: bytes
     ) -> None:
-        """Queue an access line and its span; for the event loop, which never waits.
+        """Queue an access line and its span without blocking the event loop.
 
         Args:
             time_s: wall clock.
             level: ``trace`` to ``error``.
             message: without fields.
             fields: not changed any more.
-            traceparent: of the connection's tunnel, sent or received. Empty without one.
+            traceparent: the ``traceparent`` of the connection's tunnel, sent or received, or empty.
         """
         line = Line(time_s, level, message, fields, parse_traceparent(traceparent) if traceparent else None)
         if self._spans is not None and line.trace is not None and line.trace.sampled:
@@ -167,13 +167,13 @@ class AccessExport:
 
 
 class MetricExport:
-    """Exports what the metrics page shows. Its owner runs :meth:`run` as a task, and closes it.
+    """Exports the families of the metrics page. Its owner runs :meth:`run` as a task, and closes it.
 
     Args:
-        settings: with a destination of metrics.
-        attributes: of the proxy as a resource. The settings' attributes replace them.
+        settings: the settings, with a destination for metrics.
+        attributes: the proxy's resource attributes. The settings' attributes replace them.
         families: makes the families of one page.
-        clock: for the times of points.
+        clock: the clock of data points.
     """
 
     def __init__(

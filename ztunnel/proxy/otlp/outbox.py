@@ -1,4 +1,4 @@
-"""Holds what waits for a collector, within a bound, and has a thread of its own send it.
+"""Queues items for a collector, within a bound, and sends them in its own thread.
 
 OpenTelemetry's exporters block and retry until their timeout. So only this thread waits for a slow or unreachable
 collector. Callers never wait. If the queue is full, the oldest entry is dropped.
@@ -23,10 +23,10 @@ class Outbox(Generic[ItemT]):
     """Collects items into batches and sends them in order, until :meth:`close`.
 
     Args:
-        name: of the sent data, for logs and for the name of the thread.
+        name: the kind of data, for logs and for the thread's name.
         send: sends one batch in the thread; raises :class:`ExportFailed`. Any other error is a bug of ours: it is
             logged, and the batch counts as dropped, too.
-        most: items that wait; of more, the oldest are dropped.
+        most: the queue's limit. Above it the oldest items are dropped.
         batch: items of one batch at most.
         delay_s: how long the first item of a batch waits for others.
 
@@ -76,7 +76,7 @@ class Outbox(Generic[ItemT]):
             self._enough.set()
 
     def close(self, within_s: float) -> None:
-        """Send what waits, for ``within_s`` at most, and give up the rest; blocks. Idempotent."""
+        """Send queued items for at most ``within_s``, then drop the rest. Blocks. Idempotent."""
         self._closing = True
         self._enough.set()
         self._some.set()

@@ -63,7 +63,7 @@ VARIABLES: Final = frozenset(
     }
 )
 
-#: Of OpenTelemetry as well, for what is decided here: no misspelt ones of the above.
+#: OpenTelemetry's, too, for what is decided here: no misspelt ones of the above.
 OTHERS: Final = frozenset(
     {
         "OTEL_METRIC_EXPORT_TIMEOUT",
@@ -84,12 +84,12 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where one kind of telemetry goes, and how.
+    """The destination of one signal, and how to send it.
 
     Attributes:
-        url: with the path of the signal.
-        headers: of each request. Values can be credentials.
-        timeout_s: for one export with its retries.
+        url: the URL, including the signal's path.
+        headers: each request's headers. Values can be credentials.
+        timeout_s: the time limit of an export with its retries.
         certificate: path of the trusted roots. Empty means the system's.
         client_certificate, client_key: paths of the proxy's certificate and key. Empty sends none.
         compression: ``none``, ``gzip`` or ``deflate``.
@@ -107,9 +107,8 @@ class Destination:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
     """Attributes:
-    queue: items that wait for the collector at most; of more, the oldest are dropped.
-    batch: items of one request at most.
-    delay_s: how long the first item of a batch waits for others.
+    queue: the queue's limit. Above it the oldest items are dropped. batch: items of one request at most. delay_s:
+    how long the first item of a batch waits for others.
     """
 
     queue: int

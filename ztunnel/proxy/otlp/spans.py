@@ -1,7 +1,7 @@
 """Decides which access lines end a connection with a span, and builds that span.
 
-A span is made where the ``traceparent`` of a tunnel is sampled, and nowhere else. Whether traces that begin here
-are, the operator says (``OTEL_TRACES_SAMPLER``).
+A span is created only if the ``traceparent`` of a tunnel is sampled. The operator sets whether traces beginning
+here are sampled (``OTEL_TRACES_SAMPLER``).
 """
 
 import random
@@ -16,7 +16,7 @@ _ENDS: Final = frozenset({"connection complete", "connection failed"})
 
 
 class Kind(Enum):
-    """Which side of a request the connection is on, OpenTelemetry's words."""
+    """The side of the request, in OpenTelemetry's words."""
 
     CLIENT = auto()
     SERVER = auto()
@@ -24,10 +24,10 @@ class Kind(Enum):
 
 class Span(NamedTuple):
     """Attributes:
-    line: the access line of the end, with the span's identifier.
-    trace: the span's trace; its ``span_id`` is the parent of a server's span.
+    line: the final access line, with the span's identifier.
+    trace: the span's trace. Its ``span_id`` is the parent of a server's span.
     kind: the side.
-    duration_s: of the connection, in whole milliseconds as the line has it; 0 where it never opened.
+    duration_s: the connection's duration in whole milliseconds, as in the line. 0 if it never opened.
     """
 
     line: Line
@@ -40,9 +40,9 @@ def span_of(line: Line, trace: Trace, rng: random.Random) -> Span | None:
     """Return the span of the connection that an access line ends, or None if it does not end one.
 
     Args:
-        line: of a connection whose tunnel has a sampled trace.
-        trace: that trace.
-        rng: for the identifier of a server's span. A client's identifier is in its ``traceparent``.
+        line: the access line of a connection with a sampled trace.
+        trace: the trace.
+        rng: generates the identifier of a server's span. A client's identifier is in its ``traceparent``.
     """
     if line.message not in _ENDS:
         return None

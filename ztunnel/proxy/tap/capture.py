@@ -43,7 +43,7 @@ class Capture:
     """The packets of one tap, from one process.
 
     Args:
-        request: which connections are concerned.
+        request: selects the connections to capture.
         now_us: the time in microseconds since 1970.
         on_data: called when the queue gets its first block.
         most_waiting_bytes: a queue beyond it drops.
@@ -77,7 +77,7 @@ class Capture:
         self._open: set[tuple[SocketAddress, SocketAddress]] = set()
 
     def stream(self, facts: StreamFacts) -> CapturedStream | None:
-        """Return what is shown a new connection's bytes; ``None``: it is none of the tap's."""
+        """Return the observer of a new connection, or ``None`` if the tap does not concern it."""
         if self._ended or not self.request.matches(facts):
             return None
         facts = self._told_apart(facts)
@@ -86,10 +86,9 @@ class Capture:
         return CapturedStream(self, facts, self.streams)
 
     def _told_apart(self, facts: StreamFacts) -> StreamFacts:
-        """Return a connection with addresses that no other one has now.
+        """Return a connection's facts with a unique pair of addresses.
 
-        The streams of one tunnel connection may all have its address as their client's, and a reader would take
-        them for one connection.
+        Streams of one tunnel connection can all have its client address, and a reader would merge them.
         """
         client, server = facts.client, facts.server
         for step in range(_MOST_PORTS):
@@ -102,7 +101,7 @@ class Capture:
         return facts
 
     def left(self, facts: StreamFacts) -> None:
-        """Forget a connection that is over."""
+        """Forget an ended connection."""
         self._open.discard((facts.client, facts.server))
 
     def take(self) -> bytes:
@@ -118,7 +117,7 @@ class Capture:
         return b"".join(found)
 
     def taken(self, size: int) -> None:
-        """Note that the reader has got ``size`` bytes of what was taken."""
+        """Record that the reader has received ``size`` of the taken bytes."""
         self.waiting_bytes -= size
 
     def end(self) -> None:
@@ -159,7 +158,7 @@ class Capture:
 
 
 class CapturedStream:
-    """One connection; see :class:`hbone.aio.observed.StreamObserver`, whose calls never raise here."""
+    """One connection, as a :class:`hbone.aio.observed.StreamObserver` that never raises."""
 
     __slots__ = ("_app", "_capture", "_comment", "_direction", "_facts", "_lost", "_open", "_tcp")
 
@@ -184,15 +183,15 @@ class CapturedStream:
         self._data(self._app, chunk)
 
     def sent(self, chunk: memoryview) -> None:
-        """Take bytes that the application gets."""
+        """Record bytes sent to the application."""
         self._data(self._app.other, chunk)
 
     def receive_ended(self, *, reset: bool) -> None:
-        """Take the end of what the application sends."""
+        """Record the end of the bytes from the application."""
         self._end(self._app, reset=reset)
 
     def send_ended(self, *, reset: bool) -> None:
-        """Take the end of what the application gets."""
+        """Record the end of the bytes to the application."""
         self._end(self._app.other, reset=reset)
 
     def left(self) -> None:

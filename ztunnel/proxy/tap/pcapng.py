@@ -37,7 +37,7 @@ def section(application: str, comment: str = "") -> bytes:
 
     Args:
         application: the name of the program that wrote the file.
-        comment: for the whole file.
+        comment: a comment on the whole file.
     """
     # Length -1: unknown, because the section is written while it grows.
     body = struct.pack("<IHHq", _BYTE_ORDER, 1, 0, -1)
@@ -45,7 +45,7 @@ def section(application: str, comment: str = "") -> bytes:
 
 
 def interface(name: str, description: str = "", comment: str = "") -> bytes:
-    """Return the description of an interface; the first one has the id 0, the next one 1."""
+    """Return the block that describes an interface. Interfaces get the ids 0, 1, ... in order."""
     body = struct.pack("<HHI", LINKTYPE_RAW, 0, SNAPLEN)
     options = _options((_COMMENT, comment), (_INTERFACE_NAME, name), (_INTERFACE_DESCRIPTION, description))
     return _block(_INTERFACE, body + options)
@@ -128,7 +128,7 @@ class PacketBlocks:
         self._buffer = bytearray()
 
     def receive(self, data: bytes) -> Iterator[bytes]:
-        """Append what was read, and yield the blocks that are complete now.
+        """Append received bytes, and yield the complete blocks.
 
         Raises:
             BadBlock: no more can be read from here on.

@@ -13,7 +13,7 @@ from ztunnel.runtime.settings import duration_s
 #: The page of the socket.
 PATH: Final = "/tap"
 CONTENT_TYPE: Final = "application/x-pcapng"
-#: The header that says how many connections of the pod were open when the tap began.
+#: The header with the number of the pod's connections that were open when the tap began.
 OPEN: Final = "ztunnel-open-connections"
 #: The trailers of a capture.
 ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES = (
@@ -43,7 +43,7 @@ def refusal(socket_path: str) -> str:
 
 
 class BadRequest(ValueError):
-    """A tap is asked for in a way that cannot be; the text names the parameter."""
+    """A request for a tap is invalid. The text names the parameter."""
 
 
 class Direction(StrEnum):
@@ -80,7 +80,7 @@ class TapRequest:
 
     Attributes:
         pod: ``NAMESPACE/NAME`` in an Istio mesh, an address in Envoy's dialect.
-        port: only connections to this port; 0: to any.
+        port: capture only connections to this port. 0: any port.
         peer: only connections with this address, workload, service or identity. Empty for all.
         for_s: the longest time, in seconds.
         limit_bytes: the longest capture.
@@ -204,7 +204,7 @@ def _bytes(text: str) -> int:
         return DEFAULT_BYTES
     match = _SIZE.fullmatch(text)
     unit = match[2].upper() if match is not None else ""
-    # "64M" is what people write. It means MiB.
+    # "64M" is the usual form. It means MiB.
     unit = (
         f"{unit}iB".upper() if len(unit) == 1 and unit != "B" else unit.removesuffix("B") if unit == "B" else unit
     )

@@ -1,13 +1,13 @@
-"""The local socket that taps are asked for at, and through which captures leave.
+"""The local socket that accepts requests for taps and sends captures.
 
 It is a Unix socket of mode 0600, and the kernel additionally reports the peer's user (SO_PEERCRED of unix(7)),
 which must be root. The protocol is HTTP/1.1, one request per connection: ``GET /tap?pod=...``
 (:class:`ztunnel.proxy.tap.request.TapRequest`), answered by a capture in chunks for the duration of the tap, with
 trailers that report how it ended. ``curl --unix-socket`` works as well as ``ztunnel tap``.
 
-A tap ends when its time is over or its size is reached, when its reader closes its side of the connection (what
-was captured until then still comes), and with the proxy. Its beginning and its end are lines of the log at level
-warning, which name the reader.
+A tap ends at its time or size limit, when its reader closes its side of the connection (packets captured until
+then are still sent), and with the proxy. Its beginning and its end are lines of the log at level warning, which
+name the reader.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Refusal(Exception):
     """A request gets an answer instead of a capture.
 
     Attributes:
-        status: of the answer.
+        status: the answer's status.
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -75,14 +75,14 @@ class TapServer(LocalServer):
     """Listens while entered.
 
     Args:
-        path: of the socket; its folder is made if need be. A successor's socket takes its place, and this one
-            removes no other than its own.
+        path: the socket's path. Its folder is created if it is missing. A successor's socket takes its place, and
+            this one removes no other than its own.
         source: the proxy.
-        clock: for times in captures.
+        clock: the clock of capture times.
         root: the user that may ask.
 
     Raises:
-        TproxyError: from ``async with``: the socket cannot be made.
+        TproxyError: raised by ``async with``: the socket cannot be created.
     """
 
     def __init__(self, path: Path, source: TapSource, clock: Clock, *, root: int = 0) -> None:
@@ -174,8 +174,8 @@ class _Running:
 
     Attributes:
         ended: why it has ended. Empty while it runs.
-        totals: known at the end.
-        written_bytes: of the capture.
+        totals: the capture's totals, known at its end.
+        written_bytes: the bytes written so far.
     """
 
     def __init__(self, request: TapRequest, carriers: list[Carry], clock: Clock) -> None:
@@ -242,7 +242,7 @@ class _Running:
             sink.close()
 
     async def _copy(self, near: socket.socket) -> None:
-        """Pass the blocks of one process on, until it has written its last; read away what cannot be passed on."""
+        """Forward one process's blocks until the last. Blocks that cannot be forwarded are discarded."""
         loop = asyncio.get_running_loop()
         blocks = pcapng.PacketBlocks()
         try:

@@ -20,7 +20,7 @@ _TCP: Final = 6
 _TTL: Final = 64
 _WINDOW: Final = 0xFFFF
 _WINDOW_SCALE: Final = 14  # the largest (RFC 7323, 2.3): a window of 1 GiB
-#: Of Ethernet's 1,500 bytes, without the two headers.
+#: Ethernet's 1,500 bytes without the two headers.
 _MSS4, _MSS6 = 1460, 1440
 _SEQUENCE: Final = 1 << 32
 
@@ -74,13 +74,13 @@ class _End:
 
 
 class SyntheticTcp:
-    """One connection; the methods return the packets of what has happened, in order.
+    """One connection. Methods report an event, and return its packets in order.
 
     Args:
         client, server: the two addresses. An IPv4 address beside an IPv6 one is shown as IPv4-mapped.
-        number: of the connection in the capture. Initial sequence numbers differ, so that a reader does not
+        number: the connection's number in the capture. Initial sequence numbers differ, so that a reader does not
             mistake a connection with the ports of an earlier one for the same.
-        mss: the longest payload of a segment; ``None``: that of Ethernet.
+        mss: the longest payload of a segment. ``None``: Ethernet's.
     """
 
     def __init__(

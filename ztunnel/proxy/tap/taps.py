@@ -30,17 +30,17 @@ class CannotTap(Exception):
 
 
 class TapSource(Protocol):
-    """A proxy whose pods can be tapped."""
+    """A proxy with pods that can be tapped."""
 
     async def open_connections(self, pod: str) -> int:
-        """Return how many connections a pod has now.
+        """Return the number of a pod's open connections.
 
         Raises:
-            CannotTap: there is no such pod here.
+            CannotTap: this proxy does not carry the pod.
         """
 
     def carriers(self) -> list[Carry]:
-        """Return what captures in each process that carries connections."""
+        """Return a capture carrier for each process that carries connections."""
 
 
 class Carry(Protocol):
@@ -58,11 +58,11 @@ class Taps:
         self._captures: dict[str, Capture] = {}
 
     def of(self, pod: str) -> Capture | None:
-        """Return the tap of a pod, if there is one now; the data path calls it for each new connection."""
+        """Return the current tap of a pod, if any. The data path calls it for each new connection."""
         return self._captures.get(pod)
 
     async def carry(self, request: TapRequest, sink: socket.socket) -> Totals:
-        """Capture a pod's new connections until the other end of ``sink`` says EOF.
+        """Capture a pod's new connections until the other end of ``sink`` sends EOF.
 
         Args:
             request: what to capture.
@@ -105,9 +105,9 @@ async def _watch(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> 
 
 
 async def _write(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> None:
-    """Write until the capture has ended and its queue is empty, or its reader is gone.
+    """Write until the capture has ended and its queue is empty, or its reader has disconnected.
 
-    Never cancelled but by the end of the process: a block that is cut would make the rest unreadable.
+    Cancelled only when the process ends: a truncated block would make the rest unreadable.
     """
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):

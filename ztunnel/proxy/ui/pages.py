@@ -1,4 +1,4 @@
-"""Answers ``/ui`` and what is below it: the page, its script and style, one event as JSON, and all as a stream.
+"""Answers ``/ui`` and the paths below it: the page, its script and style, one event as JSON, and all as a stream.
 
 This module never changes the proxy: every path takes GET and HEAD only. The page is one document of our own files,
 and its content security policy forbids other sources. Three rules keep other sites of the user's browser out:
@@ -37,7 +37,7 @@ from ztunnel.runtime.http.page import (
 PATH: Final = "/ui"
 #: Concurrent streams: one per person and visible tab.
 MOST_FOLLOWERS: Final = 8
-#: Between two events; fast enough to watch.
+#: The interval of events, fast enough to watch.
 INTERVAL_S: Final = 2.0
 #: An event that takes long makes the interval this many times as long: never more than 2 % of a CPU.
 _SHARE: Final = 50
@@ -73,12 +73,12 @@ See = Callable[[], Awaitable[Seen]]
 
 
 def is_below(path: str) -> bool:
-    """Return whether a path is the live page's."""
+    """Return whether a path belongs to the live page."""
     return path == PATH or path.startswith(f"{PATH}/")
 
 
 def off(setting: str) -> Page:
-    """Return the answer where the page is off: 404, and how to turn it on."""
+    """Return the answer if the page is disabled: 404, and how to enable it."""
     return text(
         f"the live page is off; it is served on loopback, and beyond it where {setting} asks for it\n", 404, PLAIN
     )
@@ -88,9 +88,9 @@ class LivePages:
     """Answers the paths of the live page for one admin server.
 
     Args:
-        see: returns what there is to show; called in the event loop, never twice at a time.
-        clock: for rates and times.
-        began: called when the first follower comes, and ``ended`` when the last one left.
+        see: returns the current content. Called in the event loop, never twice at a time.
+        clock: the clock of rates and times.
+        began: called when the first client follows the events. ``ended``: called when the last one leaves.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class LivePages:
             self._ended()
 
     async def _next(self) -> str:
-        """Return the next event of a stream. Clients that ask within half an interval get the same one."""
+        """Return the next event of a stream. Requests within half an interval get the same event."""
         now_s = self._clock.monotonic()
         if now_s - self._last_s >= self._wait_s / 2:
             self._last_s = now_s  # others who ask while this one is made get the one before, not a second one

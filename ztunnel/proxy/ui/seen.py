@@ -1,6 +1,7 @@
 """The content of the live page, as values that a front end creates for each event. Pure.
 
-Texts come from control planes, certificates and peers: none is trusted, all are clipped and shown as text.
+Texts come from control planes, certificates and peers: they are untrusted, so they are clipped and shown as plain
+text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from enum import StrEnum
 
 
 class Security(StrEnum):
-    """How the bytes of a connection travel; the values are shown."""
+    """How a connection's bytes are protected. The page shows the values."""
 
     MUTUAL_TLS = "mTLS"
     PLAIN = "plain"
@@ -26,9 +27,9 @@ class Workload:
     Attributes:
         key: the key that flows refer to.
         identity: its SPIFFE id. Empty if none is known.
-        address: one of its addresses, if it has just one or the dialect knows it by that.
+        address: its address, if it has only one or the dialect identifies workloads by address.
         here: whether it runs on this proxy's node.
-        state: why it is not served. Empty if it is.
+        state: why it is not served, or empty.
     """
 
     key: str
@@ -54,7 +55,7 @@ class Flow:
         opened, failed: counts since then.
         denied: failed connections that a policy of this proxy denied.
         refused: failed connections that the peer's policy refused, as known by the source's side.
-        bytes_sent: from client to server, ``bytes_received`` back.
+        bytes_sent: bytes from client to server. ``bytes_received``: bytes back.
     """
 
     source: str
@@ -84,9 +85,9 @@ class Connection:
     Attributes:
         id: unique among the live ones.
         direction: ``outbound`` or ``inbound``, or the name of its listener.
-        source, destination: addresses; the destination is what was dialled.
-        next_hop: where the proxy took it.
-        identity: of the other side, as its certificate proved it.
+        source, destination: addresses. The destination is the dialled address.
+        next_hop: the address that the proxy dialled.
+        identity: the identity in the other side's verified certificate.
     """
 
     id: str
@@ -152,7 +153,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where configuration comes from.
+    """A source of configuration.
 
     Attributes:
         connected: None for a file, which has no connection.
@@ -187,8 +188,8 @@ class Facts:
         state: one line: ready, or what is missing.
         totals: numbers of things by name, such as ``workloads``.
         counted_since_s: the wall clock when flows began to be counted; 0 for the proxy's start.
-        question: an example of what the form of explain takes, by its parameters.
-        flows_kept: ended connections that the flight recorder keeps; 0: it is off.
+        question: an example for the form of explain, by parameter.
+        flows_kept: the number of connections in the flight recorder. 0 if it is off.
     """
 
     dialect: str

@@ -22,7 +22,7 @@ LONGEST_TEXT: Final = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest numbers of entries in an event, which a person can look through. Guesses."""
+    """The largest numbers of entries in an event, chosen so that a person can read them. Guesses."""
 
     workloads: int = 60
     flows: int = 120
@@ -54,7 +54,7 @@ class Rates:
             before, elapsed_s = {}, 0.0
         self._before = {flow.key: flow for flow in flows}
         self._at_s = now_s
-        # A flow that is new since the last event began at 0.
+        # A flow that is new since the last event started at 0.
         pairs = ((flow, before.get(key)) for key, flow in self._before.items())
         active = heapq.nlargest(most, pairs, key=_activity if elapsed_s else _size)
         return [_shown(flow) | _rates(flow, old, elapsed_s) for flow, old in active]
@@ -65,7 +65,7 @@ def _size(pair: tuple[Flow, Flow | None]) -> tuple[int, int]:
 
 
 def _activity(pair: tuple[Flow, Flow | None]) -> tuple[int, ...]:
-    """Return what orders flows: of one interval counts order as rates do."""
+    """Return the sort key of flows: their counts in the last interval."""
     flow, old = pair
     opened, _, moved = _counts(flow)
     opened_before, _, moved_before = _counts(old)
@@ -83,18 +83,16 @@ _RATES: Final = ("connections_per_s", "failures_per_s", "bytes_per_s")
 
 
 def _counts(flow: Flow | None) -> tuple[int, int, int]:
-    """Return the counts that :data:`_RATES` are of."""
+    """Return the counts behind :data:`_RATES`."""
     return (0, 0, 0) if flow is None else (flow.opened, flow.failed, flow.bytes_sent + flow.bytes_received)
 
 
 def event(seen: Seen, rates: Rates, now_s: float, wall_s: float, bounds: Bounds | None = None) -> dict[str, Any]:
-    """Return the event, of values that JSON has; its keys are the attributes of
-    :class:`ztunnel.proxy.ui.seen.Seen`.
+    """Return the event in JSON's types. Its keys are the attributes of :class:`ztunnel.proxy.ui.seen.Seen`.
 
     Args:
         seen: the front end's content.
-        rates: of the one who follows the events.
-        now_s, wall_s: the time by either clock.
+        rates: the rates kept for this client. now_s, wall_s: the time by either clock.
         bounds: the largest numbers of entries.
     """
     bounds = bounds or Bounds()
