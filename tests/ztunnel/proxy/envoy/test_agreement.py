@@ -89,7 +89,7 @@ def policies(rng: random.Random, *ports: int) -> list[Json]:
     ]
 
 
-def test_calicos_policies(tmp_path: Path) -> None:
+def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -> None:
     """Plain and in a tunnel, where it begins and where it ends, each with some of the identity and the ports."""
 
     async def body(made: Guarded) -> None:
@@ -125,7 +125,7 @@ def told(rig: Rig, question: str) -> Json:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_plain_connections(tmp_path: Path, seed: int) -> None:
+def test_explain_agrees_with_plain_connections(tmp_path: Path, seed: int) -> None:
     """Through random policies, to a cluster that may be missing or empty, by a chain that may match nothing."""
 
     async def body(rig: Rig) -> None:
@@ -153,7 +153,7 @@ def test_plain_connections(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_tunnels(tmp_path: Path, seed: int) -> None:
+def test_explain_agrees_with_tunnels(tmp_path: Path, seed: int) -> None:
     """Whose far end is the same proxy, with random policies about the client's identity there."""
 
     async def body(rig: Rig) -> None:

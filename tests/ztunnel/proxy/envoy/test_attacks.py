@@ -200,7 +200,7 @@ def test_an_older_protocol_is_refused(tmp_path: Path) -> None:
         ("127.0.0.1:{port}", "2130706433:{port}", b"400"),
     ],
 )
-def test_a_tunnel_leads_only_where_it_was_opened_to(
+def test_tunnel_can_reach_only_the_pod_of_its_connection(
     tmp_path: Path, authority: str, header: str | None, status: bytes
 ) -> None:
     async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
@@ -318,7 +318,7 @@ FLOODS: dict[str, Callable[[Attacker, int], bytes]] = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_ends_its_connection_and_nobody_elses(tmp_path: Path, flood: str) -> None:
+def test_frame_flood_ends_only_its_own_connection(tmp_path: Path, flood: str) -> None:
     async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
         attacker = await Attacker.to(rig, identities)
         await attacker.events_until(h2.events.RemoteSettingsChanged)
@@ -342,7 +342,7 @@ async def _bystander(rig: Rig) -> list[bytes]:
     return [await ask(rig.port("plain")) for _ in range(20)]
 
 
-def test_a_handshake_that_never_comes_is_cut_off(tmp_path: Path) -> None:
+def test_connection_without_a_handshake_is_closed(tmp_path: Path) -> None:
     async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("inbound"))
         writer.write(b"\x16")

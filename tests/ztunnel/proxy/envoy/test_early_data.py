@@ -134,7 +134,7 @@ async def tunnelling(rig: Rig, *ports: int) -> int:
 
 
 @pytest.mark.parametrize("early_data", [True, False])
-def test_they_go_along_unless_switched_off(tmp_path: Path, *, early_data: bool) -> None:
+def test_first_bytes_are_sent_with_the_connect_unless_disabled(tmp_path: Path, *, early_data: bool) -> None:
     async def body(rig: Rig) -> None:
         async with peers(1) as ([peer], ports):
             port = await tunnelling(rig, *ports)
@@ -150,7 +150,7 @@ def test_they_go_along_unless_switched_off(tmp_path: Path, *, early_data: bool) 
     run(tmp_path, body, switches=Switches(early_data=early_data))
 
 
-def test_a_peer_that_refused_them_is_replaced_and_one_that_may_have_passed_them_on_is_not(tmp_path: Path) -> None:
+def test_early_data_is_retried_only_if_the_peer_cannot_have_delivered_it(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with peers(2) as (both, ports):
             port = await tunnelling(rig, *ports)

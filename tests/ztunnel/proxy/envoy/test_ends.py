@@ -182,7 +182,7 @@ def reset(client: Tunnels) -> None:
 @pytest.mark.parametrize(
     ("leave", "flag"), [(reset, "DR"), (lambda client: client.writer.close(), "DC")], ids=["resets", "disconnects"]
 )
-def test_a_client_that_resets_and_one_that_disconnects(
+def test_client_reset_and_disconnect_have_their_flags(
     tmp_path: Path, leave: Callable[[Tunnels], object], flag: str
 ) -> None:
     async def body(rig: Rig) -> None:

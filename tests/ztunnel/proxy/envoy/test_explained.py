@@ -301,7 +301,7 @@ async def checked(rig: Rig) -> None:
 
 @settings(max_examples=12)
 @given(st.lists(cases(), min_size=1, max_size=6))
-def test_a_connection_gets_what_explain_said(made: list[Case]) -> None:
+def test_connection_behaves_as_explain_predicts(made: list[Case]) -> None:
     async def body(rig: Rig) -> None:
         async with contextlib.AsyncExitStack() as stack:
             ports = [await stack.enter_async_context(application()) for _ in range(HOSTS)]
@@ -473,7 +473,7 @@ def test_a_listener_filter_of_an_internal_listener_can_be_disabled(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("denied", "works"), [("application", False), ("listener", True)])
-def test_a_policy_about_ports_is_asked_about_the_application_of_a_tunnel(
+def test_explain_judges_port_policies_by_the_application_of_a_tunnel(
     tmp_path: Path, denied: str, works: bool
 ) -> None:
     async def body(rig: Rig) -> None:

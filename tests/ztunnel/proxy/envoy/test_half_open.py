@@ -44,7 +44,7 @@ def silent(port: int, source: str) -> socket.socket:
     return sock
 
 
-def test_silent_clients_are_bounded_by_source_and_leave_others_room(tmp_path: Path) -> None:
+def test_silent_clients_are_limited_by_source(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             rig.proxy.half_open.limits = HalfOpenLimits(per_source=4, per_pod=6)
@@ -112,7 +112,7 @@ def test_a_connection_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) ->
     run(tmp_path, body)
 
 
-def test_a_handshake_that_stands_still_gives_way(tmp_path: Path) -> None:
+def test_stalled_handshake_is_closed_if_others_wait(tmp_path: Path) -> None:
     """Its ClientHello is there and nothing follows."""
 
     async def body(rig: Rig) -> None:
@@ -148,7 +148,7 @@ def first_flight() -> bytes:
 # Descriptors
 
 
-def test_a_pod_with_its_share_is_not_admitted_while_others_are() -> None:
+def test_pod_at_its_connection_quota_is_not_admitted() -> None:
     in_use = 110
     descriptors = Descriptors(200, in_use=lambda: in_use)
     gate, quota = descriptors.share("the proxy", lambda: 0), PodQuota(descriptors)
@@ -181,7 +181,9 @@ def ready(rig: Rig) -> tuple[int, str]:
     return page.status, "".join(map(str, page.body))
 
 
-def test_a_greedy_pod_is_closed_and_others_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_over_its_connection_quota_is_rejected_and_others_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await rig.published(listener(), cluster(port))

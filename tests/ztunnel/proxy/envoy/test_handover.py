@@ -123,7 +123,7 @@ class Clients:
                 await asyncio.sleep(0.01)
 
 
-def test_generations_follow_each_other_and_nobody_notices(tmp_path: Path) -> None:
+def test_restart_epochs_follow_each_other_without_failed_connections(tmp_path: Path) -> None:
     async def main() -> None:
         async with application() as application_port, contextlib.AsyncExitStack() as stack:
             admin, port = free_port(), free_port()
@@ -150,7 +150,7 @@ def test_generations_follow_each_other_and_nobody_notices(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-def test_who_does_not_mean_to_take_a_place_is_told_how(tmp_path: Path) -> None:
+def test_second_proxy_without_restart_epoch_names_the_flag(tmp_path: Path) -> None:
     async def main() -> None:
         admin, port = free_port(), free_port()
         path = bootstrap(tmp_path, admin, port, 1)
@@ -166,7 +166,7 @@ def test_who_does_not_mean_to_take_a_place_is_told_how(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_waits_is_served_when_a_listener_stops(tmp_path: Path) -> None:
+def test_queued_connections_are_served_when_a_listener_stops(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await rig.published(listener(), cluster(port))
@@ -184,7 +184,7 @@ def test_what_waits_is_served_when_a_listener_stops(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_handshake_that_is_under_way_is_finished_and_hears_of_the_end(tmp_path: Path) -> None:
+def test_running_handshake_completes_and_gets_goaway(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         identities = Identities()
         end = inbound({"route_config": connect_route("app")})

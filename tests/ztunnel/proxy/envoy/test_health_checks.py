@@ -98,7 +98,7 @@ async def answers(rig: Rig) -> set[bytes]:
 NO_PANIC = {"common_lb_config": {"healthy_panic_threshold": {"value": 0}}}
 
 
-def test_an_unhealthy_host_gets_no_connections_until_it_is_well_again(tmp_path: Path) -> None:
+def test_unhealthy_host_gets_no_connections_until_it_recovers(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with backends("a", "b") as (a, b):
             assert (
@@ -121,7 +121,7 @@ def test_an_unhealthy_host_gets_no_connections_until_it_is_well_again(tmp_path: 
     run(tmp_path, body)
 
 
-def test_a_host_that_does_not_listen(tmp_path: Path) -> None:
+def test_host_that_does_not_listen_is_unhealthy(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with backends("a", "b") as (a, b):
             await b.stop()
@@ -157,7 +157,7 @@ def test_without_a_healthy_host_all_are_used_or_none(panic: Json, answer: bytes,
         ({"tcp_health_check": {"receive": [{"text": "61"}]}, "timeout": "0.1s"}, False),
     ],
 )
-def test_what_counts_as_an_answer(check: Json, healthy: bool, tmp_path: Path) -> None:
+def test_answers_that_pass_a_health_check(check: Json, healthy: bool, tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with backends("a") as (a,):
             a.status = 418
@@ -167,7 +167,7 @@ def test_what_counts_as_an_answer(check: Json, healthy: bool, tmp_path: Path) ->
     run(tmp_path, body)
 
 
-def test_an_endpoint_may_be_asked_elsewhere_or_not_at_all(tmp_path: Path) -> None:
+def test_endpoint_can_have_another_health_check_address_or_none(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with backends("a", "b", "health") as (a, b, health):
             kind, document = cluster(a.port, b.port, health_checks=[HTTP], **NO_PANIC)
@@ -240,7 +240,7 @@ def test_grpcs_health_service(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-def test_a_host_that_discovery_takes_away_serves_while_it_passes(ignore: bool, tmp_path: Path) -> None:
+def test_removed_host_serves_while_it_passes_its_checks(ignore: bool, tmp_path: Path) -> None:
     source = {"eds_config": {"ads": {}, "resource_api_version": "V3"}}
 
     def assigned(*ports: int) -> tuple[str, Json]:
@@ -265,7 +265,7 @@ def test_a_host_that_discovery_takes_away_serves_while_it_passes(ignore: bool, t
     run(tmp_path, body)
 
 
-def test_a_host_that_is_not_checked_goes_when_discovery_takes_it_away(tmp_path: Path) -> None:
+def test_unchecked_host_is_removed_with_discovery(tmp_path: Path) -> None:
     source = {"eds_config": {"ads": {}, "resource_api_version": "V3"}}
     by_eds = ("cluster", {"name": "app", "type": "EDS", "eds_cluster_config": source, "health_checks": [HTTP]})
 
@@ -285,7 +285,7 @@ def test_a_host_that_is_not_checked_goes_when_discovery_takes_it_away(tmp_path: 
     run(tmp_path, body)
 
 
-def test_a_check_that_fails_by_a_bug_is_tried_again(
+def test_health_check_restarts_after_an_internal_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask, left = Prober.ask, [2]

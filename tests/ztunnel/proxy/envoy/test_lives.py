@@ -199,7 +199,7 @@ def test_the_port_of_an_open_tunnel_is_judged_again(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("tunnels", [True, False], ids=["tunnels", "tcp"])
-def test_a_subject_that_cannot_be_decoded_is_latin_and_leaks_nothing(tmp_path: Path, tunnels: bool) -> None:
+def test_undecodable_subject_is_read_as_latin_1(tmp_path: Path, tunnels: bool) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             identities = Identities()

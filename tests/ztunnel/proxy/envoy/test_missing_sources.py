@@ -70,9 +70,7 @@ async def refused(rig: Rig, *resources: tuple[str, Json]) -> str:
 
 
 @WANTS
-def test_a_listener_that_wants_an_unknown_cluster_is_refused_and_the_others_start(
-    wants: Wants, tmp_path: Path
-) -> None:
+def test_listener_with_a_source_of_an_unknown_cluster_is_refused(wants: Wants, tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"here") as port:
             error = await refused(rig, listener(), cluster(port), wants(NOWHERE))
@@ -93,7 +91,7 @@ def test_a_listener_that_wants_an_unknown_cluster_is_refused_and_the_others_star
 
 
 @WANTS
-def test_a_start_with_such_a_listener(wants: Wants, tmp_path: Path) -> None:
+def test_start_with_a_listener_of_an_unknown_source(wants: Wants, tmp_path: Path) -> None:
     """It kept the whole proxy from starting: warming had failed in a task of its own."""
 
     async def body(rig: Rig) -> None:
@@ -139,7 +137,9 @@ def test_validate_finds_an_unknown_cluster(
 
 @pytest.mark.parametrize("source", [NOWHERE, ADS], ids=["gone", "ads"])
 @pytest.mark.parametrize("by", ["eds", "sds"])
-def test_clusters_likewise(source: Json, by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_with_a_source_of_an_unknown_cluster_is_refused(
+    source: Json, by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = cluster(name="bad", transport_socket=tls(SERVER, server=False, source=source))
     if by == "eds":
         bad = "cluster", {"name": "bad", "type": "EDS", "eds_cluster_config": {"eds_config": source}}

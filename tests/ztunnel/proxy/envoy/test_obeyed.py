@@ -116,7 +116,7 @@ def test_ipv6_listener_takes_ipv4_only_with_ipv4_compat(tmp_path: Path, compatib
     run(tmp_path, body)
 
 
-def test_name_that_vanishes_takes_its_hosts_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vanished_dns_name_removes_its_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {"there": True}
 
     async def resolve(_: object, name: str, family: str) -> Answer:
@@ -154,7 +154,7 @@ def test_name_that_vanishes_takes_its_hosts_with_it(tmp_path: Path, monkeypatch:
     run(tmp_path, body)
 
 
-def test_what_is_left_of_limits_is_shown_where_it_is_tracked(tmp_path: Path) -> None:
+def test_remaining_breaker_limits_are_shown_if_tracked(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             thresholds = [{"max_connections": 5, "track_remaining": True}, {"priority": "HIGH"}]

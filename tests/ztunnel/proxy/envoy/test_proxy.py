@@ -66,7 +66,9 @@ REMOTE_OF_USE = REMOTE | OF_USE | {"destroy_remote_with_active_rq": 1}
     ("how", "expected"),
     [("client first", REMOTE_OF_USE), ("client resets", LOCAL_OF_USE), ("idle", LOCAL_OF_USE)],
 )
-def test_who_ended_a_connection_upstream(tmp_path: Path, how: str, expected: dict[str, float]) -> None:
+def test_upstream_counters_tell_which_side_ended_a_connection(
+    tmp_path: Path, how: str, expected: dict[str, float]
+) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await rig.published(
@@ -105,7 +107,7 @@ def test_a_connection_that_is_not_made_is_counted_too(tmp_path: Path) -> None:
         ((listener(), cluster(1)), "UF,URX"),
     ],
 )
-def test_what_cannot_be_reached_is_closed_with_its_flag(
+def test_unreachable_upstream_closes_with_its_response_flag(
     tmp_path: Path, resources: tuple[tuple[str, Json], ...], flags: str
 ) -> None:
     kind, document = resources[0]
@@ -119,7 +121,7 @@ def test_what_cannot_be_reached_is_closed_with_its_flag(
     run(tmp_path, body, (kind, document), *resources[1:])
 
 
-def test_another_attempt_goes_to_another_endpoint(tmp_path: Path) -> None:
+def test_retry_uses_another_endpoint(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await rig.published(listener(chain(tcp(max_connect_attempts=2))), cluster(1, port))
@@ -174,7 +176,7 @@ def internal_cluster(name: str, leads_to: str) -> tuple[str, Json]:
     return "cluster", {"name": name, "type": "STATIC", "load_assignment": assignment, **passing}
 
 
-def test_filter_state_goes_on_as_far_as_it_is_shared(tmp_path: Path) -> None:
+def test_filter_state_passes_internal_connections_as_shared(tmp_path: Path) -> None:
     """ONCE through one internal connection, TRANSITIVE through all, NONE through none (Envoy's StreamSharing)."""
     kinds = ("NONE", "ONCE", "TRANSITIVE")
     values = [
@@ -269,7 +271,7 @@ def test_an_idle_connection_ends(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_names_resolve(tmp_path: Path) -> None:
+def test_dns_names_of_endpoints_are_resolved(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             address = {"socket_address": {"address": "localhost", "port_value": port}}
@@ -368,7 +370,7 @@ def test_a_policy_that_no_longer_allows_cuts_live_connections(tmp_path: Path) ->
     run(tmp_path, body)
 
 
-def test_a_refused_listener_leaves_the_last_good_one_and_its_neighbours(tmp_path: Path) -> None:
+def test_refused_listener_leaves_its_last_good_version_and_other_listeners(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             assert await rig.published(listener(), cluster(port)) is None
@@ -388,7 +390,7 @@ def test_a_refused_listener_leaves_the_last_good_one_and_its_neighbours(tmp_path
     run(tmp_path, body)
 
 
-def test_a_refused_cluster_leaves_the_last_good_one(tmp_path: Path) -> None:
+def test_refused_cluster_leaves_its_last_good_version(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await rig.published(listener(), cluster(port))
@@ -417,7 +419,7 @@ def test_a_removed_listener_stops_at_once_and_drains(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_changed_cluster_takes_new_connections_and_leaves_old_ones(tmp_path: Path) -> None:
+def test_changed_cluster_serves_new_connections_and_old_ones_continue(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"1") as one, application(b"2") as two:
             await rig.published(listener(), cluster(one))
@@ -463,7 +465,7 @@ def test_endpoints_arrive_and_change_over_eds(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_cluster_that_is_no_longer_discovered_shows_no_updates_of_then(tmp_path: Path) -> None:
+def test_cluster_without_eds_shows_no_earlier_update_counts(tmp_path: Path) -> None:
     document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": {"ads": {}}}}
 
     async def body(rig: Rig) -> None:
@@ -482,7 +484,7 @@ def test_a_cluster_that_is_no_longer_discovered_shows_no_updates_of_then(tmp_pat
     run(tmp_path, body)
 
 
-def test_traffic_goes_on_while_the_control_plane_is_away(tmp_path: Path) -> None:
+def test_traffic_continues_while_the_control_plane_is_unreachable(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await rig.published(listener(), cluster(port))
@@ -520,7 +522,7 @@ def test_an_extension_that_has_not_arrived_closes(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_proxy_header_is_believed_where_it_is_demanded(tmp_path: Path) -> None:
+def test_proxy_header_sets_the_source_if_the_filter_is_configured(tmp_path: Path) -> None:
     kind = T + "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol"
     filters = [{"name": "pp", "typed_config": {"@type": kind}}]
     match = {"filter_chain_match": {"source_prefix_ranges": [{"address_prefix": "10.0.0.1", "prefix_len": 32}]}}
@@ -535,7 +537,7 @@ def test_a_proxy_header_is_believed_where_it_is_demanded(tmp_path: Path) -> None
     run(tmp_path, body)
 
 
-def test_a_silent_client_does_not_hold_a_listener_filter_for_ever(tmp_path: Path) -> None:
+def test_listener_filter_times_out_for_a_silent_client(tmp_path: Path) -> None:
     kind = T + "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector"
     filters = [{"name": "tls", "typed_config": {"@type": kind}}]
 
@@ -574,7 +576,7 @@ def test_shutting_down_refuses_new_and_finishes_old(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_taken_port_is_a_refusal_that_names_it(tmp_path: Path) -> None:
+def test_listener_on_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             kind, document = listener(name="taken", enable_reuse_port=False)
@@ -588,7 +590,7 @@ def test_a_taken_port_is_a_refusal_that_names_it(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_the_switch_for_verification_asks_for_the_root(tmp_path: Path) -> None:
+def test_strict_tls_subscribes_to_the_root(tmp_path: Path) -> None:
     """A 2022 upstream context verifies nobody; ours asks for ROOTCA unless told to obey."""
     socket = tls(CLIENT, server=False)
     del socket["typed_config"]["common_tls_context"]["combined_validation_context"]

@@ -62,7 +62,7 @@ def test_a_tunnel_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("idle", "timeout_s"), [("0.2s", 0.2), ("0s", math.inf), (None, 3600)])
-def test_a_tunnel_connection_without_streams_ends_when_its_cluster_says(
+def test_idle_tunnel_connection_ends_at_the_idle_timeout_of_its_cluster(
     tmp_path: Path, idle: str | None, timeout_s: float
 ) -> None:
     """0 is never, and Envoy's default an hour."""
@@ -87,7 +87,7 @@ def test_a_tunnel_connection_without_streams_ends_when_its_cluster_says(
     run(tmp_path, body)
 
 
-def test_a_tunnel_connection_carries_what_its_cluster_allows(tmp_path: Path) -> None:
+def test_tunnel_connection_obeys_the_stream_limits_of_its_cluster(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"hi ") as port:
             everything = await tunnel(rig, port, Identities())
@@ -100,7 +100,7 @@ def test_a_tunnel_connection_carries_what_its_cluster_allows(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("size", "answer"), [(100, b"hi there"), (1100, b"")])
-def test_a_manager_may_allow_shorter_heads(tmp_path: Path, size: int, answer: bytes) -> None:
+def test_connection_manager_limits_the_size_of_request_heads(tmp_path: Path, size: int, answer: bytes) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"hi ") as port:
             everything = await tunnel(rig, port, Identities())
@@ -118,7 +118,7 @@ def test_a_manager_may_allow_shorter_heads(tmp_path: Path, size: int, answer: by
     run(tmp_path, body)
 
 
-def test_an_identity_that_is_not_allowed_gets_no_byte_through(tmp_path: Path) -> None:
+def test_denied_identity_sends_no_byte_through(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"secret") as port:
             log = access_log(tmp_path)
@@ -134,7 +134,7 @@ def test_an_identity_that_is_not_allowed_gets_no_byte_through(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ports", [True, False])
-def test_a_denied_port_is_the_applications_unless_told_to_do_as_envoy(tmp_path: Path, ports: bool) -> None:
+def test_port_policies_judge_the_application_unless_envoy_compat(tmp_path: Path, ports: bool) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             await tunnel(rig, port, Identities(), rbac(CLIENT), deny_port(port))
@@ -177,7 +177,7 @@ def test_rotation_serves_new_connections_and_leaves_live_tunnels(tmp_path: Path)
     run(tmp_path, body)
 
 
-def test_a_broken_secret_is_refused_and_the_last_good_one_serves(tmp_path: Path) -> None:
+def test_broken_secret_is_refused_and_the_last_good_version_serves(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             everything = await tunnel(rig, port, Identities())

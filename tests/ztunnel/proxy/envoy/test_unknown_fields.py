@@ -68,7 +68,7 @@ def with_field(message: Message, path: list[int], number: int) -> None:
         ),
     ],
 )
-def test_it_is_refused_over_grpc(
+def test_unknown_field_is_refused_over_grpc(
     kind: str, path: list[int], number: int, answer: str, words: str, tmp_path: Path
 ) -> None:
     async def body(rig: Rig) -> None:

@@ -125,7 +125,7 @@ RBAC = f'"@type": {T}.network.rbac.v3.RBAC'
         ),
     ],
 )
-def test_a_discovered_filter_is_read_as_where_it_is_awaited(tmp_path: Path, config: str, fault: str) -> None:
+def test_discovered_filter_is_validated_like_its_references(tmp_path: Path, config: str, fault: str) -> None:
     found, file = tmp_path / "ecds.yaml", tmp_path / "bootstrap.yaml"
     kind = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
     found.write_text(f'resources: [{{"@type": {kind}, name: guard, typed_config: {config}}}]')

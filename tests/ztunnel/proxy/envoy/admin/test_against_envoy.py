@@ -153,14 +153,14 @@ def key_orders(value: Any, path: str = "") -> dict[str, list[str]]:
     return found
 
 
-def test_same_days_left(both: dict[str, tuple[Answer, Answer]]) -> None:
+def test_certs_page_has_envoys_days_until_expiration(both: dict[str, tuple[Answer, Answer]]) -> None:
     for answer in both["/certs"]:
         own = [entry["cert_chain"][0] for entry in answer.json["certificates"]]
         assert [certificate["days_until_expiration"] for certificate in own] == ["30"] * 5
 
 
 @pytest.mark.parametrize("path", SAME_JSON)
-def test_same_json(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
+def test_json_pages_equal_envoys(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
     theirs, ours = (comparable(json.loads(answer.body)) for answer in both[path])
     assert ours == theirs
     if path == "/runtime":  # a struct: its keys have no order
@@ -173,7 +173,7 @@ def test_same_json(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in SAME_JSON if path not in ("/init_dump", "/runtime")])
-def test_same_layout(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
+def test_config_dump_layout_equals_envoys(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
     """Indentation, escapes and the end of the page."""
     theirs, ours = both[path]
     assert ours.text[:20] == theirs.text[:20]
@@ -182,19 +182,19 @@ def test_same_layout(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
 
 
 @pytest.mark.parametrize("path", SAME_TEXT)
-def test_same_text(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
+def test_text_pages_equal_envoys(both: dict[str, tuple[Answer, Answer]], path: str) -> None:
     theirs, ours = both[path]
     assert ours.status == theirs.status
     assert ours.text == theirs.text
     assert dict(ours.headers)["content-type"] == dict(theirs.headers)["content-type"]
 
 
-def test_same_lines_of_clusters(both: dict[str, tuple[Answer, Answer]]) -> None:
+def test_clusters_page_has_envoys_lines(both: dict[str, tuple[Answer, Answer]]) -> None:
     theirs, ours = both["/clusters"]
     assert sorted(ours.text.splitlines()) == sorted(theirs.text.splitlines())
 
 
-def test_same_headers(both: dict[str, tuple[Answer, Answer]]) -> None:
+def test_response_headers_equal_envoys(both: dict[str, tuple[Answer, Answer]]) -> None:
     for path in ("/ready", "/config_dump", "/help"):
         theirs, ours = both[path] if path in both else both["/ready"]
         assert [name for name, _ in ours.headers] == [name for name, _ in theirs.headers]
@@ -210,7 +210,7 @@ def test_same_fields_of_process_pages(both: dict[str, tuple[Answer, Answer]]) ->
     assert {type(value) for value in ours["command_line_options"].values()} <= {str, int, bool, list}
 
 
-def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]]) -> None:
+def test_help_lists_envoys_paths(both: dict[str, tuple[Answer, Answer]]) -> None:
     def paths(answer: Answer) -> set[str]:
         return {line.split(": ")[0] for line in answer.text.splitlines()[1:] if not line.startswith("      ")}
 
@@ -234,7 +234,7 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
     }
 
 
-def test_stats_that_both_have_are_of_one_kind(both: dict[str, tuple[Answer, Answer]]) -> None:
+def test_common_stats_have_envoys_types(both: dict[str, tuple[Answer, Answer]]) -> None:
     theirs, ours = (
         {entry["name"]: entry["value"] for entry in answer.json["stats"] if "name" in entry}
         for answer in both["/stats?format=json"]
@@ -244,7 +244,7 @@ def test_stats_that_both_have_are_of_one_kind(both: dict[str, tuple[Answer, Answ
     assert all(type(theirs[name]) is type(ours[name]) for name in common)
 
 
-def test_commands_that_ask_an_envoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_commands_read_an_envoys_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has no ``/explain``: its dump is asked for, and gives our proxy's answer for the same files."""
     words = ["explain", "10.244.2.3", "10.96.183.192:9080", "--json"]
     ours, theirs = write_reference(_made(tmp_path / "ours")), write_reference(_made(tmp_path / "theirs"))

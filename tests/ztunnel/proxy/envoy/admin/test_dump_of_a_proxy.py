@@ -271,7 +271,7 @@ def test_awaited_cluster_is_warming_and_named_by_readiness(reference: Reference)
     serve(reference, check, until=State.PRE_INITIALIZING)
 
 
-def test_missing_secret_is_warming(reference: Reference) -> None:
+def test_missing_secret_is_dumped_as_warming(reference: Reference) -> None:
     (reference.folder / "certs" / "sds-ROOTCA.json").unlink()
 
     def check(running: Running) -> None:

@@ -38,14 +38,14 @@ def test_levels_have_one_name_each() -> None:
     assert level_name(1000) == "off"
 
 
-def test_one_logger_and_those_below_it() -> None:
+def test_logger_level_applies_to_child_loggers() -> None:
     assert ask("ztunnel.test_loggers.below=error")[0] == 200
     status, text = ask("ztunnel.test_loggers=debug")
     assert status == 200
     assert "  ztunnel.test_loggers: debug\n  ztunnel.test_loggers.below: debug\n" in text
 
 
-def test_all_of_paths_or_nothing() -> None:
+def test_invalid_path_changes_no_logger() -> None:
     assert ask("paths=ztunnel:error,xds:off")[0] == 200
     before = active()
     assert "  xds: off\n" in before
@@ -54,7 +54,7 @@ def test_all_of_paths_or_nothing() -> None:
     assert active() == before
 
 
-def test_other_libraries_are_not_ours_to_set() -> None:
+def test_loggers_of_other_libraries_are_unknown() -> None:
     logging.getLogger("unrelated").setLevel(logging.WARNING)
     assert ask("unrelated=debug") == (
         400,

@@ -108,7 +108,7 @@ def test_listeners_clusters_and_certs(answers: Callable[..., list[Answer]], refe
     assert r"\u003cinline\u003e" in certs.text
 
 
-def test_small_pages(answers: Callable[..., list[Answer]]) -> None:
+def test_small_admin_pages_have_envoys_form(answers: Callable[..., list[Answer]]) -> None:
     runtime, contention, restart, memory, info, init, server = answers(
         "/runtime",
         "/contention",
@@ -271,7 +271,7 @@ def test_explain_follows_a_pod_to_a_service(answers: Callable[..., list[Answer]]
     assert (usage.status, unknown.status) == (400, 404)
 
 
-def test_explaining_counts_nothing(reference: Reference) -> None:
+def test_explain_changes_no_counter(reference: Reference) -> None:
     def check(running: Running) -> None:
         def counters() -> str:
             return running.admin.get("/stats", type="Counters").text

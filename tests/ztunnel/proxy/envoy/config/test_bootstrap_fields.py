@@ -74,7 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("document", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
-def test_what_is_not_obeyed_is_refused_by_name(document: dict[str, Any], words: str) -> None:
+def test_unsupported_bootstrap_field_is_refused_by_name(document: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_bootstrap(bootstrap(document))
     assert words in str(refused.value)
@@ -104,11 +104,11 @@ def test_what_is_not_obeyed_is_refused_by_name(document: dict[str, Any], words: 
         },
     ],
 )
-def test_what_changes_nothing_here_may_be_set(document: dict[str, Any]) -> None:
+def test_bootstrap_fields_without_effect_are_accepted(document: dict[str, Any]) -> None:
     read_bootstrap(bootstrap(document))
 
 
-def test_admin_paths_that_are_not_allowed_do_nothing(tmp_path: Path) -> None:
+def test_admin_path_outside_allow_paths_has_no_effect(tmp_path: Path) -> None:
     """As Envoy: the target counts as sent, with its query."""
 
     port = free_port()

@@ -17,7 +17,7 @@ REFERENCE = Path(__file__).parents[4] / "data" / "reference"
 CONTROL = {"ZTUNNEL_CONTROL_PLANE": "unix:/x", "NODE_NAME": "n"}
 
 
-def test_defaults() -> None:
+def test_settings_have_defaults() -> None:
     settings = settings_from({}, CONTROL)
     assert settings.admin == SocketAddress("127.0.0.1", 15000)
     assert settings.switches == Switches()
@@ -33,11 +33,11 @@ def test_a_flag_wins_over_its_variable() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("2", 2.0), ("500ms", 0.5), ("1.5s", 1.5), ("2m", 120.0), ("1h", 3600.0)]
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert settings_from({"shutdown_s": text}, CONTROL).shutdown_s == seconds
 
 
-def test_a_port_alone_is_every_address() -> None:
+def test_port_alone_listens_on_every_address() -> None:
     assert settings_from({"metrics": "9100"}, CONTROL).metrics == SocketAddress("0.0.0.0", 9100)
 
 
@@ -49,7 +49,7 @@ def test_taps_are_permitted_by_the_path_of_a_socket() -> None:
         settings_from({"tap_socket": f"/{'x' * 107}"}, CONTROL)
 
 
-def test_envoy_compat_sets_every_switch_and_single_ones_still_win() -> None:
+def test_single_switch_wins_over_envoy_compat() -> None:
     compat = settings_from({}, {**CONTROL, "ZTUNNEL_ENVOY_COMPAT": "true", "ZTUNNEL_STRICT_TLS": "true"}).switches
     assert compat == Switches(
         route_timeouts=True,
@@ -101,12 +101,12 @@ def test_all_faults_are_reported_together() -> None:
         ({"control_plane": "unix:/x", "node": "n", "handover_dir": "here"}, "must be an absolute path"),
     ],
 )
-def test_what_must_go_together(flags: dict[str, str | None], words: str) -> None:
+def test_conflicting_or_incomplete_flags_are_refused(flags: dict[str, str | None], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         settings_from(flags, {"ZTUNNEL_REPLACE": "true"})
 
 
-def test_a_successor_in_place_has_a_folder_to_meet_in() -> None:
+def test_replace_uses_the_handover_folder() -> None:
     flags: dict[str, str | None] = {"control_plane": "unix:/x", "node": "n", "handover_dir": "/run/ztunnel"}
     found = settings_from(flags, {"ZTUNNEL_REPLACE": "true"})
     assert (found.handover_dir, found.replace) == ("/run/ztunnel", True)
@@ -232,7 +232,7 @@ def test_help_names_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
         assert variable in text
 
 
-def test_variables_of_a_service_are_no_settings() -> None:
+def test_service_variables_of_kubernetes_are_ignored() -> None:
     """Kubernetes gives them to every pod of a namespace that has a Service whose name begins so."""
     links = {
         "ZTUNNEL_SERVICE_HOST": "10.96.0.7",
@@ -253,6 +253,6 @@ def test_variables_of_a_service_are_no_settings() -> None:
 @pytest.mark.parametrize(
     "name", ["ZTUNNEL_METRICS_PORT", "ZTUNNEL_PORT", "ZTUNNEL_METRICS_ADDRES", "ZTUNNEL_SERVICE_HOSTS"]
 )
-def test_a_setting_that_looks_like_a_service_is_told(name: str) -> None:
+def test_unknown_variable_like_a_service_variable_is_an_error(name: str) -> None:
     with pytest.raises(SettingsError, match=f"{name}: no such variable"):
         settings_from({}, {**CONTROL, name: "15020"})

@@ -44,7 +44,7 @@ async def through(made: Generations, moves: int) -> dict[str, float]:
 
 
 @WAYS
-def test_lines_and_counters_are_those_of_connections_that_stay(
+def test_moved_connections_have_the_lines_and_counters_of_unmoved_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     found: dict[int, dict[str, float]] = {}
@@ -94,7 +94,7 @@ def test_the_successor_judges_by_its_own_policies(
 
 
 @WAYS
-def test_calicos_policies_of_the_successor_judge_what_has_moved(
+def test_calico_policies_of_the_successor_judge_moved_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     async def body(made: Generations) -> None:
@@ -129,7 +129,7 @@ def test_calicos_policies_of_the_successor_judge_what_has_moved(
         (("inner",), "its listener is not known"),
     ],
 )
-def test_what_the_successor_does_not_have_stays_and_drains(
+def test_connection_with_unknown_configuration_stays_and_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], reason: str
 ) -> None:
     async def body(made: Generations) -> None:
@@ -148,9 +148,7 @@ def test_what_the_successor_does_not_have_stays_and_drains(
 
 
 @pytest.mark.parametrize("change", ["chain", "tls", "match"])
-def test_a_connection_whose_chain_has_changed_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_connection_of_a_changed_chain_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     async def body(made: Generations) -> None:
         opened = {"plain": await Open.to(made.old.port("plain"))}
         assert await opened["plain"].say(b"hello") == b"hello"
@@ -212,7 +210,7 @@ def test_a_peer_that_only_a_handshake_can_judge_gets_no_new_tunnels(
     play(tmp_path, body, monkeypatch)
 
 
-def test_connections_with_limits_of_time_move_with_what_is_left(
+def test_moved_connection_keeps_the_rest_of_its_time_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(made: Generations) -> None:
@@ -234,7 +232,7 @@ def test_connections_with_limits_of_time_move_with_what_is_left(
     play(tmp_path, body, monkeypatch)
 
 
-def test_a_connection_limit_counts_what_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_counts_moved_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(made: Generations) -> None:
         kind = "type.googleapis.com/envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit"
         config = {"@type": kind, "stat_prefix": "few", "max_connections": 1}
@@ -251,7 +249,9 @@ def test_a_connection_limit_counts_what_has_moved(tmp_path: Path, monkeypatch: p
     play(tmp_path, body, monkeypatch)
 
 
-def test_what_stays_and_why_is_on_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handover_pages_show_remaining_connections_and_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(made: Generations) -> None:
         held = await Open.to(made.old.port("plain"))
         assert await held.say(b"hello") == b"hello"

@@ -69,7 +69,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, step: str, event: Callable[[], 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_at_any_step_is_obeyed_and_each_connection_has_one_line(
+def test_change_during_any_handover_step_applies_and_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, what: str
 ) -> None:
     async def body(made: Generations) -> None:

@@ -39,7 +39,7 @@ def routes(target: str) -> tuple[str, Json]:
     return "route", {"name": "routes", **connect_route(target)}
 
 
-def test_a_chain_that_stays_through_an_update_follows_its_routes(tmp_path: Path) -> None:
+def test_unchanged_chain_follows_its_routes_after_a_listener_update(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         def routed() -> set[str]:
             (active,) = rig.proxy.listeners.active
@@ -82,7 +82,7 @@ def refusals(rig: Rig) -> list[str]:
     return [error for kind, error in rig.answers if kind == "TypedExtensionConfig" and error]
 
 
-def test_a_listener_waits_for_its_filter_and_obeys_each_version(tmp_path: Path) -> None:
+def test_listener_warms_until_its_ecds_filter_arrives_and_follows_versions(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             rest = listener(chain(awaited(), tcp())), cluster(port)
@@ -128,7 +128,7 @@ def test_a_connection_that_a_new_version_denies_is_ended(tmp_path: Path) -> None
     run(tmp_path, body)
 
 
-def test_a_default_serves_until_it_arrives_and_when_it_is_gone(tmp_path: Path) -> None:
+def test_default_filter_configuration_serves_without_a_discovered_one(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             default = awaited(default_config=NOBODY, apply_default_config_without_warming=True)
@@ -160,7 +160,7 @@ def from_a_dump(rig: Rig) -> Json:
     return {**told, "hop": {**told["hop"], "address": bound}}
 
 
-def test_without_a_default_connections_are_closed_when_it_does_not_come(tmp_path: Path) -> None:
+def test_connections_are_closed_while_a_filter_without_default_is_missing(tmp_path: Path) -> None:
     """The filter may be one that denies: nothing is served without it."""
 
     async def body(rig: Rig) -> None:
@@ -177,7 +177,7 @@ def test_without_a_default_connections_are_closed_when_it_does_not_come(tmp_path
     run(tmp_path, body)
 
 
-def test_what_cannot_be_obeyed_is_refused_and_the_good_version_serves(tmp_path: Path) -> None:
+def test_invalid_discovered_filter_is_refused_and_the_good_version_serves(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
             rest = listener(chain(awaited(type_urls=[]), tcp())), cluster(port)
@@ -215,7 +215,7 @@ def test_a_limit_counts_on_through_an_update_of_the_listener(tmp_path: Path) -> 
     run(tmp_path, body)
 
 
-def test_a_refused_first_version_keeps_a_listener_no_longer_than_a_missing_one(tmp_path: Path) -> None:
+def test_listener_with_a_refused_first_filter_opens_after_the_fetch_timeout(tmp_path: Path) -> None:
     """What is wrong with one filter or route table must not keep the proxy from its start for ever."""
 
     async def body(rig: Rig) -> None:

@@ -23,7 +23,7 @@ def info() -> StreamInfo:
     return StreamInfo(connection_id=0, facts=facts, started=0.0, started_at=0.0)
 
 
-def test_a_place_comes_back_once_when_the_hop_is_over() -> None:
+def test_connection_limit_place_is_released_once() -> None:
     limit = LiveConnectionLimit(ConnectionLimit(stat_prefix="p", most=1, delay_s=3), Stats())
     connections = Connections(PodQuota(Descriptors(100)))
     first = LiveHop(connections.hops, info(), mock.Mock(), SystemClock())
@@ -38,7 +38,7 @@ def test_a_place_comes_back_once_when_the_hop_is_over() -> None:
         limit.check(info())
 
 
-def test_tokens_come_back_with_time_up_to_the_most() -> None:
+def test_rate_limit_tokens_refill_up_to_the_maximum() -> None:
     now_s = 0.0
     model = LocalRateLimit(stat_prefix="p", most_tokens=3, tokens_per_fill=2, fill_interval_s=10)
     limit = LiveRateLimit(model, Stats(), lambda: now_s)
@@ -60,7 +60,7 @@ def test_tokens_come_back_with_time_up_to_the_most() -> None:
     assert admitted() == 3
 
 
-def test_the_rate_limit_alone_marks_what_it_closes() -> None:
+def test_only_the_rate_limit_sets_a_response_flag() -> None:
     rate = LiveRateLimit(
         LocalRateLimit(stat_prefix="p", most_tokens=1, tokens_per_fill=1, fill_interval_s=60), Stats(), lambda: 0.0
     )

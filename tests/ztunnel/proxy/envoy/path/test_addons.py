@@ -63,7 +63,7 @@ async def line(rig: Rig) -> dict[str, Any]:
     return found
 
 
-def test_a_plain_connection_from_question_to_end(tmp_path: Path) -> None:
+def test_addon_hooks_of_a_plain_connection(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         addon = scripted(rig)
         async with application() as port:
@@ -140,7 +140,7 @@ def test_a_connection_is_cut(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_tunnel_can_be_denied_where_it_ends(tmp_path: Path) -> None:
+def test_addon_can_deny_a_tunnel_at_its_end(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         addon = scripted(rig)
         addon.accept = lambda facts: Deny("no tunnels")
@@ -157,7 +157,7 @@ def test_a_tunnel_can_be_denied_where_it_ends(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_an_inbound_listener_asks_the_inbound_hook(tmp_path: Path) -> None:
+def test_inbound_listener_calls_the_accepting_hook(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         addon = scripted(rig)
         async with application() as port:
@@ -205,7 +205,9 @@ class Gate(Addon):
         ("INBOUND", "refused: closed: refused by addon gate", "deny: closed"),
     ],
 )
-def test_an_explanation_has_what_addons_would_say(tmp_path: Path, direction: str, verdict: str, says: str) -> None:
+def test_explanation_has_the_predicted_verdicts_of_addons(
+    tmp_path: Path, direction: str, verdict: str, says: str
+) -> None:
     async def body(rig: Rig) -> None:
         host = AddonHost([load_class(Gate, {})])
         rig.proxy.connections.addons = StreamAddons(host, rig.proxy.decisions)

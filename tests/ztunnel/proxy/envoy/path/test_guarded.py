@@ -94,7 +94,7 @@ BY_CLIENT = "[{action: Allow, source: {serviceAccounts: {names: [client]}}}]"
 BY_OTHER = "[{action: Allow, source: {serviceAccounts: {names: [other]}}}]"
 
 
-def test_a_tunnel_is_judged_by_its_certificate_where_it_ends(tmp_path: Path) -> None:
+def test_calico_policy_judges_a_tunnel_by_its_certificate_at_its_end(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         rig = made.rig
         async with application(b"hi ") as port:
@@ -116,7 +116,7 @@ def test_a_tunnel_is_judged_by_its_certificate_where_it_ends(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("calico", [True, False])
-def test_the_filters_and_calicos_policies_must_both_allow(tmp_path: Path, calico: bool) -> None:
+def test_rbac_filters_and_calico_policies_must_both_allow(tmp_path: Path, calico: bool) -> None:
     async def body(made: Guarded) -> None:
         async with application(b"hi ") as port:
             await tunnel(made.rig, port, Identities(), rbac(CLIENT if not calico else "spiffe://td/ns/a/sa/other"))
@@ -125,7 +125,7 @@ def test_the_filters_and_calicos_policies_must_both_allow(tmp_path: Path, calico
     guarded(tmp_path, policies(ingress=BY_CLIENT if calico else BY_OTHER), body)
 
 
-def test_a_tunnel_is_judged_where_it_begins_with_the_port_that_it_names(tmp_path: Path) -> None:
+def test_calico_egress_judges_the_port_named_by_the_connect(tmp_path: Path) -> None:
     to_80 = "[{action: Allow, protocol: TCP, destination: {ports: [80]}}]"
 
     async def body(made: Guarded) -> None:
@@ -142,7 +142,7 @@ def test_a_tunnel_is_judged_where_it_begins_with_the_port_that_it_names(tmp_path
     guarded(tmp_path, policies(egress=to_80), body)
 
 
-def test_plain_connections_are_judged_at_both_known_ends_and_end_when_policies_change(tmp_path: Path) -> None:
+def test_plain_connection_is_judged_at_both_ends_and_after_changes(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         rig = made.rig
         async with application() as port:
@@ -182,7 +182,7 @@ def test_live_tunnels_end_when_policies_change(tmp_path: Path) -> None:
     guarded(tmp_path, policies(), body)
 
 
-def test_pods_that_are_not_known_are_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_pods_are_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ztunnel.policy.calico.live.GRACE_S", 0.05)
 
     async def body(made: Guarded) -> None:
@@ -221,7 +221,7 @@ def test_staged_policies_are_counted_and_not_enforced(tmp_path: Path) -> None:
     guarded(tmp_path, policies(staged="[{action: Deny}]"), body)
 
 
-def test_without_policies_nothing_of_it_is_there(tmp_path: Path) -> None:
+def test_proxy_without_calico_policies_has_no_enforcer(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         assert rig.proxy.policies is None
         assert type(rig.proxy.connector) is Connector
@@ -229,7 +229,7 @@ def test_without_policies_nothing_of_it_is_there(tmp_path: Path) -> None:
     run(tmp_path, body, cluster(1), listener())
 
 
-def test_pages_say_what_is_in_force_and_why(tmp_path: Path) -> None:
+def test_policy_pages_show_current_policies_and_explain_them(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         rig = made.rig
         async with application() as port:
@@ -251,7 +251,7 @@ def test_pages_say_what_is_in_force_and_why(tmp_path: Path) -> None:
     guarded(tmp_path, policies(), body)
 
 
-def test_settings() -> None:
+def test_calico_policy_settings_are_parsed() -> None:
     env = {"ZTUNNEL_CONTROL_PLANE": "unix:/x", "NODE_NAME": "n"}
     assert settings_from({}, env).policies is None
     assert settings_from({"policy": "/p"}, env).policies == PolicySettings(directory="/p")

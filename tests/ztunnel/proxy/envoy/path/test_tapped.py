@@ -67,7 +67,7 @@ def comments(found: Capture) -> dict[str, list[str]]:
     }
 
 
-def test_both_ends_of_a_tunnel(tmp_path: Path) -> None:
+def test_tap_captures_both_ends_of_a_tunnel(tmp_path: Path) -> None:
     async def body(rig: Rig, path: Path) -> None:
         async with application(b"hi ") as port:
             await tunnel(rig, port, Identities())
@@ -96,7 +96,7 @@ def test_both_ends_of_a_tunnel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("peer", "names"), [(CLIENT, {"inbound"}), (SERVER, {"outbound"}), ("db", set())])
-def test_by_identity(tmp_path: Path, peer: str, names: set[str]) -> None:
+def test_tap_selects_connections_by_peer_identity(tmp_path: Path, peer: str, names: set[str]) -> None:
     async def body(rig: Rig, path: Path) -> None:
         async with application() as port:
             await tunnel(rig, port, Identities())
@@ -107,7 +107,7 @@ def test_by_identity(tmp_path: Path, peer: str, names: set[str]) -> None:
     tapped(tmp_path, body)
 
 
-def test_first_bytes_and_half_closes(tmp_path: Path) -> None:
+def test_tap_captures_first_bytes_and_half_closes(tmp_path: Path) -> None:
     """A tunnel's connection that announces early data would get them with the CONNECT."""
 
     async def body(rig: Rig, path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_plain_connection_between_two_tapped_ends(tmp_path: Path) -> None:
     tapped(tmp_path, body)
 
 
-def test_a_reset_of_the_application(tmp_path: Path) -> None:
+def test_tap_captures_a_reset_of_the_application(tmp_path: Path) -> None:
     async def body(rig: Rig, path: Path) -> None:
         async def resets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readexactly(4)
@@ -166,7 +166,7 @@ def test_a_reset_of_the_application(tmp_path: Path) -> None:
     tapped(tmp_path, body)
 
 
-def test_open_connections_go_on_and_are_only_counted(tmp_path: Path) -> None:
+def test_connections_older_than_a_tap_are_only_counted(tmp_path: Path) -> None:
     async def body(rig: Rig, path: Path) -> None:
         async with application() as port:
             await rig.published(listener(), cluster(port))
@@ -183,7 +183,7 @@ def test_open_connections_go_on_and_are_only_counted(tmp_path: Path) -> None:
     tapped(tmp_path, body)
 
 
-def test_a_pod_has_an_address(tmp_path: Path) -> None:
+def test_tap_of_a_pod_needs_its_address(tmp_path: Path) -> None:
     async def body(rig: Rig, path: Path) -> None:
         made = await Tapped.ask(path, pod="default/web")
         assert (made.status, await made.text()) == (
@@ -194,7 +194,7 @@ def test_a_pod_has_an_address(tmp_path: Path) -> None:
     tapped(tmp_path, body, listener(), cluster(1))
 
 
-def test_without_the_setting_there_is_nothing(tmp_path: Path) -> None:
+def test_proxy_without_the_setting_has_no_taps(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         assert rig.proxy.taps is None
         assert list(tmp_path.glob("*.sock")) == []

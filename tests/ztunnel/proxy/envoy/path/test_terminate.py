@@ -41,7 +41,7 @@ def test_an_inverted_value_matches_no_request_without_the_header(match: StringMa
     assert taken == [200 if each else 404 for each in (absent, not invert, (match is None) is not invert)]
 
 
-def test_what_overwrites_is_set_before_what_is_added() -> None:
+def test_headers_are_overwritten_before_others_are_appended() -> None:
     """Both are judged by the request without any of them, in Envoy's order."""
     wanted = [
         ("x-a", "1", AppendAction.APPEND_IF_EXISTS_OR_ADD),

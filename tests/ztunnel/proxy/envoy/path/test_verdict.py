@@ -34,5 +34,5 @@ NO_SECRET = {"tls": {"verdict": "closed: secrets are missing", "awaits": ["a"]}}
         (through(), "refused: closed: no endpoint"),
     ],
 )
-def test_a_verdict_is_about_all_ways(hop: dict[str, Any], verdict: str) -> None:
+def test_explain_verdict_combines_all_ways(hop: dict[str, Any], verdict: str) -> None:
     assert verdict_of(hop) == verdict

@@ -60,7 +60,7 @@ def server(validation: Validation | None = None, **more: object) -> LiveContext:
     return context(Role.SERVER, SERVER, validation or trusting(ROOT, CLIENT), **more)  # type: ignore[arg-type]
 
 
-def test_contexts_that_believe_each_other_agree() -> None:
+def test_contexts_that_accept_each_other_agree() -> None:
     assert agree(client(), server(), NOW)
     assert agree(client(trusting()), server(trusting()), NOW)
 
@@ -104,11 +104,11 @@ def test_a_server_that_verifies_no_client_agrees_with_none() -> None:
     assert not agree(client(), context(Role.SERVER, SERVER, None), NOW)
 
 
-def test_a_client_that_verifies_nothing_accepts_every_server() -> None:
+def test_client_without_validation_accepts_every_server() -> None:
     assert agree(context(Role.CLIENT, CLIENT, None), server(authority=OTHER), NOW)
 
 
-def test_what_only_a_handshake_can_tell_is_left_to_it() -> None:
+def test_context_with_handshake_only_rules_has_no_agreement() -> None:
     shown = server()
     assert shown.party is not None
     leaf = shown.party.credentials.chain[0]

@@ -87,7 +87,7 @@ ODD_ROOTS = {
 
 @pytest.mark.parametrize("odd", ODD_ROOTS.values(), ids=ODD_ROOTS)
 @pytest.mark.parametrize("by_sds", [False, True])
-def test_a_root_that_cannot_be_read_costs_no_other(
+def test_unreadable_root_is_left_out_and_others_are_used(
     odd: bytes, by_sds: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -211,7 +211,7 @@ SAN = Validation(san_matches=(SanMatch("uri", StringMatch("prefix", "spiffe://")
         ),
     ],
 )
-def test_demands_that_cannot_be_met(model: TlsContext, secret: Secret | None, words: str) -> None:
+def test_unsatisfiable_tls_parameters_are_refused(model: TlsContext, secret: Secret | None, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         build(Role.SERVER, model, lambda ref: secret)
     assert words in str(refused.value)
@@ -236,7 +236,7 @@ def test_a_key_log_that_fails_later_ends_no_handshake(tmp_path: Path, caplog: py
     assert (folder / "keys").read_bytes() == b"four\n"
 
 
-def test_a_missing_secret_leaves_only_its_half_unchecked() -> None:
+def test_context_is_checked_as_far_as_its_secrets_have_arrived() -> None:
     waiting = TlsContext(certificate=REF, validation=SAN, validation_ref=REF)
     assert build(Role.CLIENT, waiting, lambda ref: None) is None
     bad = TlsContext(certificate=REF, curves=("nope",))
@@ -360,7 +360,7 @@ def place(kind: str, case: str) -> str:
 
 
 @EACH
-def test_lds_refuses_it_and_the_good_listener_serves(case: str, tmp_path: Path) -> None:
+def test_lds_refuses_an_unbuildable_context_and_the_good_listener_serves(case: str, tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"good") as port:
             assert await rig.published(listener(), cluster(port)) is None
@@ -375,7 +375,7 @@ def test_lds_refuses_it_and_the_good_listener_serves(case: str, tmp_path: Path) 
 
 
 @EACH
-def test_cds_refuses_it_and_the_good_cluster_serves(case: str, tmp_path: Path) -> None:
+def test_cds_refuses_an_unbuildable_context_and_the_good_cluster_serves(case: str, tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application(b"good") as port:
             assert await rig.published(listener(), cluster(port)) is None
@@ -393,7 +393,7 @@ def test_cds_refuses_it_and_the_good_cluster_serves(case: str, tmp_path: Path) -
 
 
 @EACH
-def test_validate_refuses_it_where_it_stands(
+def test_validate_names_the_place_of_an_unbuildable_context(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resources = [
@@ -423,7 +423,9 @@ def test_validate_refuses_it_where_it_stands(
 
 
 @EACH
-def test_a_static_one_ends_the_start(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_static_resource_with_an_unbuildable_context_ends_the_start(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "bootstrap.json"
     for kind, document in (("listener", bad_listener(case)), ("cluster", bad_cluster(case))):
         path.write_text(json.dumps({"static_resources": {f"{kind}s": [document]}}))
@@ -433,7 +435,7 @@ def test_a_static_one_ends_the_start(case: str, tmp_path: Path, capsys: pytest.C
         assert BAD[case][2] in shown
 
 
-def test_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_certificate_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key, root = tmp_path / "key.pem", tmp_path / "root.pem"
     key.write_bytes(STRANGER.key_pem)
     root.write_text("nothing")
@@ -518,7 +520,9 @@ def test_sds_refuses_a_bad_renewal_and_the_good_secret_serves(case: str, tmp_pat
     run(tmp_path, body)
 
 
-def test_sds_by_file_likewise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sds_by_file_refuses_a_bad_renewal_and_the_good_secret_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def write(name: str, **kind: Json) -> Json:
         path = tmp_path / f"{name}.json"
         document = {"@type": f"{T}envoy.extensions.transport_sockets.tls.v3.Secret", "name": name, **kind}
@@ -551,7 +555,7 @@ def test_sds_by_file_likewise(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "secret own is not a certificate" in capsys.readouterr().out
 
 
-def test_a_listener_that_does_not_fit_a_secret_that_is_here(tmp_path: Path) -> None:
+def test_listener_that_contradicts_an_earlier_secret_is_refused(tmp_path: Path) -> None:
     """The secret came first: now it is the listener that is refused, and nothing stays subscribed to for it."""
     first = chain(tcp(), transport_socket=socket("DownstreamTlsContext", {**by_sds(), "tls_certificates": []}))
     crossed = {"tls_certificate_sds_secret_configs": [{"name": "roots", "sds_config": {"ads": {}}}]}

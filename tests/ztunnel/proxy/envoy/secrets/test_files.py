@@ -110,7 +110,7 @@ Put = Callable[[Path, dict[str, bytes]], None]
 
 @pytest.mark.parametrize("inline", [False, True], ids=["secret", "inline"])
 @pytest.mark.parametrize("put", [renamed, written, swapped])
-def test_changed_files_are_in_use_at_the_next_look(tmp_path: Path, put: Put, inline: bool) -> None:
+def test_changed_files_are_used_at_the_next_check(tmp_path: Path, put: Put, inline: bool) -> None:
     first, second = material(), material()
     put(tmp_path, first)
     served = Served(tmp_path, inline=inline)
@@ -171,7 +171,7 @@ def test_certificate_renewed_before_its_key_is_not_reported(
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_context_that_is_closed_reads_nothing_more(tmp_path: Path) -> None:
+def test_closed_context_stops_reading_files(tmp_path: Path) -> None:
     written(tmp_path, material())
     served = Served(tmp_path, inline=True)
     served.context.close()
@@ -180,5 +180,5 @@ def test_context_that_is_closed_reads_nothing_more(tmp_path: Path) -> None:
     assert served.updates == 0
 
 
-def test_certificate_is_not_compared_by_where_it_was_read() -> None:
+def test_certificates_compare_equal_regardless_of_their_file() -> None:
     assert Certificate(chain_pem=b"a", key_pem=b"b", chain_file="x") == Certificate(chain_pem=b"a", key_pem=b"b")

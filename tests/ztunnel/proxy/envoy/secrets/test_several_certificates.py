@@ -93,7 +93,7 @@ def test_only_the_issuers_of_the_certificate_are_sent() -> None:
     assert sent == [ELLIPTIC.certificate, LEFT.certificate]
 
 
-def test_a_client_is_judged_whichever_certificate_is_chosen() -> None:
+def test_client_is_verified_with_each_server_certificate() -> None:
     """Another context answers for a name; the rules for clients must be those of the first."""
     both = HboneContext(
         Role.SERVER,
@@ -113,7 +113,7 @@ def test_a_client_is_judged_whichever_certificate_is_chosen() -> None:
             assert (answering.error is not None) == refused, (name, refused)
 
 
-def test_what_is_wrong_with_the_second_is_said_of_the_second() -> None:
+def test_fault_of_the_second_certificate_names_the_second() -> None:
     wrong = Certificate(chain_pem=RSA.chain_pem, key_pem=ELLIPTIC.key_pem)
     with pytest.raises(ConfigError, match=r"tls_certificates\[1\]\.private_key: "):
         build(Role.SERVER, TlsContext(certificate=own(ELLIPTIC), further_certificates=(wrong,)), lambda ref: None)
@@ -129,7 +129,7 @@ def test_too_many_names_are_refused() -> None:
         server(ELLIPTIC, many)
 
 
-def test_secrets_of_both_serve_and_are_renewed_alone(tmp_path: Path) -> None:
+def test_secrets_of_two_certificates_renew_independently(tmp_path: Path) -> None:
     """Over SDS: it serves when both have arrived; a renewal of one leaves the other; ``/certs`` shows both."""
     sds = {"ads": {}}
     common = {"tls_certificate_sds_secret_configs": [{"name": name, "sds_config": sds} for name in ("one", "two")]}

@@ -168,10 +168,10 @@ def test_unusable_material_is_named_and_never_quoted(secret: Certificate | Valid
         "",
     ],
 )
-def test_what_is_no_workload_identity(text: str) -> None:
+def test_invalid_workload_identity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a workload identity"):
         SpiffeId.parse(text)
 
 
-def test_identities_read_as_they_print() -> None:
+def test_workload_identity_parses_its_own_text() -> None:
     assert str(SpiffeId.parse(REVIEWS)) == REVIEWS

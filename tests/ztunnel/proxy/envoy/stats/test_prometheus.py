@@ -36,7 +36,7 @@ def text_of(stats: Stats, accept: str) -> str:
     return b"".join(piece for piece in answer.body if isinstance(piece, bytes)).decode()
 
 
-def test_envoys_text(stats: Stats) -> None:
+def test_prometheus_page_equals_envoys_text(stats: Stats) -> None:
     text = "".join(envoy_text(stats, stats.texts))
     assert "# TYPE envoy_server_live gauge\nenvoy_server_live{} 1\n" in text
     assert 'envoy_cluster_upstream_cx_total{envoy_cluster_name="spiffe://b/x"} 3\n' in text

@@ -75,7 +75,7 @@ def test_pages_are_those_of_metrics_made_at_once() -> None:
         assert "".join(envoy_text(lazy, lazy.texts)) == "".join(envoy_text(eager, eager.texts))
 
 
-def test_nothing_is_made_before_it_is_touched() -> None:
+def test_metrics_are_created_on_first_use() -> None:
     stats = Stats()
     owner = Owner(stats, "c")
     page(stats)
@@ -95,7 +95,7 @@ def test_a_histogram_appears_with_its_first_value() -> None:
     assert page(stats).count("cluster.c.cx_length_ms: P0(nan,3)") == 1
 
 
-def test_what_is_withdrawn_is_shown_no_more() -> None:
+def test_withdrawn_metrics_are_not_shown() -> None:
     stats = Stats()
     owner = Owner(stats, "c")
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_what_is_withdrawn_is_shown_no_more() -> None:
     assert page(stats) == ""
 
 
-def test_two_owners_of_one_scope_share_counters_and_the_later_one_is_read() -> None:
+def test_owners_of_one_scope_share_counters() -> None:
     stats = Stats()
     first, second = Owner(stats, "c"), Owner(stats, "c")
     second.size = 5
@@ -116,7 +116,7 @@ def test_two_owners_of_one_scope_share_counters_and_the_later_one_is_read() -> N
     assert page(stats).count("size:") == 1
 
 
-def test_a_closed_scope_leaves_nothing_and_gets_nothing() -> None:
+def test_closed_scope_shows_no_metrics() -> None:
     stats = Stats()
     owner = Owner(stats, "c")
     owner.total.value += 1
@@ -126,7 +126,7 @@ def test_a_closed_scope_leaves_nothing_and_gets_nothing() -> None:
     assert stats.texts == []
 
 
-def test_what_a_handshake_agreed_on_has_the_names_of_envoy() -> None:
+def test_handshake_parameters_are_counted_under_envoys_names() -> None:
     stats = Stats()
     scope = stats.scope("listener.l.ssl")
     count_parameters(scope, "TLSv1.3", "TLS_AES_128_GCM_SHA256", "secp256r1")

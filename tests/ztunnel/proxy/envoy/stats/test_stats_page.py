@@ -50,7 +50,7 @@ def test_order_and_form_of_lines(stats: Stats) -> None:
     )
 
 
-def test_buckets(stats: Stats) -> None:
+def test_histogram_buckets_of_the_text_page(stats: Stats) -> None:
     only = {"kind": Kind.HISTOGRAMS, "pattern": re.compile("initialization")}
     assert shown(stats, **only, buckets=Buckets.CUMULATIVE) == (
         "server.initialization_time_ms: B0.5(0,0) B1(0,0) B5(0,0) B10(0,0) B25(0,0) B50(0,1) B100(0,1) B250(0,1) "
@@ -63,7 +63,7 @@ def test_buckets(stats: Stats) -> None:
     )
 
 
-def test_choices(stats: Stats) -> None:
+def test_stats_page_filters_by_kind_use_and_name(stats: Stats) -> None:
     assert shown(stats, kind=Kind.TEXT_READOUTS) == 'cluster_manager.cds.version_text: "1"\n'
     assert shown(stats, kind=Kind.COUNTERS, used_only=True) == "cluster_manager.cds.update_success: 1\n"
     assert shown(stats, kind=Kind.GAUGES, pattern=re.compile("cds"), invert=True) == "server.live: 1\n"
@@ -102,12 +102,12 @@ def test_json_of_buckets(stats: Stats) -> None:
     assert detailed["details"][0]["totals"] == [{"lower_bound": 25, "width": 25, "count": 1}]
 
 
-def test_nothing_chosen_is_valid(stats: Stats) -> None:
+def test_empty_selection_is_a_valid_page(stats: Stats) -> None:
     assert as_json(stats, pattern="nothing") == '{"stats":[]}'
     assert shown(stats, pattern=re.compile("nothing")) == ""
 
 
-def test_names_and_texts_stay_on_their_line() -> None:
+def test_names_and_texts_cannot_forge_lines() -> None:
     stats = Stats()
     stats.scope("a\nforged: 1\x1b[1m").counter("b")
     stats.scope("c").text("d", lambda: "x\ny: 1")

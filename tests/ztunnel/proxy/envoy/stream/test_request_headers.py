@@ -39,19 +39,19 @@ def test_the_id_of_a_client_is_kept() -> None:
     assert stream_id(hop) == "mine"
 
 
-def test_no_id_is_made_that_nobody_asked_for() -> None:
+def test_request_id_is_generated_only_if_read() -> None:
     hop = request()
     renderer(parse_format("%REQ(USER-AGENT)% %REQ(X-FORWARDED-PROTO)%"))(hop)
     assert not hop.stream_id
 
 
 @pytest.mark.parametrize(("preserves", "kept"), [(False, False), (True, True)])
-def test_the_edge_of_a_mesh_gives_its_own_id(preserves: bool, kept: bool) -> None:
+def test_edge_replaces_the_request_id_of_the_client(preserves: bool, kept: bool) -> None:
     hop = request(("x-request-id", "mine"), uses_remote_address=True, preserves_request_id=preserves)
     assert (stream_id(hop) == "mine") is kept
 
 
-def test_without_generated_ids_there_is_none() -> None:
+def test_request_has_no_id_if_generation_is_off() -> None:
     hop = request(generates_request_id=False)
     assert not header_values(hop, "x-request-id")
     assert stream_id(hop) is None

@@ -85,7 +85,7 @@ def test_lines_are_dropped_and_counted_when_the_writer_is_stuck(
     os.close(reader)
 
 
-def test_a_write_error_is_counted_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_write_error_is_counted_and_other_logs_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stats = Stats()
     logs = AccessLogs(stats)
     full, fine = logs.sinks([log(Path("/dev/full"))]), logs.sinks([log(tmp_path / "a")])

@@ -37,7 +37,7 @@ NEVER = FlagFilter(frozenset({"RLSE"}))
         (AnyFilter((NEVER, StatusFilter(Comparison.EQUAL, 0))), "PLAIN"),
     ],
 )
-def test_choices(wanted: LogFilter, chosen: str) -> None:
+def test_access_log_filter_selects_hops(wanted: LogFilter, chosen: str) -> None:
     chooses = chooser(wanted)
     hops = {"SLOW": SLOW, "PLAIN": PLAIN, "OPEN": OPEN}
     assert " ".join(name for name, hop in hops.items() if chooses(hop)) == chosen

@@ -195,7 +195,7 @@ def test_reset_counters_clears_the_decisions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sans", "shown"), [((CLIENT,), CLIENT), (("spiffe://td/odd", "b"), "spiffe://td/odd,b"), (None, "")]
 )
-def test_what_a_certificate_proves_is_shown(sans: tuple[str, ...] | None, shown: str) -> None:
+def test_denial_shows_the_names_of_the_certificate(sans: tuple[str, ...] | None, shown: str) -> None:
     peer = PeerCertificate(uri_sans=sans) if sans is not None else None
     address = SocketAddress("10.0.0.1", 1)
     facts = ConnectionFacts(source=address, direct_source=address, destination=address, peer=peer)

@@ -73,7 +73,7 @@ def render(text: str, *, missing: str = "-", **more: object) -> str:
         ("%REQUESTED_SERVER_NAME%", "-"),
     ],
 )
-def test_values(text: str, expected: str | None) -> None:
+def test_format_commands_render_values(text: str, expected: str | None) -> None:
     if expected is None:
         with pytest.raises(ConfigError):
             render(text)
@@ -81,7 +81,7 @@ def test_values(text: str, expected: str | None) -> None:
         assert render(text) == expected
 
 
-def test_lengths_cut() -> None:
+def test_command_length_truncates_the_value() -> None:
     assert render("%REQ(:AUTHORITY):5%", authority="reviews:80", method="CONNECT") == "revie"
     assert render("%REQ(x?:METHOD)%", method="CONNECT") == "CONNECT"
 
@@ -108,7 +108,7 @@ def test_addresses_of_version_6() -> None:
     assert render(text, upstream_host="[fd00::1]:80") == "- -"  # a host that was tried, and no connection
 
 
-def test_a_missing_value_may_be_empty() -> None:
+def test_missing_value_uses_the_configured_text() -> None:
     assert render("%ROUTE_NAME%", missing="") == ""
 
 
@@ -116,7 +116,7 @@ def test_a_missing_value_may_be_empty() -> None:
     "text",
     ["%", "%NOPE%", "50%", "%REQ%", "%BYTES_SENT(x)%", '%DYNAMIC_METADATA(["a")%', "%DYNAMIC_METADATA([1])%"],
 )
-def test_what_is_no_format_is_refused(text: str) -> None:
+def test_invalid_format_string_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="format string"):
         parse_format(text)
 
@@ -128,7 +128,7 @@ def test_every_command_renders() -> None:
 
 
 @given(st.text(max_size=60))
-def test_no_value_can_write_a_line_or_a_colour_of_its_own(name: str) -> None:
+def test_rendered_value_cannot_contain_control_characters(name: str) -> None:
     line = render("[%REQ(x)%]\n", request_headers=(("x", name),))
     assert line.count("\n") == 1
     assert "\x1b" not in line
@@ -144,7 +144,7 @@ def test_any_text_is_a_format_or_refused(text: str) -> None:
     assert all(isinstance(part, str | Command) for part in parsed.parts)
 
 
-def test_json_keeps_types_and_leaves_out_nothing_unless_told() -> None:
+def test_json_format_keeps_types_and_empty_values() -> None:
     fields: dict[str, object] = {
         "bytes": parse_format("%BYTES_SENT%"),
         "mixed": parse_format("n=%BYTES_SENT%"),
@@ -186,7 +186,7 @@ def test_json_reads_as_envoys() -> None:
     )
 
 
-def test_json_may_leave_out_empty_values_at_any_depth() -> None:
+def test_json_format_can_omit_empty_values_at_any_depth() -> None:
     none = parse_format("%ROUTE_NAME%")
     line = json_line(omit_empty=True, a="x%ROUTE_NAME%", b={"c": none, "d": [none, 1.0]}, e="%ROUTE_NAME%")
     assert line == '{"a":"x","b":{"d":[1]}}\n'
@@ -205,7 +205,7 @@ def test_metadata_by_kind() -> None:
         parse_format("%METADATA(NODE:x)%")
 
 
-def test_what_is_empty_is_printed_empty_where_envoy_does() -> None:
+def test_empty_values_print_like_in_envoy() -> None:
     assert render("[%CUSTOM_FLAGS%]") == "[]"
     assert render("%QUERY_PARAMS%", path="/a") == "-"
     assert render("[%QUERY_PARAMS%]", path="/a?") == "[]"

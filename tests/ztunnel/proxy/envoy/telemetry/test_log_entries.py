@@ -24,7 +24,7 @@ def http(made: StreamInfo, *headers: str) -> data.HTTPAccessLogEntry:
     return entry
 
 
-def test_a_connection() -> None:
+def test_tcp_entry_has_the_facts_of_a_connection() -> None:
     entry = tcp(
         info(
             bytes_received=7,
@@ -57,7 +57,7 @@ def test_a_connection() -> None:
     assert not common.HasField("response_flags")
 
 
-def test_a_host_that_was_tried_is_named_and_its_failure_too() -> None:
+def test_entry_names_the_last_host_and_its_failure() -> None:
     made = info(endpoint=Endpoint(address=SocketAddress("10.0.0.9", 80)), upstream_failure="no route")
     common = tcp(made).common_properties
     assert common.upstream_remote_address.socket_address.address == "10.0.0.9"
@@ -78,17 +78,17 @@ def test_a_host_that_was_tried_is_named_and_its_failure_too() -> None:
         (Flag.OVERLOAD, "overload_manager"),
     ],
 )
-def test_a_flag_is_a_field(flag: Flag, field: str) -> None:
+def test_response_flag_sets_its_field(flag: Flag, field: str) -> None:
     flags = tcp(info(flags={flag})).common_properties.response_flags
     assert [(each.name, value) for each, value in flags.ListFields()] == [(field, True)]
 
 
-def test_who_was_not_allowed_has_a_reason() -> None:
+def test_external_denial_has_an_unauthorized_reason() -> None:
     flags = tcp(info(flags={Flag.EXTERNAL_AUTH})).common_properties.response_flags
     assert flags.unauthorized_details.reason == data.ResponseFlags.Unauthorized.EXTERNAL_SERVICE
 
 
-def test_every_flag_has_another_field() -> None:
+def test_every_response_flag_has_its_own_field() -> None:
     every = tcp(info(flags=set(Flag))).common_properties.response_flags
     assert len(every.ListFields()) == len(Flag)
 
@@ -110,7 +110,7 @@ def test_internal_hops_and_pipes() -> None:
     assert own.server_listener_name == "internal_client_address"
 
 
-def test_a_handshake() -> None:
+def test_entry_has_the_tls_properties() -> None:
     tls = TlsFacts(
         version="TLSv1.3",
         cipher="TLS_AES_128_GCM_SHA256",
@@ -127,7 +127,7 @@ def test_a_handshake() -> None:
     assert [each.uri for each in found.local_certificate_properties.subject_alt_name] == ["spiffe://c"]
 
 
-def test_a_request() -> None:
+def test_http_entry_has_the_facts_of_a_request() -> None:
     entry = http(
         info(
             method="CONNECT",
@@ -149,7 +149,7 @@ def test_a_request() -> None:
     assert entry.common_properties.access_log_type == data.DownstreamEnd
 
 
-def test_a_connection_told_as_a_request() -> None:
+def test_http_entry_of_a_plain_connection_has_no_response_code() -> None:
     entry = http(info())
     assert entry.common_properties.access_log_type == data.TcpConnectionEnd
     assert not entry.response.HasField("response_code")

@@ -95,7 +95,7 @@ def received(service: LogService) -> list[int]:
     return [each.connection_properties.received_bytes for each in service.entries]
 
 
-def test_entries_come_in_order_and_the_first_message_says_who_sends() -> None:
+def test_entries_arrive_in_order_and_the_first_message_identifies_the_sender() -> None:
     async def main() -> None:
         with LogService() as service:
             logging = Logging(service.port)
@@ -146,7 +146,7 @@ def test_loggers_with_equal_settings_share_a_stream() -> None:
     run(main)
 
 
-def test_while_the_service_is_away_one_batch_is_kept_and_the_rest_counted() -> None:
+def test_unreachable_log_service_keeps_one_batch_and_counts_dropped_entries() -> None:
     async def main() -> None:
         port = free_port()
         logging = Logging(port, buffer_bytes=200)
@@ -182,7 +182,7 @@ def test_a_stream_that_the_service_ends_is_opened_again() -> None:
     run(main)
 
 
-def test_a_service_that_does_not_read_costs_a_batch_and_a_window() -> None:
+def test_log_service_that_does_not_read_buffers_a_batch_and_a_window() -> None:
     async def main() -> None:
         reads = threading.Event()
         with LogService(reads=reads.wait) as service:

@@ -57,19 +57,19 @@ def picks(made: Balancer, count: int, **arguments: object) -> list[str]:
     return [str(host) for host in chosen]
 
 
-def test_round_robin_is_a_ring_with_a_start_of_its_own() -> None:
+def test_round_robin_starts_at_a_random_host() -> None:
     hosts = hosts_of(group(*(endpoint(n) for n in range(3))))
     runs = [picks(balancer(hosts, seed), 6) for seed in range(20)]
     assert all(run[:3] == run[3:] and len(set(run[:3])) == 3 for run in runs)
     assert len({run[0] for run in runs}) > 1
 
 
-def test_weighted_round_robin_gives_each_its_share() -> None:
+def test_weighted_round_robin_follows_weights() -> None:
     made = balancer(hosts_of(group(endpoint(1, 3), endpoint(2, 1))))
     assert Counter(picks(made, 400)) == {"10.0.0.1:80": 300, "10.0.0.2:80": 100}
 
 
-def test_least_request_prefers_the_idle_one() -> None:
+def test_least_request_prefers_the_idle_host() -> None:
     hosts = hosts_of(group(*(endpoint(n) for n in range(4))))
     for host in hosts.hosts[1:]:
         host.cx_active = 10
@@ -121,11 +121,11 @@ def test_unusable_hosts_are_passed_over_until_panic() -> None:
     assert balancer(none, panic_threshold=0.0).choose(0.0) is None
 
 
-def test_no_hosts_is_none() -> None:
+def test_balancer_without_hosts_returns_none() -> None:
     assert balancer(HostSet()).choose(0.0) is None
 
 
-def test_an_avoided_host_is_chosen_only_when_it_is_the_last() -> None:
+def test_avoided_host_is_chosen_only_if_no_other_is_left() -> None:
     hosts = hosts_of(group(endpoint(1), endpoint(2)))
     one, two = hosts.hosts
     made = balancer(hosts)

@@ -132,7 +132,7 @@ class Mesh:
 
 @pytest.mark.parametrize("size", [3, 120])
 @pytest.mark.parametrize("complete", [True, False])
-def test_one_changed_cluster_compiles_one(monkeypatch: pytest.MonkeyPatch, size: int, complete: bool) -> None:
+def test_update_compiles_only_changed_clusters(monkeypatch: pytest.MonkeyPatch, size: int, complete: bool) -> None:
     async def main() -> None:
         mesh = Mesh()
         everything = [cluster(f"c{number}") for number in range(size)]
@@ -176,7 +176,7 @@ def test_an_assignment_that_is_repeated_is_not_compiled(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_a_warm_cluster_holds_no_task_and_no_metric_nobody_touched() -> None:
+def test_warm_cluster_has_no_task_and_no_unused_metric() -> None:
     async def main() -> None:
         mesh = Mesh()
         await mesh.receive(*(cluster(f"c{number}") for number in range(60)), complete=True)
@@ -211,7 +211,7 @@ def test_a_removed_cluster_is_freed_without_the_collector() -> None:
     asyncio.run(main())
 
 
-def test_of_equal_bodies_the_newest_is_kept() -> None:
+def test_newest_of_equal_bodies_is_kept() -> None:
     """A body from a response keeps all of that response in memory."""
 
     async def main() -> None:

@@ -128,7 +128,7 @@ def test_a_control_plane_over_mutual_tls() -> None:
         (None, "UNAVAILABLE: "),  # plain text, where there is TLS
     ],
 )
-def test_who_cannot_be_believed_is_told_by_name(
+def test_untrusted_control_plane_is_named(
     caplog: pytest.LogCaptureFixture, common: Json | None, words: str
 ) -> None:
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_secrets_may_come_from_files(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_tls_that_would_protect_nothing_is_refused_by_place(cluster: Json, words: str) -> None:
+def test_tls_without_verification_is_refused_by_place(cluster: Json, words: str) -> None:
     target = Around("127.0.0.1:1", **cluster).targets["xds"]
     with pytest.raises(ConfigError) as refused:
         tls_of(target, SURROUNDINGS)

@@ -45,12 +45,12 @@ def after(*results: CheckResult) -> list[bool]:
         ([PASSED, REFUSED, PASSED, NO_ANSWER, PASSED, PASSED], [True, False, False, False, False, True]),
     ],
 )
-def test_results_in_a_row_decide(results: list[CheckResult], healthy: list[bool]) -> None:
+def test_consecutive_results_decide_health(results: list[CheckResult], healthy: list[bool]) -> None:
     assert after(*results) == healthy
 
 
 @given(st.lists(st.sampled_from(CheckResult), min_size=1))
-def test_a_change_is_told_when_there_is_one(results: list[CheckResult]) -> None:
+def test_take_reports_changes_of_health(results: list[CheckResult]) -> None:
     state = HealthState()
     for result in results:
         before = state.failed
@@ -68,7 +68,7 @@ def test_a_change_is_told_when_there_is_one(results: list[CheckResult]) -> None:
         (False, False, False, 60),
     ],
 )
-def test_waits(failed: bool, changed: bool, traffic: bool, wait_s: float) -> None:
+def test_interval_after_each_result(failed: bool, changed: bool, traffic: bool, wait_s: float) -> None:
     state = HealthState(failed=failed)
     assert state.wait_s(SETTINGS, changed=changed, traffic=traffic, chance=lambda: 0.0) == wait_s
     longest = state.wait_s(SETTINGS, changed=changed, traffic=traffic, chance=lambda: 1.0)

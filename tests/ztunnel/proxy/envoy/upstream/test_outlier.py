@@ -42,7 +42,7 @@ def test_five_failures_in_a_row_eject() -> None:
     assert (watched.ejected, watched.changes) == ([0], 1)
 
 
-def test_a_success_resets_the_row() -> None:
+def test_success_resets_consecutive_failures() -> None:
     watched = Watched()
     watched.report(0, Result.CONNECT_FAILURE, 4)
     watched.report(0, Result.SUCCESS)
@@ -50,7 +50,7 @@ def test_a_success_resets_the_row() -> None:
     assert watched.ejected == []
 
 
-def test_ejection_lasts_longer_each_time_and_at_most_so_long() -> None:
+def test_ejection_time_grows_up_to_its_maximum() -> None:
     watched = Watched(base_ejection_time_s=30.0, max_ejection_time_s=50.0)
     watched.report(0, Result.CONNECT_FAILURE, 5, now=0.0)
     watched.detector.tick(watched.hosts, 29.0)
@@ -64,7 +64,7 @@ def test_ejection_lasts_longer_each_time_and_at_most_so_long() -> None:
     assert watched.ejected == []
 
 
-def test_never_more_than_the_allowed_share() -> None:
+def test_ejections_stay_below_the_maximum_percentage() -> None:
     watched = Watched(count=10, max_ejection_percent=20)
     for index in range(5):
         watched.report(index, Result.CONNECT_FAILURE, 5)
@@ -72,7 +72,7 @@ def test_never_more_than_the_allowed_share() -> None:
     assert watched.detector.ejections_overflow == 3
 
 
-def test_one_of_few_hosts_needs_the_switch() -> None:
+def test_one_host_of_few_is_ejected_only_if_configured() -> None:
     assert _one_of_three(always=False) == []
     assert _one_of_three(always=True) == [0]
 
@@ -91,13 +91,13 @@ def test_gateway_failures_have_a_threshold_of_their_own() -> None:
     assert watched.ejected == [0]
 
 
-def test_local_failures_apart_when_split() -> None:
+def test_local_failures_are_counted_separately_when_split() -> None:
     watched = Watched(split_external_local_origin_errors=True, consecutive_local_origin_failure=2)
     watched.report(0, Result.CONNECT_FAILURE, 2)
     assert watched.ejected == [0]
 
 
-def test_success_rate_far_below_the_others() -> None:
+def test_host_far_below_the_mean_success_rate_is_ejected() -> None:
     watched = Watched(count=10, max_ejection_percent=50, success_rate_request_volume=10, consecutive_5xx=1000)
     for index in range(10):
         watched.report(index, Result.SUCCESS, 100 if index else 50)

@@ -35,11 +35,11 @@ def level(healthy: int, unhealthy: int = 0, degraded: int = 0) -> PriorityLevel:
         ([level(0, 2)], [LevelLoad(100, 0, True)]),
     ],
 )
-def test_load_of_levels(levels: list[PriorityLevel], loads: list[LevelLoad]) -> None:
+def test_load_spills_to_lower_priorities(levels: list[PriorityLevel], loads: list[LevelLoad]) -> None:
     assert spread(levels, 1.4, 50.0) == loads
 
 
-def test_weights_count_where_the_assignment_says_so() -> None:
+def test_weighted_priority_health_counts_weights() -> None:
     """Envoy's weighted_priority_health: of weights 3 and 1 the first alone is 75 %, times 1.4 all of it."""
     heavy = Host(Endpoint(address=SocketAddress("10.0.0.1", 1), weight=3))
     light = Host(Endpoint(address=SocketAddress("10.0.0.1", 2), weight=1, health=Health.UNHEALTHY))
@@ -51,11 +51,11 @@ def test_weights_count_where_the_assignment_says_so() -> None:
     assert weighted == [LevelLoad(100, 0, False), LevelLoad(0, 0, False)]
 
 
-def test_panic_disabled_serves_nobody_when_nobody_is_usable() -> None:
+def test_disabled_panic_uses_no_host_if_none_is_usable() -> None:
     assert spread([level(0, 2)], 1.4, 0.0) == [LevelLoad(0, 0, False)]
 
 
-def test_no_hosts_at_all() -> None:
+def test_levels_without_hosts_get_no_load() -> None:
     assert spread([], 1.4, 50.0) == []
     assert spread([level(0)], 1.4, 50.0) == [LevelLoad(0, 0, True)]
 
@@ -64,7 +64,7 @@ counts = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
 
 
 @given(st.lists(counts, min_size=1, max_size=4), st.sampled_from([0.0, 50.0, 100.0]))
-def test_load_always_sums_to_everything_or_nothing(shape: list[tuple[int, int, int]], panic: float) -> None:
+def test_loads_sum_to_100_or_0(shape: list[tuple[int, int, int]], panic: float) -> None:
     loads = spread([level(*each) for each in shape], 1.4, panic)
     assert sum(load.healthy + load.degraded for load in loads) in (0, 100)
     usable = any(healthy or degraded for healthy, _, degraded in shape)
