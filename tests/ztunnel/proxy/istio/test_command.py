@@ -75,7 +75,7 @@ def test_options_of_addons_come_from_a_file(tmp_path: Path) -> None:
         command.check({**env, "ZTUNNEL_ADDON_OPTIONS": "/nowhere"}, "")
 
 
-def test_a_process_with_workers_finds_a_fault_of_an_addon_before_they_do(tmp_path: Path) -> None:
+def test_main_process_reports_addon_faults_before_starting_workers(tmp_path: Path) -> None:
     addon = tmp_path / "gate.py"
     done = tmp_path / "done"
     env = {"XDS_ADDRESS": "", "FAKE_CA": "true", "ZTUNNEL_ADDONS": str(addon)}

@@ -34,7 +34,7 @@ def faults(env: Mapping[str, str], mesh_file: str | None = None) -> list[str]:
     return list(refused.value.faults)
 
 
-def test_what_an_empty_environment_means() -> None:
+def test_empty_environment_has_defaults() -> None:
     assert config() == IstioConfig(
         node="w1", xds_address="https://localhost:15012", ca_address="https://localhost:15012", worker_threads=2
     )
@@ -202,7 +202,7 @@ def test_a_missing_node_name_is_a_warning_for_the_proxy_of_a_node() -> None:
         ({"ZTUNNEL_UI": "false"}, "ui", False),
     ],
 )
-def test_variables(env: dict[str, str], field: str, value: Any) -> None:
+def test_variables_are_parsed(env: dict[str, str], field: str, value: Any) -> None:
     assert getattr(config(env), field) == value
 
 
@@ -324,7 +324,7 @@ def test_worker_threads_are_processes_and_limited() -> None:
         ),
     ],
 )
-def test_faults(env: dict[str, str], fault: str | None) -> None:
+def test_invalid_variables_are_faults(env: dict[str, str], fault: str | None) -> None:
     found = faults(env)
     name, value = next(iter(env.items()))
     assert len(found) == 1
@@ -334,7 +334,7 @@ def test_faults(env: dict[str, str], fault: str | None) -> None:
         assert found == [fault]
 
 
-def test_all_faults_are_told_together() -> None:
+def test_all_environment_faults_are_reported_together() -> None:
     assert len(faults({"ENABLE_PROXY": "x", "NETWORK": "n", "PACKET_MARK": "y", "CA_ADDRESS": ""})) == 3
 
 
@@ -356,7 +356,7 @@ def test_a_faulty_mesh_file_is_named() -> None:
     assert faults({}, "{")[0].startswith(f"{MESH_CONFIG}: not valid YAML: ")
 
 
-def test_words_that_yaml_takes_for_booleans_stay_words() -> None:
+def test_yaml_booleans_in_metadata_stay_text() -> None:
     read = config({"PROXY_CONFIG": "{proxyMetadata: {DNS_CAPTURE: false, N: 1}}"})
     assert not read.dns_proxy
     assert read.proxy_metadata == {"DNS_CAPTURE": "false", "N": "1"}
@@ -378,7 +378,7 @@ def test_metadata_that_is_no_json_is_left_out(text: str) -> None:
         ("TLS12_ENABLE", "did you mean TLS12_ENABLED?"),
     ],
 )
-def test_names_that_were_probably_meant_for_us(name: str, warning: str) -> None:
+def test_misspelt_variables_are_warnings(name: str, warning: str) -> None:
     assert config({name: "1"}).warnings[0].endswith(warning)
 
 
@@ -389,7 +389,7 @@ def test_names_that_were_probably_meant_for_us(name: str, warning: str) -> None:
         *("ZTUNNEL_METRICS_SERVICE_HOST", "ZTUNNEL_METRICS_PORT_15020_TCP_ADDR"),
     ],
 )
-def test_names_of_others_are_no_concern(name: str) -> None:
+def test_variables_of_other_programs_are_ignored(name: str) -> None:
     assert config({name: "1"}).warnings == ()
 
 
@@ -423,7 +423,7 @@ def test_sources_of_calicos_policies() -> None:
         ({"POLICY_SYNC": "unix:"}, "invalid env var POLICY_SYNC=unix: ('unix:' has no path)"),
     ],
 )
-def test_sources_of_calicos_policies_that_make_no_sense(env: dict[str, str], fault: str) -> None:
+def test_invalid_sources_of_calico_policies_are_faults(env: dict[str, str], fault: str) -> None:
     with pytest.raises(SettingsError) as error:
         config(env)
     assert error.value.faults == [fault]
@@ -438,7 +438,7 @@ def test_secrets_are_not_shown() -> None:
     ("text", "seconds"),
     [("90", 90), ("10s", 10), ("1500ms", 1.5), ("5m", 300), ("1h30m", 5400), ("1d", 86400), ("0", 0)],
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert math.isclose(duration_s(text), seconds)
 
 

@@ -295,7 +295,7 @@ async def compared(cluster: Cluster, destination: str) -> None:
 
 @settings(max_examples=80)
 @given(meshes(), st.sampled_from([VIP, VIP, VIP, "127.0.2.1", "127.0.2.2", "127.8.8.8"]))
-def test_a_pods_connection_gets_what_explain_said(mesh: Mesh, host: str) -> None:
+def test_outbound_connection_behaves_as_explain_predicts(mesh: Mesh, host: str) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.application("127.8.8.8", 80)
         cluster.application(VIP, 80)
@@ -356,7 +356,7 @@ async def arrived(cluster: Cluster, source: str, shown: str, destination: str) -
         st.tuples(_clients, st.sampled_from([APP_PORT, APP_PORT, SECURE, DENIED_PORT])), min_size=1, max_size=4
     ),
 )
-def test_a_connection_to_a_pod_gets_what_explain_said(
+def test_inbound_connection_behaves_as_explain_predicts(
     policies: list[AuthorizationPolicy],
     named_policies: tuple[PolicyKey, ...],
     tunnel: ApplicationTunnel | None,

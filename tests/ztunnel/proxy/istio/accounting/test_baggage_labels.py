@@ -21,7 +21,7 @@ def said(number: int) -> Baggage:
     return replace(SAID, workload_name=f"said-{number}")
 
 
-def test_a_peer_names_its_workload_but_not_its_namespace() -> None:
+def test_peer_baggage_sets_the_workload_but_not_the_namespace() -> None:
     labels = BaggageLabels().labels(SAID, WEB, 0.0)
     assert (labels.workload, labels.principal, labels.namespace) == ("said", str(WEB), "shop")
     assert labels.known
@@ -29,7 +29,7 @@ def test_a_peer_names_its_workload_but_not_its_namespace() -> None:
     assert BaggageLabels().labels(Baggage(), WEB, 0.0) == PeerLabels(principal=str(WEB))
 
 
-def test_a_peer_has_a_budget_of_its_own() -> None:
+def test_label_budget_is_per_peer() -> None:
     budget = BaggageLabels()
     for number in range(SETS_PER_PEER):
         assert budget.labels(said(number), WEB, 0.0).known
@@ -40,7 +40,7 @@ def test_a_peer_has_a_budget_of_its_own() -> None:
     assert budget.labels(said(SETS_PER_PEER), CART, 1.0).known
 
 
-def test_what_is_unused_makes_room() -> None:
+def test_unused_label_sets_expire() -> None:
     budget = BaggageLabels()
     for number in range(SETS_PER_PEER):
         budget.labels(said(number), WEB, 0.0)
@@ -50,13 +50,13 @@ def test_what_is_unused_makes_room() -> None:
     assert budget.labels(said(0), WEB, EXPIRY_S + 0.5).known
 
 
-def test_long_values_are_no_names() -> None:
+def test_too_long_baggage_values_are_ignored() -> None:
     budget = BaggageLabels()
     assert budget.labels(replace(SAID, zone="z" * VALUE_CHARACTERS), WEB, 0.0).known
     assert budget.labels(replace(SAID, zone="z" * (VALUE_CHARACTERS + 1)), WEB, 0.0) == ALONE
 
 
-def test_peers_are_bounded() -> None:
+def test_number_of_remembered_peers_is_bounded() -> None:
     budget = BaggageLabels()
     for number in range(PEERS + 10):
         budget.labels(SAID, SpiffeId("td", "shop", f"w{number}"), 0.0)

@@ -32,11 +32,13 @@ DENIED = Failed(f"{REJECTED}: explicitly denied by: shop/no-web", Reason.POLICY,
         (Reason.REFUSED, "", "ERROR", (4, 11), 0),
     ],
 )
-def test_verdicts(reason: Reason | None, policy: str, verdict: str, event: Any, drop: int) -> None:
+def test_hubble_verdict_of_each_failure(
+    reason: Reason | None, policy: str, verdict: str, event: Any, drop: int
+) -> None:
     assert verdict_of(Ended(reason, policy=policy), outbound=True, tunnelled=True) == (verdict, event, drop)
 
 
-def test_a_passthrough_goes_to_the_stack_and_inbound_to_the_endpoint() -> None:
+def test_observation_points_of_passthrough_and_inbound_flows() -> None:
     assert verdict_of(Ended(), outbound=True, tunnelled=False)[1] == (4, 3)
     assert verdict_of(Ended(), outbound=False, tunnelled=True)[1] == (4, 0)
 
@@ -50,7 +52,7 @@ def record(rig: Rig, direction: Direction) -> Record:
     return found
 
 
-def test_the_page_has_the_shape_of_hubble_and_what_its_readers_need() -> None:
+def test_flows_page_has_hubbles_fields() -> None:
     async def check(rig: Rig) -> None:
         ended = record(rig, Direction.OUTBOUND)
         ended.opened()
@@ -110,7 +112,7 @@ def test_workloads_of_one_account_have_different_identities() -> None:
     assert first == identity_of(flows.side(CLIENT, None, CLIENT.identity))
 
 
-def test_the_recorder_can_be_off() -> None:
+def test_flight_recorder_can_be_disabled() -> None:
     async def check(rig: Rig) -> None:
         ended = record(rig, Direction.OUTBOUND)
         ended.counts = ByteCounts()

@@ -46,7 +46,7 @@ def test_json_keeps_numbers_and_the_whole_target() -> None:
 
 
 @pytest.mark.parametrize("line", [plain_line, json_line])
-def test_recurring_fields_read_as_others(line: Callable[..., str]) -> None:
+def test_recurring_fields_render_like_other_fields(line: Callable[..., str]) -> None:
     fields = [("a", 'x"'), ("b", Bare("1.2.3.4:5")), ("c", 7)]
     last = ("d", "y")
     alone = line("T", "info", "t", "m", (*fields, last))
@@ -55,7 +55,7 @@ def test_recurring_fields_read_as_others(line: Callable[..., str]) -> None:
 
 
 @given(st.text(), st.text())
-def test_whatever_is_logged_is_one_line(message: str, value: str) -> None:
+def test_any_text_is_logged_on_one_line(message: str, value: str) -> None:
     lines = json_line("T", "info", "t", message, (("k", value),))
     assert lines.count("\n") == 1
     assert json.loads(lines)["k"] == value
@@ -88,12 +88,12 @@ def test_the_longest_prefix_wins(text: str, target: str, level: int) -> None:
         ("info,hickory_server::server=debug", "hickory_server::server=debug,info"),
     ],
 )
-def test_what_a_filter_looks_like(text: str, shown: str) -> None:
+def test_log_filter_prints_its_levels(text: str, shown: str) -> None:
     assert str(LogFilter(text)) == shown
 
 
 @pytest.mark.parametrize("text", ["loud", "a:debug", "a=loud", "=info", "info,b="])
-def test_what_is_no_filter(text: str) -> None:
+def test_invalid_log_filter_is_refused(text: str) -> None:
     changed = LogFilter("warn")
     with pytest.raises(InvalidLevel) as refused:
         changed.add(f"debug,{text}")
@@ -114,7 +114,7 @@ def test_what_is_no_filter(text: str) -> None:
         ("asyncio", "asyncio"),
     ],
 )
-def test_targets(logger: str, target: str) -> None:
+def test_loggers_map_to_rust_targets(logger: str, target: str) -> None:
     assert target_of(logger) == target
 
 
@@ -170,7 +170,7 @@ def test_a_traceback_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [plain_line, json_line])
-def test_a_line_leaves_nothing_behind(line: Callable[..., str]) -> None:
+def test_access_line_values_are_not_cached(line: Callable[..., str]) -> None:
     """Its values mostly come once (durations, ports): a cache of them keeps the memory of what was made beside."""
     with_many = [[("src.addr", Bare(f"10.0.0.1:{port}")), ("duration", f"{port}ms")] for port in range(1000)]
     line(timestamp(0.0), "info", "access", "connection complete", with_many[0])

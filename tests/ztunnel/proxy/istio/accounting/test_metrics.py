@@ -127,7 +127,7 @@ def test_every_traffic_metric_with_its_labels() -> None:
     assert not [sample for sample in found["istio_tcp_connections_failed"].samples if sample.value != 1]
 
 
-def test_without_anybody_known_there_are_no_places() -> None:
+def test_locality_labels_are_omitted_if_both_sides_are_unknown() -> None:
     labels = traffic_labels("destination", PeerLabels(), PeerLabels(), None, secured=False)
     assert len(labels) == len(ORDER) - 4
     assert set(labels) == {"destination", "unknown", "tcp", "-"}
@@ -177,7 +177,7 @@ def test_the_page_is_openmetrics_that_parses() -> None:
     assert families["istio_build"].samples[0].labels["tag"] == 'we"ird\\\n'
 
 
-def test_prometheus_checker_has_nothing_to_say() -> None:
+def test_metrics_page_passes_promtool() -> None:
     metrics = Metrics("1.30", 100)
     opened(metrics).finished("DENY", None)
     metrics.dns_requests[("a", "udp", "x", "y")] = 2
@@ -190,7 +190,7 @@ def test_prometheus_checker_has_nothing_to_say() -> None:
     assert metrics_lint(text_of(metrics, "text/plain")) == []
 
 
-def test_only_what_is_stable_says_nothing_about_it() -> None:
+def test_only_stable_metrics_have_no_stability_note_in_their_help() -> None:
     metrics = Metrics("v", 100)
     opened(metrics).finished("DENY", None)
     metrics.dns_requests[("a", "udp", "x", "y")] = 1
@@ -221,7 +221,7 @@ def test_families_without_samples_are_left_out() -> None:
         assert name not in text
 
 
-def test_buckets_are_upstreams() -> None:
+def test_histogram_buckets_equal_upstreams() -> None:
     durations = Durations(DNS_BUCKETS)
     for seconds in (0.0001, 0.0005, 0.002, 2.0, 7.0):
         durations.observe(seconds)
@@ -255,7 +255,7 @@ def test_series_of_vanished_workloads_expire() -> None:
     assert not metrics.series
 
 
-def test_series_in_use_or_used_again_do_not() -> None:
+def test_series_in_use_or_used_again_do_not_expire() -> None:
     metrics = Metrics("v", 100)
     series = opened(metrics, full(), "a")
     metrics.changed(gone("a"), [])
@@ -265,7 +265,7 @@ def test_series_in_use_or_used_again_do_not() -> None:
     assert metrics.expire(10 * EXPIRY_S) == 0
 
 
-def test_series_in_a_peers_own_words_expire_by_disuse() -> None:
+def test_series_of_baggage_labels_expire_when_unused() -> None:
     metrics = Metrics("v", 100)
     for now_s in (0.0, 10.0):  # the local workload lives all the time
         series = metrics.opened(full(), ("local",), ByteCounts(), now_s, foreign=True)
@@ -314,7 +314,7 @@ def test_the_time_until_series_expire_is_configured() -> None:
         assert metrics.expire(1e9) == 0
 
 
-def test_connections_that_differ_in_a_removed_label_only_share_their_counters() -> None:
+def test_removed_labels_merge_series() -> None:
     metrics = Metrics("v", 100, removed=frozenset({"source_workload", "source_principal", "destination_zone"}))
     first, second = (
         opened(
@@ -344,7 +344,7 @@ def test_connections_that_differ_in_a_removed_label_only_share_their_counters() 
     assert sample.labels.keys() == set(left)
 
 
-def test_removed_labels_are_removed_of_every_process_and_of_strangers() -> None:
+def test_removed_labels_apply_to_all_processes_and_unknown_peers() -> None:
     removed = frozenset({"destination_service", "source_region"})
     metrics, worker = Metrics("v", 100, removed=removed), Metrics("v", 100, removed=removed)
     for each in (metrics, worker):
@@ -359,14 +359,14 @@ def test_removed_labels_are_removed_of_every_process_and_of_strangers() -> None:
     assert 'connection_security_policy="mutual_tls"' in text
 
 
-def test_a_changed_workload_is_still_there() -> None:
+def test_changed_workload_keeps_its_series() -> None:
     metrics = Metrics("v", 100)
     opened(metrics, full(), "a").finished("-", None)
     metrics.changed(gone("a"), ["a"])
     assert metrics.expire(10 * EXPIRY_S) == 0
 
 
-def test_beyond_the_budget_strangers_share() -> None:
+def test_connections_over_the_series_budget_share_unknown_labels() -> None:
     metrics = Metrics("v", 2)
     labels = [
         traffic_labels("source", PeerLabels(workload=str(number), known=True), PeerLabels(), None, secured=True)
@@ -382,7 +382,7 @@ def test_beyond_the_budget_strangers_share() -> None:
     assert values_of(text_of(metrics), "ztunnel_metric_series_over_budget_total") == [3]
 
 
-def test_running_relays_are_counted_when_somebody_asks() -> None:
+def test_bytes_of_running_relays_are_on_each_page() -> None:
     metrics = Metrics("v", 100)
     counts = ByteCounts()
     series = metrics.opened(full(), (), counts, 0.0)
@@ -395,7 +395,7 @@ def test_running_relays_are_counted_when_somebody_asks() -> None:
     assert (values_of(text, received), values_of(text, sent)) == ([10], [20])
 
 
-def test_one_page_is_the_sum_of_processes() -> None:
+def test_metrics_page_sums_all_processes() -> None:
     main, others = Metrics("v", 100), [Metrics("v", 100), Metrics("v", 100)]
     main.xds_messages["t"] = 1
     main.gauges["g"] = Gauge("gauge", "G", lambda: 7)
@@ -452,7 +452,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
     assert len(others[0].series) == len(main.series) == 1
 
 
-def test_many_series_come_in_parts() -> None:
+def test_counts_with_many_series_are_sent_in_parts() -> None:
     metrics, summed = Metrics("v", 5000), Metrics("v", 10)
     for number in range(123):
         opened(
@@ -469,7 +469,7 @@ def test_many_series_come_in_parts() -> None:
     assert summed.over_budget == 0
 
 
-def test_what_a_lost_process_counted_stays_and_its_connections_are_closed() -> None:
+def test_counts_of_a_lost_process_stay_and_its_connections_count_as_closed() -> None:
     main, lost = Metrics("v", 100), Metrics("v", 100)
     for _ in range(3):
         series = opened(lost, full(), "a")

@@ -82,7 +82,9 @@ NAME = ("10.0.0.1", 15008)
         (OSError("odd"), False, "io error: odd", Flags.CONNECT, "other"),
     ],
 )
-def test_errors_of_dialling(error: BaseException, tunnel: bool, text: str, flags: Flags, reason: str) -> None:
+def test_dial_errors_have_texts_and_flags(
+    error: BaseException, tunnel: bool, text: str, flags: Flags, reason: str
+) -> None:
     failure = dial_failure(error, tunnel=tunnel)
     assert (str(failure), failure.flags, failure.reason) == (text, flags, reason)
 
@@ -98,12 +100,12 @@ def test_errors_of_dialling(error: BaseException, tunnel: bool, text: str, flags
         ("something new", Flags.NONE, "other"),
     ],
 )
-def test_ends_on_purpose(text: str, flags: Flags, reason: str) -> None:
+def test_deliberate_end_reasons_have_flags(text: str, flags: Flags, reason: str) -> None:
     failure = of_reason(text)
     assert (str(failure), failure.flags, failure.reason) == (text or DRAINED, flags, reason)
 
 
-def test_bugs_are_not_described() -> None:
+def test_unexpected_errors_are_not_translated() -> None:
     with pytest.raises(KeyError):
         dial_failure(KeyError("bug"), tunnel=True)
 
@@ -127,7 +129,7 @@ def test_bugs_are_not_described() -> None:
         (TlsError(TlsReason.OTHER, "tls alert certificate unknown", by_peer=True), False),
     ],
 )
-def test_whether_another_endpoint_may_do_better(error: BaseException, worth: bool) -> None:
+def test_errors_worth_another_endpoint(error: BaseException, worth: bool) -> None:
     assert worth_another_endpoint(error) is worth
 
 
@@ -137,7 +139,7 @@ def test_resets_are_ordinary_ends(code: int) -> None:
 
 
 @pytest.mark.parametrize(("from_client", "verb"), [(True, "send"), (False, "receive")])
-def test_what_ends_a_relay(from_client: bool, verb: str) -> None:
+def test_relay_errors_name_the_failed_direction(from_client: bool, verb: str) -> None:
     broken = of_relay(ConnectionBroken("gone"), from_client=from_client)
     unreachable = of_relay(OSError(errno.EHOSTUNREACH, "x"), from_client=from_client)
     assert str(broken) == f"{verb}: gone"
@@ -148,13 +150,13 @@ def test_what_ends_a_relay(from_client: bool, verb: str) -> None:
     ("reason", "flags"),
     [(POLICY_CHANGE, Flags.DENY), (REVOKED, Flags.CERT_REVOKED), (DRAINED, Flags.NONE), ("", Flags.NONE)],
 )
-def test_ends_that_we_make(reason: str, flags: Flags) -> None:
+def test_own_end_reasons_have_the_same_flags_in_a_relay(reason: str, flags: Flags) -> None:
     for failure in (of_reason(reason), of_relay(TunnelClosed(reason), from_client=True)):
         assert isinstance(failure, Failed)
         assert (str(failure), failure.flags) == (reason or DRAINED, flags)
 
 
-def test_small_texts() -> None:
+def test_texts_of_statuses_and_io_errors() -> None:
     assert answered(503) == "http status: 503 Service Unavailable"
     assert answered(299) == "http status: 299"
     assert io_text(None) == "None"

@@ -20,7 +20,7 @@ from ztunnel.proxy.istio.path.node import Node
 PAGE = (Path(__file__).parents[5] / "docs" / "troubleshooting.md").read_text()
 
 
-def test_the_page_lists_every_reason() -> None:
+def test_documentation_lists_every_failure_reason() -> None:
     listed = PAGE.partition("## Reasons in metrics")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)`", listed, re.MULTILINE)) == set(Reason)
 
@@ -69,7 +69,7 @@ def test_times_and_reasons_of_connections(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
-def test_moments_are_on_the_page() -> None:
+def test_expiry_times_are_on_the_metrics_page() -> None:
     metrics = Metrics("v", 10)
     assert samples(metrics, "ztunnel_root_expiry_seconds") == {}
     metrics.certificates = lambda: Moments({"spiffe://t/ns/n/sa/a": 1e9}, 2e9, {"ok": 3, "failed": 4})
@@ -100,7 +100,7 @@ def test_the_configuration_is_on_the_page() -> None:
     assert sorted(samples(page, "ztunnel_xds_refused_resources").values()) == [0, 4]
 
 
-def test_waits_count_in_vain_too(tmp_path: Path) -> None:
+def test_failed_waits_are_counted(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         with suppress(TimeoutError), node.waiting("policy"):
             clock.passed_s = 5.0

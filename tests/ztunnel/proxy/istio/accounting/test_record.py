@@ -79,7 +79,7 @@ def test_a_complete_connection(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
-def test_the_same_as_json(tmp_path: Path) -> None:
+def test_complete_connection_as_json(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node, port=33176)
         record.opened()
@@ -100,7 +100,7 @@ def test_the_same_as_json(tmp_path: Path) -> None:
     with_node(tmp_path, check, {"LOG_FORMAT": "json"})
 
 
-def test_an_early_denial(tmp_path: Path) -> None:
+def test_early_denial_has_one_warning_line(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node, port=39232)
         record.denied_early(EarlyDeny(RECURSIVE_CALL, Reason.RECURSIVE_CALL))
@@ -116,7 +116,7 @@ def test_an_early_denial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("env", "level"), [({}, "info"), ({"ZTUNNEL_WARN_UNMATCHED": "true"}, "warn")])
-def test_a_connection_that_matches_nothing_can_be_a_warning(
+def test_connection_without_service_or_workload_can_be_a_warning(
     tmp_path: Path, env: dict[str, str], level: str
 ) -> None:
     async def main() -> None:
@@ -163,7 +163,7 @@ def test_inbound_counts_bytes_as_the_application_does(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
-def test_strangers_are_left_out(tmp_path: Path) -> None:
+def test_unknown_workloads_are_left_out_of_the_line(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = Record(node, Direction.INBOUND, SocketAddress("192.0.2.1", 1), SocketAddress("2001:db8::1", 80))
         record.opened()
@@ -176,7 +176,7 @@ def test_strangers_are_left_out(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
-def test_names_come_from_baggage_where_the_mesh_knows_nobody(tmp_path: Path) -> None:
+def test_names_come_from_baggage_if_the_workload_is_unknown(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)
         record.source_workload = None
@@ -190,7 +190,7 @@ def test_names_come_from_baggage_where_the_mesh_knows_nobody(tmp_path: Path) -> 
     with_node(tmp_path, check)
 
 
-def test_the_opening_is_told_at_debug(tmp_path: Path) -> None:
+def test_opening_is_logged_at_debug_level(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)
         record.opened()
@@ -215,7 +215,7 @@ def test_refusals_by_the_peers_policy_are_counted_by_pair(tmp_path: Path) -> Non
     with_node(tmp_path, check)
 
 
-def test_a_filter_silences_what_it_names(tmp_path: Path) -> None:
+def test_log_filter_can_disable_access_lines(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         for failure in (None, Failed("x")):
             record = a_record(node)
@@ -227,7 +227,7 @@ def test_a_filter_silences_what_it_names(tmp_path: Path) -> None:
     with_node(tmp_path, check, {"RUST_LOG": "error"})
 
 
-def test_completion_happens_once(tmp_path: Path) -> None:
+def test_connection_completes_once(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)
         record.opened()
@@ -253,7 +253,7 @@ def test_a_drained_connection_has_not_failed(tmp_path: Path) -> None:
     with_node(tmp_path, check)
 
 
-def test_a_connection_that_turns_elsewhere_counts_once(tmp_path: Path) -> None:
+def test_connection_retried_elsewhere_is_counted_once(tmp_path: Path) -> None:
     """Nothing counts before it is known who answers, so that no counter ever falls."""
 
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:

@@ -86,7 +86,7 @@ PAST = {"from_day": -2, "to_day": -1}
         (failing("client"), "identity error: signing gRPC error (UNAVAILABLE): away"),
     ],
 )
-def test_a_certificate_that_refuses_a_connection_is_in_its_verdict(given: Given, why: str, tmp_path: Path) -> None:
+def test_explain_verdict_includes_a_refused_certificate(given: Given, why: str, tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         given(cluster)
         await cluster.start(POD, NEAR)
@@ -116,7 +116,7 @@ def test_the_own_certificate_is_checked_against_the_lists(tmp_path: Path) -> Non
     play(tmp_path, body, revocations=Revoked())
 
 
-def test_a_far_certificate_is_not_guessed(tmp_path: Path) -> None:
+def test_certificate_of_another_node_is_reported_as_unknown(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         usual(cluster)
         await cluster.start(POD, NEAR)

@@ -57,7 +57,7 @@ def explained(folder: Path, *classes: type) -> dict[str, object]:
     return found
 
 
-def test_addons_are_asked_in_words_without_being_counted(tmp_path: Path) -> None:
+def test_explain_shows_addon_verdicts_without_counting(tmp_path: Path) -> None:
     answer = explained(tmp_path, Steers, Lots, Waits)
     assert answer["verdict"] == "allowed"
     (way,) = answer["ways"]  # type: ignore[misc, attr-defined]
@@ -68,14 +68,14 @@ def test_addons_are_asked_in_words_without_being_counted(tmp_path: Path) -> None
     ]
 
 
-def test_a_denial_is_the_verdict(tmp_path: Path) -> None:
+def test_addon_denial_decides_the_explain_verdict(tmp_path: Path) -> None:
     answer = explained(tmp_path, Gate)
     assert answer["verdict"] == "refused by addon gate"
     (way,) = answer["ways"]  # type: ignore[misc, attr-defined]
     assert way["inbound"]["addons"] == [{"addon": "gate", "says": "deny: not to 8080"}]
 
 
-def test_a_fault_is_part_of_the_answer(tmp_path: Path) -> None:
+def test_addon_fault_is_shown_by_explain(tmp_path: Path) -> None:
     answer = explained(tmp_path, Fails)
     assert answer["verdict"] == "refused by addon fails"
     (way,) = answer["ways"]  # type: ignore[misc, attr-defined]

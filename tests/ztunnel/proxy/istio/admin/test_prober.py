@@ -65,7 +65,7 @@ def probing(check: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_status_body_headers_and_source_are_as_asked_for() -> None:
+def test_http_probe_relays_status_body_and_headers() -> None:
     async def check() -> None:
         async with application(lambda head: b"HTTP/1.1 418 No\r\n\r\n" + b"x" * 20_000) as (port, seen):
             headers = (("Host", "shop"), ("X-One", "1"))
@@ -82,7 +82,7 @@ def test_status_body_headers_and_source_are_as_asked_for() -> None:
     probing(check)
 
 
-def test_a_host_of_its_own_is_asked_from_where_the_kernel_chooses() -> None:
+def test_probe_with_its_own_host_uses_the_kernels_source_address() -> None:
     async def check() -> None:
         async with application(lambda _: OK) as (port, seen):
             # "localhost" may be ::1 first, for which there is no IPv4 source.
@@ -115,7 +115,7 @@ def test_a_redirect_is_followed_on_the_host_and_is_a_success_elsewhere() -> None
     probing(check)
 
 
-def test_https_is_not_verified(tmp_path: Path) -> None:
+def test_https_probe_does_not_verify_the_certificate(tmp_path: Path) -> None:
     pair = self_signed(tmp_path / "pair")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(pair.certificate, pair.key)
@@ -128,7 +128,7 @@ def test_https_is_not_verified(tmp_path: Path) -> None:
     probing(check)
 
 
-def test_tcp_is_a_connection() -> None:
+def test_tcp_probe_succeeds_by_connecting() -> None:
     async def check() -> None:
         async with application(lambda _: OK) as (port, _):
             assert (await answer(AppProbe(kind="tcp", port=port), "127.0.0.1", None)).status == 200
@@ -140,7 +140,7 @@ def test_tcp_is_a_connection() -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(b"\x08\x01", 200), (b"\x08\x02", 500), (b"", 500)])
-def test_grpc_asks_the_health_service(status: bytes, expected: int) -> None:
+def test_grpc_probe_calls_the_health_service(status: bytes, expected: int) -> None:
     asked: list[bytes] = []
 
     def check_health(request: bytes, context: Any) -> bytes:
@@ -214,7 +214,7 @@ def test_kubelets_paths_are_on_the_metrics_port() -> None:
     served(check, env)
 
 
-def test_the_pods_own_containers_end_a_sidecar_and_nobody_else() -> None:
+def test_only_containers_of_the_pod_can_end_a_sidecar() -> None:
     async def check(rig: Rig) -> None:
         goodbyes: list[str] = []
 

@@ -81,7 +81,7 @@ def served(check: Callable[[Rig], Any], env: Mapping[str, str] | None = None) ->
 # Calico's policies
 
 
-def test_policies_are_shown_where_there_are_some(tmp_path: Path) -> None:
+def test_policies_page_needs_calico_policies(tmp_path: Path) -> None:
     async def without(rig: Rig) -> None:
         for path in ("/policies", "/policies/explain?from=10.0.0.1&to=10.0.0.2"):
             answer = await rig.ask("admin", path)
@@ -215,7 +215,7 @@ def test_readiness_names_what_is_pending() -> None:
         ),
     ],
 )
-def test_what_readiness_waits_for(env: dict[str, str], pending: set[str]) -> None:
+def test_pending_readiness_conditions_follow_the_environment(env: dict[str, str], pending: set[str]) -> None:
     async def check(rig: Rig) -> None:
         assert rig.proxy.readiness.pending == pending
 
@@ -269,7 +269,7 @@ def test_metrics_answer_under_two_names() -> None:
         ("?level=debug,a=loud", 400, "Invalid level provided: a=loud\nusage: POST /logging\t"),
     ],
 )
-def test_log_levels(path: str, status: int, body: str) -> None:
+def test_logging_page_shows_and_changes_levels(path: str, status: int, body: str) -> None:
     async def check(rig: Rig) -> None:
         answer = await rig.ask("admin", f"/logging{path}", "POST")
         assert answer.status == status
@@ -281,7 +281,7 @@ def test_log_levels(path: str, status: int, body: str) -> None:
     served(check)
 
 
-def test_reset_goes_back_to_the_start() -> None:
+def test_log_level_reset_restores_the_initial_filter() -> None:
     async def check(rig: Rig) -> None:
         await rig.ask("admin", "/logging?level=trace,dns=debug", "POST")
         answer = await rig.ask("admin", "/logging?reset=true&level=access=off", "POST")
@@ -290,7 +290,7 @@ def test_reset_goes_back_to_the_start() -> None:
     served(check, {"RUST_LOG": "warn"})
 
 
-def test_pages_and_methods() -> None:
+def test_admin_pages_and_their_methods() -> None:
     async def check(rig: Rig) -> None:
         home = await rig.ask("admin", "/")
         assert home.status == 200
@@ -527,7 +527,7 @@ OWN = {"POD_NAME": "z", "POD_NAMESPACE": "istio-system", "SERVICE_ACCOUNT": "ztu
         ({"ENABLE_RESPONSE_BAGGAGE": "false"}, "enableEnhancedBaggage", False),
     ],
 )
-def test_what_the_configuration_shows(env: dict[str, str], key: str, value: Any) -> None:
+def test_configuration_dump_shows_the_environment(env: dict[str, str], key: str, value: Any) -> None:
     assert entry_of(env)[key] == value
 
 
@@ -539,7 +539,7 @@ def test_the_log_gets_no_values_of_headers() -> None:
     assert "hush" not in json.dumps(shown)
 
 
-def test_the_version_is_one_line_of_upstreams_shape() -> None:
+def test_version_line_has_upstreams_form() -> None:
     line = build_info("1.30")
     assert line.startswith('version.BuildInfo{Version:"')
     names = [part.partition(":")[0] for part in line.removeprefix("version.BuildInfo{")[:-1].split(", ")]

@@ -86,7 +86,7 @@ def client(target: str, *, roots: Roots | None = None, **options: Any) -> IstioC
     return IstioCertificateAuthority(Endpoint.parse(target), credentials, roots, **options)
 
 
-def test_what_istiod_is_asked(tmp_path: Path) -> None:
+def test_signing_request_has_istiods_fields_and_metadata(tmp_path: Path) -> None:
     async def body() -> None:
         office = Office()
         server, _ = await office.serve(f"unix:{tmp_path}/ca")
@@ -119,7 +119,7 @@ def test_what_istiod_is_asked(tmp_path: Path) -> None:
     run(body)
 
 
-def test_failures_in_words(tmp_path: Path) -> None:
+def test_ca_failures_have_texts(tmp_path: Path) -> None:
     async def body() -> None:
         office = Office()
         server, _ = await office.serve(f"unix:{tmp_path}/ca")
@@ -142,7 +142,7 @@ def test_failures_in_words(tmp_path: Path) -> None:
     run(body)
 
 
-def test_an_authority_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_unresponsive_authority_times_out(tmp_path: Path) -> None:
     async def body() -> None:
         office = Office()
 
@@ -161,7 +161,7 @@ def test_an_authority_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     run(body)
 
 
-def test_the_server_is_known_by_roots_that_may_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ca_roots_are_reloaded_for_each_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         path = tmp_path / "root.pem"
         office, stranger = Office(), Office()
@@ -187,7 +187,7 @@ def test_the_server_is_known_by_roots_that_may_change(tmp_path: Path, caplog: py
     run(body)
 
 
-def test_another_name_may_be_accepted_too(tmp_path: Path) -> None:
+def test_alternative_ca_hostname_is_accepted(tmp_path: Path) -> None:
     async def body() -> None:
         for hosts in (["istiod.example"], ["127.0.0.1"]):
             office = Office()
@@ -217,7 +217,7 @@ def test_the_fake_authority_warns_and_certifies(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_an_authority_that_ends_new_connections_is_a_failure_in_words(
+def test_authority_that_closes_connections_has_a_failure_text(
     tmp_path: Path, runner: Callable[[Any], None]
 ) -> None:
     """GOAWAY, or a limit of no streams, in the bytes that open the connection: an attempt that failed, no more."""

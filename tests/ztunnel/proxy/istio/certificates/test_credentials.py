@@ -30,7 +30,7 @@ NOWHERE = Path("/nonexistent/token")
         ("http://localhost:15010", "localhost:15010", False),
     ],
 )
-def test_addresses(address: str, target: str, tls: bool) -> None:
+def test_control_plane_addresses_are_parsed(address: str, target: str, tls: bool) -> None:
     assert Endpoint.parse(address) == Endpoint(target, tls)
 
 
@@ -55,7 +55,7 @@ def test_addresses_that_are_refused(address: str) -> None:
         Endpoint.parse(address)
 
 
-def test_a_token_file_is_read_for_each_request_without_the_end_of_its_line(tmp_path: Path) -> None:
+def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:
     path = tmp_path / "token"
     credentials = Credentials(token=Token(str(path)), cluster_id="c1", headers=(("x-a", "b"),))
     for token in ("first", "second"):
@@ -66,12 +66,12 @@ def test_a_token_file_is_read_for_each_request_without_the_end_of_its_line(tmp_p
         credentials.metadata()
 
 
-def test_a_literal_token() -> None:
+def test_literal_token_is_used_and_not_printed() -> None:
     assert Token("abc.def", NOWHERE).read() == "abc.def"
     assert "abc" not in repr(Token("abc.def"))
 
 
-def test_the_default_file_need_not_be_there(tmp_path: Path) -> None:
+def test_default_token_file_is_optional(tmp_path: Path) -> None:
     credentials = Credentials(token=Token(None, tmp_path / "token"), headers=(("x-a", "b"),))
     assert credentials.metadata() == (("x-a", "b"),)
     (tmp_path / "token").write_text("t")
@@ -82,7 +82,7 @@ def test_the_default_file_need_not_be_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"2nd\nrow", b"caf\xc3\xa9", b"a\x00b"])
-def test_what_is_no_token_is_not_quoted(tmp_path: Path, content: bytes) -> None:
+def test_invalid_token_is_refused_without_quoting_it(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "secret"
     path.write_bytes(content)
     with pytest.raises(CredentialsError) as caught:
@@ -92,7 +92,7 @@ def test_what_is_no_token_is_not_quoted(tmp_path: Path, content: bytes) -> None:
     assert all(word.decode() not in shown for word in content.split())
 
 
-def test_a_path_that_is_not_there_is_no_literal() -> None:
+def test_missing_token_file_is_an_error() -> None:
     with pytest.raises(CredentialsError, match="cannot read token file"):
         Token("/var/run/secrets/nowhere").read()
 

@@ -86,7 +86,7 @@ def run(body: Callable[[Fixture], Awaitable[None]], *, concurrency: int = 8) -> 
     asyncio.run(main())
 
 
-def test_all_who_wait_get_the_one_that_is_fetched() -> None:
+def test_concurrent_callers_share_one_fetch() -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             waiting = [tasks.create_task(f.manager.fetch(WEB)) for _ in range(5)]
@@ -121,7 +121,7 @@ def test_a_certificate_is_not_used_in_its_last_second() -> None:
     asyncio.run(main())
 
 
-def test_a_failure_is_told_at_once_until_a_retry_heals_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_fetch_is_raised_at_once_until_a_retry_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(_outcome(f.manager, WEB))
@@ -157,7 +157,7 @@ async def _outcome(manager: CertificateManager, identity: SpiffeId) -> WorkloadC
         return str(error)
 
 
-def test_a_bug_of_an_authority_is_a_failure_like_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_authority_error_is_a_failed_fetch(caplog: pytest.LogCaptureFixture) -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(_outcome(f.manager, WEB))
@@ -168,7 +168,7 @@ def test_a_bug_of_an_authority_is_a_failure_like_others(caplog: pytest.LogCaptur
     assert "certificate fetch broke" in caplog.text
 
 
-def test_an_answer_that_breaks_us_is_a_failure_that_is_retried(caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_ca_answer_is_a_failed_fetch_and_retried(caplog: pytest.LogCaptureFixture) -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(_outcome(f.manager, WEB))
@@ -182,7 +182,7 @@ def test_an_answer_that_breaks_us_is_a_failure_that_is_retried(caplog: pytest.Lo
     assert "certificate fetch broke" in caplog.text
 
 
-def test_a_watcher_that_breaks_stops_neither_the_others_nor_callers(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_watcher_does_not_affect_other_watchers(caplog: pytest.LogCaptureFixture) -> None:
     told: list[WorkloadCertificate] = []
 
     def breaks(identity: SpiffeId, certificate: WorkloadCertificate) -> None:
@@ -202,7 +202,7 @@ def test_a_watcher_that_breaks_stops_neither_the_others_nor_callers(caplog: pyte
     assert "no" in caplog.text
 
 
-def test_renewal_at_half_life_changes_the_generation_and_a_failed_one_changes_nothing() -> None:
+def test_renewal_changes_the_generation_and_a_failed_renewal_does_not() -> None:
     async def body(f: Fixture) -> None:
         seen: list[WorkloadCertificate] = []
         f.manager.watch(lambda identity, certificate: seen.append(certificate))
@@ -260,7 +260,7 @@ def test_a_bad_renewal_does_not_replace_a_good_certificate(
     run(body)
 
 
-def test_without_another_a_certificate_may_be_ahead_of_our_clock_by_minutes() -> None:
+def test_first_certificate_can_become_valid_minutes_later() -> None:
     minute = 1 / 24 / 60
 
     async def body(f: Fixture) -> None:
@@ -275,7 +275,7 @@ def test_without_another_a_certificate_may_be_ahead_of_our_clock_by_minutes() ->
     run(body)
 
 
-def test_an_expired_certificate_serves_nobody() -> None:
+def test_expired_certificate_is_not_used() -> None:
     async def body(f: Fixture) -> None:
         f.manager.prefetch([WEB])
         (await f.desk.next())[1].set_result(certificate(ROOT))
@@ -291,7 +291,7 @@ def test_an_expired_certificate_serves_nobody() -> None:
     run(body)
 
 
-def test_the_forgotten_is_no_longer_fetched() -> None:
+def test_forgotten_identity_is_no_longer_fetched() -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(_outcome(f.manager, WEB))
@@ -304,7 +304,7 @@ def test_the_forgotten_is_no_longer_fetched() -> None:
     run(body)
 
 
-def test_a_place_freed_by_forgetting_is_used() -> None:
+def test_forgetting_a_fetch_starts_the_next() -> None:
     async def body(f: Fixture) -> None:
         f.manager.prefetch([WEB, CART])
         identity, _ = await f.desk.next()
@@ -315,7 +315,7 @@ def test_a_place_freed_by_forgetting_is_used() -> None:
     run(body, concurrency=1)
 
 
-def test_a_caller_who_goes_away_disturbs_nobody() -> None:
+def test_cancelled_caller_does_not_cancel_the_fetch() -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             impatient = tasks.create_task(f.manager.fetch(WEB))
@@ -355,7 +355,7 @@ def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest
     assert "our own certificate is revoked" in caplog.text
 
 
-def test_closed_means_closed() -> None:
+def test_closed_manager_fetches_no_certificates() -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(_outcome(f.manager, WEB))

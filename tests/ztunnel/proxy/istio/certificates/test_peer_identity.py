@@ -118,7 +118,7 @@ def assert_refused(judge: End, peer: End, reason: TlsReason, words: str) -> None
     assert peer.error.by_peer
 
 
-def test_workloads_talk() -> None:
+def test_workloads_with_valid_certificates_connect() -> None:
     cart = WorkloadCertificate(certificate(ROOT, CART), 1, TlsPolicy(), RevocationLists.parse(CRL))
     client, server = handshake(workload().client_context((str(CART),)), cart.server_context())
     assert (client.error, server.error) == (None, None)
@@ -134,14 +134,14 @@ def test_workloads_talk() -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_server_refuses(name: str) -> None:
+def test_server_refuses_a_bad_client_certificate(name: str) -> None:
     make, (reason, words), _ = BAD[name]
     client, server = handshake(lax(Role.CLIENT, make()), workload().server_context())
     assert_refused(server, client, reason, words)
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_client_refuses(name: str) -> None:
+def test_client_refuses_a_bad_server_certificate(name: str) -> None:
     make, _, (reason, words) = BAD[name]
     client, server = handshake(workload().client_context((str(CART),)), lax(Role.SERVER, make()))
     assert_refused(client, server, reason, words)
@@ -165,7 +165,9 @@ _NAMES: dict[str, tuple[tuple[str, ...], bool, bool]] = {
 @pytest.mark.parametrize("dates", _DATES)
 @pytest.mark.parametrize("root", _ROOTS)
 @pytest.mark.parametrize("names", _NAMES)
-def test_one_fault_among_whatever_is_right_is_enough(names: str, root: str, dates: str, revoked: bool) -> None:
+def test_a_single_certificate_fault_refuses_the_handshake(
+    names: str, root: str, dates: str, revoked: bool
+) -> None:
     uris, server_takes, client_takes = _NAMES[names]
     start, end = _DATES[dates]
     leaf = _ROOTS[root].issue(*uris, from_day=start, to_day=end)
@@ -194,7 +196,7 @@ def test_a_server_refuses_a_client_without_certificate() -> None:
     assert_refused(server, client, TlsReason.NO_CERT, "did not return a certificate")
 
 
-def test_a_client_refuses_everybody_but_whom_it_expects() -> None:
+def test_client_refuses_unexpected_server_identities() -> None:
     for leaf in (ROOT.issue(str(WEB)), ROOT.issue("spiffe://cluster.local/ns/shop/sa/cart2")):
         client, server = handshake(workload().client_context((str(CART),)), lax(Role.SERVER, leaf))
         assert_refused(
@@ -202,7 +204,7 @@ def test_a_client_refuses_everybody_but_whom_it_expects() -> None:
         )
 
 
-def test_a_client_that_expects_nobody_refuses_everybody() -> None:
+def test_client_without_expected_identities_refuses_every_server() -> None:
     client, server = handshake(workload().client_context(()), lax(Role.SERVER, ROOT.issue(str(CART))))
     assert_refused(client, server, TlsReason.SAN, f"the expected SAN (), got {CART}")
 
@@ -221,7 +223,7 @@ def test_an_intermediate_that_is_sent_is_used() -> None:
 @pytest.mark.parametrize(
     ("alpn", "accepted"), [((), True), ((b"h2",), True), ((b"http/1.1", b"h2"), True), ((b"http/1.1",), False)]
 )
-def test_application_protocols_of_clients(alpn: tuple[bytes, ...], accepted: bool) -> None:
+def test_server_accepts_alpn_with_h2_only(alpn: tuple[bytes, ...], accepted: bool) -> None:
     client, server = handshake(lax(Role.CLIENT, ROOT.issue(str(CART)), alpn=alpn), workload().server_context())
     if accepted:
         assert server.error is None
@@ -229,7 +231,7 @@ def test_application_protocols_of_clients(alpn: tuple[bytes, ...], accepted: boo
         assert_refused(server, client, TlsReason.ALPN, "client offered only")
 
 
-def test_tls_1_2_only_where_it_is_allowed() -> None:
+def test_tls_1_2_needs_the_setting() -> None:
     old = {"min_version": TlsVersion.TLS_1_2, "max_version": TlsVersion.TLS_1_2}
     peer = ROOT.issue(str(CART))
     client, server = handshake(lax(Role.CLIENT, peer, **old), workload().server_context())
@@ -241,7 +243,7 @@ def test_tls_1_2_only_where_it_is_allowed() -> None:
     assert client.session.facts().version == "TLSv1.2"
 
 
-def test_the_post_quantum_policy_takes_nothing_else() -> None:
+def test_post_quantum_policy_accepts_only_its_group() -> None:
     strict = workload(policy=TlsPolicy.for_compliance("pqc"))
     peer = ROOT.issue(str(CART))
     client, server = handshake(lax(Role.CLIENT, peer), strict.server_context())
@@ -259,7 +261,7 @@ def test_the_post_quantum_policy_takes_nothing_else() -> None:
         TlsPolicy.for_compliance("pqc", tls_1_2=True)
 
 
-def test_another_trust_domains_server_lets_in_its_own_only() -> None:
+def test_server_accepts_only_clients_of_its_trust_domain() -> None:
     other = SpiffeId("other.example", "shop", "web")
     server_certificate = WorkloadCertificate(certificate(ROOT, other), 1, TlsPolicy())
     ours = lax(Role.CLIENT, ROOT.issue(str(CART)))
@@ -267,7 +269,7 @@ def test_another_trust_domains_server_lets_in_its_own_only() -> None:
     assert_refused(server, client, TlsReason.SAN, f"the expected trustdomain (other.example), got {CART}")
 
 
-def test_client_contexts_are_kept_within_a_bound() -> None:
+def test_cache_of_client_contexts_is_bounded() -> None:
     own = workload()
     first = own.client_context((str(CART),))
     assert own.client_context((str(CART),)) is first
@@ -282,7 +284,7 @@ def test_client_contexts_are_kept_within_a_bound() -> None:
     assert own.server_context() is own.server_context()
 
 
-def test_what_a_client_offers() -> None:
+def test_client_hello_offers_the_expected_parameters() -> None:
     session = TlsSession(workload().client_context((str(CART),)))
     room = memoryview(bytearray(sealed_bytes(1000)))
     assert not session.handshake()

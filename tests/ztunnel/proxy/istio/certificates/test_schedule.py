@@ -23,7 +23,7 @@ def names(fetches: list[Fetch]) -> list[SpiffeId]:
     return [fetch.identity for fetch in fetches]
 
 
-def test_somebody_who_waits_goes_before_warm_up_before_renewal() -> None:
+def test_fetches_start_in_order_of_priority() -> None:
     schedule = Schedule(concurrency=1)
     schedule.want(A, Priority.BACKGROUND)
     schedule.want(B, Priority.WARMUP)
@@ -38,7 +38,7 @@ def test_somebody_who_waits_goes_before_warm_up_before_renewal() -> None:
     assert order == [C, B, D, A]
 
 
-def test_a_second_request_raises_the_priority_of_one_that_waits_and_never_lowers_it() -> None:
+def test_later_request_can_only_raise_the_priority() -> None:
     schedule = Schedule(concurrency=1)
     for identity in (A, B, C):
         schedule.want(identity, Priority.WARMUP)
@@ -47,7 +47,7 @@ def test_a_second_request_raises_the_priority_of_one_that_waits_and_never_lowers
     assert names(schedule.start(NOW)) == [C]
 
 
-def test_no_more_than_so_many_at_a_time() -> None:
+def test_concurrent_fetches_are_limited() -> None:
     schedule = Schedule(concurrency=2)
     for identity in (A, B, C):
         schedule.want(identity, Priority.WARMUP)
@@ -58,7 +58,7 @@ def test_no_more_than_so_many_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("jitter", "share"), [(0.0, 0.5), (0.5, 0.475), (1.0, 0.45)])
-def test_renewal_is_at_half_life_or_a_little_before(jitter: float, share: float) -> None:
+def test_renewal_is_due_at_half_lifetime_or_slightly_earlier(jitter: float, share: float) -> None:
     schedule = Schedule()
     schedule.want(A, Priority.WARMUP)
     (fetch,) = schedule.start(NOW)
@@ -68,7 +68,7 @@ def test_renewal_is_at_half_life_or_a_little_before(jitter: float, share: float)
     assert names(schedule.start(NOW + DAY * 0.5)) == [A]
 
 
-def test_backoff_doubles_up_to_its_longest_and_starts_anew_after_a_success() -> None:
+def test_backoff_doubles_to_its_maximum_and_resets_after_success() -> None:
     schedule = Schedule()
     schedule.want(A, Priority.REAL_TIME)
     now_s, waits = NOW, []
@@ -88,7 +88,7 @@ def test_backoff_doubles_up_to_its_longest_and_starts_anew_after_a_success() -> 
     assert schedule.next_due_s(now_s) == pytest.approx(now_s + 1.2)
 
 
-def test_a_failed_renewal_keeps_the_certificate_and_is_retried_when_it_expires_at_the_latest() -> None:
+def test_failed_renewal_is_retried_at_expiry_at_the_latest() -> None:
     schedule = Schedule()
     schedule.want(A, Priority.REAL_TIME)
     (fetch,) = schedule.start(NOW)
@@ -102,7 +102,7 @@ def test_a_failed_renewal_keeps_the_certificate_and_is_retried_when_it_expires_a
     assert schedule.error(A) == "away"
 
 
-def test_the_outcome_of_a_forgotten_fetch_is_nobodys() -> None:
+def test_result_of_a_forgotten_fetch_is_ignored() -> None:
     schedule = Schedule()
     schedule.want(A, Priority.REAL_TIME)
     (old,) = schedule.start(NOW)
@@ -116,7 +116,7 @@ def test_the_outcome_of_a_forgotten_fetch_is_nobodys() -> None:
     assert schedule.succeeded(new, NOW, NOW + DAY, NOW, 0.0)
 
 
-def test_a_clock_that_runs_ahead_of_the_authority_makes_no_storm() -> None:
+def test_clock_ahead_of_the_authority_causes_no_renewal_loop() -> None:
     schedule = Schedule()
     schedule.want(A, Priority.REAL_TIME)
     (fetch,) = schedule.start(NOW)

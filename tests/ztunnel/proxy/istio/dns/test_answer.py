@@ -38,16 +38,16 @@ SETTINGS = DnsSettings()
         ("svc", ["svc.shop.svc.cluster.local"]),
     ],
 )
-def test_expansions(name: str, expected: list[str]) -> None:
+def test_names_expand_by_the_search_list(name: str, expected: list[str]) -> None:
     assert list(expansions(name, "shop", "cluster.local")) == expected
 
 
-def test_wildcards() -> None:
+def test_wildcards_of_a_name() -> None:
     assert list(wildcards("a.b.c")) == ["*.b.c", "*.c"]
     assert list(wildcards("a")) == []
 
 
-def test_aliases_are_in_order_and_none_is_there_twice() -> None:
+def test_aliases_are_ordered_without_duplicates() -> None:
     found = [(alias.name, alias.stripped) for alias in aliases("a.b.svc.cluster.local", "b", SETTINGS)]
     assert found == [
         ("a.b.svc.cluster.local", None),
@@ -88,7 +88,7 @@ CART = service("cart.shop.svc.cluster.local", "10.9.0.1", "fd00::1")
         "CART.Shop.svc.cluster.LOCAL",
     ],
 )
-def test_a_service_of_kubernetes_by_any_of_its_names(name: str) -> None:
+def test_kubernetes_service_resolves_by_each_of_its_names(name: str) -> None:
     found = whole(mesh(CART), name)
     assert found is not None
     assert (found.service, found.canonical) == (CART, None)
@@ -97,11 +97,11 @@ def test_a_service_of_kubernetes_by_any_of_its_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "cart.other", "cart2", "cluster.local", "x.cart.shop.svc.cluster.local"])
-def test_other_names_are_not_ours(name: str) -> None:
+def test_names_outside_the_mesh_are_not_answered(name: str) -> None:
     assert ask(mesh(CART), name) is None
 
 
-def test_the_search_list_makes_another_name_of_an_external_one() -> None:
+def test_external_name_with_a_search_domain_is_answered_with_a_cname() -> None:
     made = mesh(service("api.example.com", "240.240.0.1"))
     for name in ("api.example.com.shop.svc.cluster.local", "api.example.com.svc.cluster.local"):
         found = whole(made, name)
@@ -112,7 +112,7 @@ def test_the_search_list_makes_another_name_of_an_external_one() -> None:
     assert direct.canonical is None
 
 
-def test_wildcards_are_asked_after_the_name_itself() -> None:
+def test_exact_name_wins_over_wildcards() -> None:
     made = mesh(
         service("*.example.com", "240.240.0.1"),
         service("api.example.com", "240.240.0.2"),
@@ -143,7 +143,7 @@ def test_services_without_addresses() -> None:
     assert ask(mesh(headless), "db") == []
 
 
-def test_addresses_of_other_networks_are_nobodys_here() -> None:
+def test_addresses_of_other_networks_are_not_answered() -> None:
     far = service("far.shop.svc.cluster.local", "10.9.0.2", network="other")
     assert ask(mesh(far), "far") == []
     assert ask(mesh(far), "far", client=replace(CLIENT, network="other")) == ["10.9.0.2"]
@@ -158,7 +158,7 @@ def test_addresses_of_other_networks_are_nobodys_here() -> None:
         (IpFamilies.IPV6, [], ["fd00::1"]),
     ],
 )
-def test_families(families: IpFamilies | None, v4: list[str], v6: list[str]) -> None:
+def test_address_families_of_a_service(families: IpFamilies | None, v4: list[str], v6: list[str]) -> None:
     made = mesh(replace(CART, ip_families=families))
     assert ask(made, "cart") == v4
     assert ask(made, "cart", ipv6=True) == v6
@@ -167,7 +167,7 @@ def test_families(families: IpFamilies | None, v4: list[str], v6: list[str]) -> 
     assert found.addresses == ()
 
 
-def test_who_is_meant_when_several_share_a_name() -> None:
+def test_preference_among_services_of_one_name() -> None:
     here = service("api.example.com", "240.0.0.1", namespace="shop")
     canonical = service("api.example.com", "240.0.0.2", namespace="b", canonical=True)
     preferred = service("api.example.com", "240.0.0.3", namespace="c")
@@ -181,7 +181,7 @@ def test_who_is_meant_when_several_share_a_name() -> None:
     assert ask(mesh(*everybody), "api.example.com", client=replace(CLIENT, namespace="e")) == ["240.0.0.5"]
 
 
-def test_another_cluster_domain() -> None:
+def test_configured_cluster_domain_is_used() -> None:
     made = mesh(service("cart.shop.svc.mesh.example"))
     assert ask(made, "cart", cluster_domain="mesh.example") == []
     assert ask(made, "cart") is None

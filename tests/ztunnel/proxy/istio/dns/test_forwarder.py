@@ -99,7 +99,7 @@ def run(
     asyncio.run(main())
 
 
-def test_ids_and_ports_are_drawn_anew_and_the_clients_id_comes_back(tmp_path: Path) -> None:
+def test_forwarded_queries_use_random_ids_and_ports(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         for number in range(20):
             answer = await site.ask(query(f"n{number}.example.com", number=7))
@@ -111,7 +111,7 @@ def test_ids_and_ports_are_drawn_anew_and_the_clients_id_comes_back(tmp_path: Pa
     run(tmp_path, [plain(ONE)], body)
 
 
-def test_two_are_asked_side_by_side_and_the_first_that_says_something_counts(tmp_path: Path) -> None:
+def test_two_servers_are_queried_in_parallel_and_the_first_answer_is_used(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         answer = await site.ask()
         assert answer.rcode() == dns.rcode.NOERROR
@@ -122,7 +122,7 @@ def test_two_are_asked_side_by_side_and_the_first_that_says_something_counts(tmp
     run(tmp_path, [plain(code=dns.rcode.REFUSED), plain(ONE), plain(ONE)], body, timeout_s=WAIT_S)
 
 
-def test_the_next_two_are_asked_when_the_first_do_not_answer(tmp_path: Path) -> None:
+def test_next_two_servers_are_queried_after_a_timeout(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         assert (await site.ask()).answer
         assert [len(server.queries) for server in site.servers] == [2, 1, 1], "the third, and the first once more"
@@ -130,7 +130,7 @@ def test_the_next_two_are_asked_when_the_first_do_not_answer(tmp_path: Path) -> 
     run(tmp_path, [silent, silent, plain(ONE)], body)
 
 
-def test_a_refusal_is_passed_on_if_nobody_says_more(tmp_path: Path) -> None:
+def test_refusal_is_returned_if_no_server_answers_better(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         assert (await site.ask()).rcode() == dns.rcode.SERVFAIL
         assert [len(server.queries) for server in site.servers] == [1, 1], "who has refused is not asked again"
@@ -138,7 +138,7 @@ def test_a_refusal_is_passed_on_if_nobody_says_more(tmp_path: Path) -> None:
     run(tmp_path, [plain(code=dns.rcode.SERVFAIL), silent], body)
 
 
-def test_no_answer_at_all(tmp_path: Path) -> None:
+def test_silent_servers_fail_after_all_attempts(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         with pytest.raises(ForwardFailed, match=r"127.0.0.1:\d+: no answer within 0.05 s"):
             await site.ask()
@@ -160,7 +160,7 @@ def test_no_answer_at_all(tmp_path: Path) -> None:
     run(tmp_path, [silent], unreachable)
 
 
-def test_forgeries_are_passed_over(tmp_path: Path) -> None:
+def test_forged_answers_are_ignored(tmp_path: Path) -> None:
     def forge(asked: dns.message.Message, protocol: str) -> list[bytes]:
         (right,) = plain(ONE)(asked, protocol)
         (evil,) = plain("a.example.com. 60 A 6.6.6.6")(asked, protocol)
@@ -175,7 +175,7 @@ def test_forgeries_are_passed_over(tmp_path: Path) -> None:
     run(tmp_path, [forge], body)
 
 
-def test_what_was_cut_is_asked_for_by_tcp(tmp_path: Path) -> None:
+def test_truncated_answer_is_queried_again_by_tcp(tmp_path: Path) -> None:
     many = [f"a.example.com. 60 TXT {'x' * 200}{n}" for n in range(10)]
 
     async def body(site: Site) -> None:
@@ -205,7 +205,7 @@ def test_any_type_class_and_opcode_is_forwarded(tmp_path: Path) -> None:
     run(tmp_path, [plain()], body)
 
 
-def test_resolv_conf_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_changed_resolv_conf_is_reloaded(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         site.path.write_text("nameserver 127.0.0.1\n")
         await site.ask(query("a.example.com"))
@@ -245,7 +245,7 @@ def test_sockets_are_the_callers_and_none_is_left_open(tmp_path: Path) -> None:
     run(tmp_path, [silent, by_name], body)
 
 
-def test_the_cache_is_bounded_and_forgets_in_time() -> None:
+def test_cache_is_bounded_and_entries_expire() -> None:
     cache = Cache(capacity=2)
     for number in range(3):
         asked = query(f"n{number}.example.com")
@@ -261,7 +261,7 @@ def test_the_cache_is_bounded_and_forgets_in_time() -> None:
     assert len(cache) == 1
 
 
-def test_the_cache_holds_so_many_bytes() -> None:
+def test_cache_is_bounded_by_bytes() -> None:
     cache = Cache(budget_bytes=10_000)
     for number in range(50):
         asked = query(f"n{number}.example.com", kind="TXT")
@@ -272,7 +272,7 @@ def test_the_cache_holds_so_many_bytes() -> None:
     assert cache.get(query("n49.example.com", kind="TXT"), 100.0) is not None
 
 
-def test_queries_under_way_are_bounded_by_pod_and_by_process(tmp_path: Path) -> None:
+def test_concurrent_queries_are_limited_per_pod_and_process(tmp_path: Path) -> None:
     async def main() -> None:
         asked = asyncio.Event()
         places = asyncio.Semaphore(3)

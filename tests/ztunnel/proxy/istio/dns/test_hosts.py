@@ -27,7 +27,7 @@ def found(hosts: Hosts, name: str, *, ipv6: bool = False) -> list[str]:
     return [str(address) for address in hosts.addresses(name, ipv6=ipv6)]
 
 
-def test_the_file_that_kubelet_writes(tmp_path: Path) -> None:
+def test_hosts_file_of_kubelet_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(KUBELETS)
     hosts = Hosts(path)
@@ -40,7 +40,7 @@ def test_the_file_that_kubelet_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "192.0.2.1 localhost a.localhost\n"])
-def test_localhost_is_loopback_whatever_the_file_says(tmp_path: Path, text: str) -> None:
+def test_localhost_is_always_loopback(tmp_path: Path, text: str) -> None:
     (tmp_path / "hosts").write_text(text)
     hosts = Hosts(tmp_path / "hosts")
     for name in ("localhost", "LOCALHOST", "a.localhost"):
@@ -49,7 +49,7 @@ def test_localhost_is_loopback_whatever_the_file_says(tmp_path: Path, text: str)
     assert found(hosts, "notlocalhost") == []
 
 
-def test_it_is_read_again_when_it_changes_and_kept_while_it_cannot_be_read(tmp_path: Path) -> None:
+def test_changed_hosts_file_is_reloaded_and_kept_while_unreadable(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     hosts = Hosts(path)
     assert found(hosts, "a") == []
@@ -67,7 +67,7 @@ def test_it_is_read_again_when_it_changes_and_kept_while_it_cannot_be_read(tmp_p
 
 
 @given(st.text())
-def test_any_text_is_read(text: str) -> None:
+def test_any_hosts_file_is_parsed(text: str) -> None:
     for name, addresses in entries(text).items():
         assert addresses
         assert name == name.lower()

@@ -44,7 +44,7 @@ def parsed(wire: bytes) -> dns.message.Message:
     return dns.message.from_wire(wire)
 
 
-def test_what_is_read_of_a_query() -> None:
+def test_query_fields_are_parsed() -> None:
     found = query()
     assert (found.id, found.name, found.type_name, found.rdclass, found.udp_bytes) == (
         4711,
@@ -71,7 +71,7 @@ def test_what_is_read_of_a_query() -> None:
     assert not read_query(update.to_wire()).is_question
 
 
-def test_what_cannot_be_read_is_answered_with_formerr_where_that_is_possible() -> None:
+def test_malformed_query_gets_formerr_if_possible() -> None:
     wire = query().wire
     for bad in (
         wire[:12] + b"\x40",
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_answered_with_formerr_where_that_is_possible() -
 
 
 @pytest.mark.parametrize("cut", range(len(query(use_edns=0).wire)))
-def test_a_query_cut_anywhere_is_no_query(cut: int) -> None:
+def test_truncated_query_is_malformed(cut: int) -> None:
     with pytest.raises(Malformed):
         read_query(query(use_edns=0).wire[:cut])
 
@@ -122,7 +122,7 @@ def test_a_query_with_one_byte_changed_is_read_or_refused(position: int, value: 
     assert_read_or_refused(bytes(wire))
 
 
-def test_our_answer() -> None:
+def test_local_answer_has_the_addresses() -> None:
     for asked in (query(), query(use_edns=0, payload=1232, want_dnssec=True)):
         answer = parsed(local_answer(asked, V4[:2], None, 30, 512))
         assert answer.id == 4711
@@ -141,7 +141,7 @@ def test_our_answer() -> None:
     assert soa[0].minimum == 30, "for so long resolvers may remember that there is none"
 
 
-def test_no_records_behind_an_alias() -> None:
+def test_alias_without_addresses_has_an_soa() -> None:
     asked = query("api.example.com.shop.svc.cluster.local", "AAAA", use_edns=0)
     answer = parsed(local_answer(asked, [], "api.example.com", 30, 512))
     assert [records.to_text() for records in answer.answer] == [
@@ -152,7 +152,7 @@ def test_no_records_behind_an_alias() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2, 255])
-def test_another_version_of_edns_is_refused_with_ours(version: int) -> None:
+def test_unknown_edns_version_gets_badvers(version: int) -> None:
     answer = parsed(bad_version(query(use_edns=version, payload=1232, want_dnssec=True)))
     assert answer.rcode() == dns.rcode.BADVERS
     assert (answer.edns, answer.payload, answer.ednsflags & dns.flags.DO) == (0, 1232, dns.flags.DO)
@@ -180,7 +180,7 @@ def test_a_forwarded_answer_has_an_opt_record_if_the_query_has_one(*, asks: bool
     assert passed_on(asked, answer) == answer, "twice adds nothing"
 
 
-def test_an_answer_under_the_name_that_was_meant() -> None:
+def test_answer_with_a_cname_has_addresses_under_the_canonical_name() -> None:
     asked = query("api.example.com.shop.svc.cluster.local")
     answer = parsed(local_answer(asked, V4[:1], "api.example.com", 30, 512))
     alias, records = answer.answer
@@ -191,7 +191,9 @@ def test_an_answer_under_the_name_that_was_meant() -> None:
 @pytest.mark.parametrize("payload", [None, 512, 1232, 4096])
 @pytest.mark.parametrize("kind", ["A", "AAAA"])
 @pytest.mark.parametrize("canonical", [None, "other.example.com"])
-def test_an_answer_that_is_too_long_holds_what_fits(payload: int | None, kind: str, canonical: str | None) -> None:
+def test_long_local_answer_is_truncated_to_fitting_addresses(
+    payload: int | None, kind: str, canonical: str | None
+) -> None:
     options = {} if payload is None else {"use_edns": 0, "payload": payload}
     asked = query(kind=kind, **options)
     addresses = V4 if kind == "A" else V6
@@ -222,7 +224,7 @@ def upstream(asked: Query, *texts: str, authority: str = "", code: int = 0, numb
 SOA = "ns.example.com. admin.example.com. 1 7200 900 1209600 60"
 
 
-def test_which_bytes_answer_a_question() -> None:
+def test_answer_must_match_id_and_question() -> None:
     asked = query("a.example.com", "TXT")
     right = upstream(asked, 'a.example.com. 60 TXT "x"', number=99)
     assert is_answer_to(asked, 99, right)
@@ -238,7 +240,7 @@ def test_which_bytes_answer_a_question() -> None:
     assert not is_answer_to(asked, 99, right[:2] + b"\x80\x00" + bytes(8)), "NOERROR without its question"
 
 
-def test_what_is_passed_on_keeps_its_sections() -> None:
+def test_forwarded_answer_keeps_its_sections() -> None:
     asked = query("A.Example.com", "SRV")
     response = upstream(asked, "a.example.com. 60 SRV 1 2 80 x.example.com.", authority=SOA, number=99)
     passed = parsed(passed_on(asked, response))
@@ -248,7 +250,7 @@ def test_what_is_passed_on_keeps_its_sections() -> None:
     assert (len(passed.answer), len(passed.authority)) == (1, 1)
 
 
-def test_a_long_answer_of_others_is_cut_to_its_question() -> None:
+def test_long_forwarded_answer_is_truncated_to_its_question() -> None:
     for asked in (query("a.example.com", "TXT"), query("a.example.com", "TXT", use_edns=0, payload=512)):
         response = upstream(asked, f'a.example.com. 60 TXT "{"x" * 250}" "{"y" * 250}" "{"z" * 250}"')
         assert fitting(asked, response, 65535) == response
@@ -277,13 +279,15 @@ def test_a_long_answer_of_others_is_cut_to_its_question() -> None:
         ([], SOA, 5, None),
     ],
 )
-def test_what_may_be_remembered(texts: list[str], authority: str, code: int, lifetime_s: int | None) -> None:
+def test_cacheable_answers_and_their_lifetime(
+    texts: list[str], authority: str, code: int, lifetime_s: int | None
+) -> None:
     asked = query("a.example.com")
     kept = keep(asked, upstream(asked, *texts, authority=authority, code=code))
     assert (None if kept is None else kept.lifetime_s) == lifetime_s
 
 
-def test_what_is_given_again_is_older_and_spelled_as_asked() -> None:
+def test_cached_answer_has_lowered_ttls_and_the_querys_spelling() -> None:
     asked = query("a.example.com", use_edns=0)
     kept = keep(asked, upstream(asked, "a.example.com. 60 A 10.0.0.1", authority=SOA))
     assert kept is not None
@@ -296,14 +300,14 @@ def test_what_is_given_again_is_older_and_spelled_as_asked() -> None:
     assert parsed(kept.aged(again, 1000)).answer[0].ttl == 0
 
 
-def test_a_damaged_answer_is_not_remembered() -> None:
+def test_malformed_answer_is_not_cached() -> None:
     asked = query("a.example.com")
     whole = upstream(asked, "a.example.com. 60 A 10.0.0.1", authority=SOA)
     for cut in range(12, len(whole)):
         assert keep(asked, whole[:cut]) is None
 
 
-def test_questions_of_our_own() -> None:
+def test_own_address_query_and_its_answer() -> None:
     asked = read_query(address_query("cart.shop", ipv6=True, number=7))
     assert (asked.name, asked.type_name) == ("cart.shop.", "AAAA")
     assert first_address(local_answer(asked, V6[:1], None, 30, 512)) == "fd00::1"
@@ -338,7 +342,7 @@ def test_a_name_is_encoded_as_dnspython_encodes_it(name: str) -> None:
     "name",
     ["", "a..b", ".a", "a" * 64, ".".join(["a" * 63] * 3 + ["b" * 62]), "\ud800", "a\\", "a\\12", "a\\999"],
 )
-def test_what_is_no_name_is_refused(name: str) -> None:
+def test_invalid_dns_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no DNS name"):
         address_query(name, ipv6=False, number=7)
 

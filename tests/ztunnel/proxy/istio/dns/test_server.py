@@ -140,7 +140,7 @@ def test_names_of_the_mesh_by_udp_and_tcp(tmp_path: Path, loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_the_rest_is_forwarded(tmp_path: Path, loop: str) -> None:
+def test_other_names_are_forwarded(tmp_path: Path, loop: str) -> None:
     def behave(query: dns.message.Message, protocol: str) -> list[bytes]:
         known = plain("www.example.com. 60 A 192.0.2.1")
         return (known if "www" in query.question[0].name.to_text() else plain(code=dns.rcode.NXDOMAIN))(
@@ -194,7 +194,7 @@ def test_names_of_the_hosts_file_are_not_forwarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cart", "www.example.com"])
-def test_another_version_of_edns_is_refused(tmp_path: Path, name: str) -> None:
+def test_unknown_edns_version_is_refused(tmp_path: Path, name: str) -> None:
     async def body(pod: Pod) -> None:
         assert (await pod.ask(name, use_edns=1)).rcode() == dns.rcode.BADVERS
         assert pod.upstream.queries == []
@@ -202,7 +202,7 @@ def test_another_version_of_edns_is_refused(tmp_path: Path, name: str) -> None:
     run(tmp_path, body)
 
 
-def test_name_servers_that_are_away_are_a_failure_of_ours(tmp_path: Path) -> None:
+def test_unreachable_name_servers_yield_servfail(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         assert (await pod.ask("www.example.com")).rcode() == dns.rcode.SERVFAIL
         (report,) = pod.reports
@@ -212,7 +212,7 @@ def test_name_servers_that_are_away_are_a_failure_of_ours(tmp_path: Path) -> Non
     run(tmp_path, body)
 
 
-def test_a_pod_that_is_not_known_is_told_nothing(tmp_path: Path) -> None:
+def test_unknown_pod_gets_servfail(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         assert (await pod.ask("cart")).rcode() == dns.rcode.SERVFAIL
         assert pod.reports[0].client is None
@@ -221,7 +221,7 @@ def test_a_pod_that_is_not_known_is_told_nothing(tmp_path: Path) -> None:
     run(tmp_path, body, client=None)
 
 
-def test_long_answers_are_cut_for_udp_and_whole_for_tcp(tmp_path: Path) -> None:
+def test_long_answers_are_truncated_over_udp_and_whole_over_tcp(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         cut = await pod.ask("big")
         assert cut.flags & dns.flags.TC
@@ -239,7 +239,7 @@ def test_long_answers_are_cut_for_udp_and_whole_for_tcp(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_long_answers_of_others_are_cut_for_udp(tmp_path: Path) -> None:
+def test_long_forwarded_answers_are_truncated_over_udp(tmp_path: Path) -> None:
     many = [f"a.example.com. 60 TXT {'x' * 200}{n}" for n in range(10)]
 
     async def body(pod: Pod) -> None:
@@ -271,7 +271,7 @@ def test_bytes_that_are_no_query_do_no_harm(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_a_connection_that_says_nothing_ends(tmp_path: Path) -> None:
+def test_silent_tcp_connection_is_closed(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         for said in (b"", b"\x00", b"\x00\x20abc"):
             reader, writer = await pod.connect()
@@ -282,7 +282,7 @@ def test_a_connection_that_says_nothing_ends(tmp_path: Path) -> None:
     run(tmp_path, body, idle_s=0.05)
 
 
-def test_connections_are_bounded_and_places_become_free(tmp_path: Path) -> None:
+def test_tcp_connections_are_limited(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         first, second = await pod.connect(), await pod.connect()
         for pair in (first, second):
@@ -301,7 +301,7 @@ def test_connections_are_bounded_and_places_become_free(tmp_path: Path) -> None:
     run(tmp_path, body, connections=2)
 
 
-def test_queries_under_way_are_bounded(tmp_path: Path) -> None:
+def test_concurrent_queries_are_limited(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect(pod.udp)
@@ -344,7 +344,7 @@ def test_a_datagram_from_our_own_address_is_not_answered(tmp_path: Path) -> None
     run(tmp_path, body)
 
 
-def test_queries_of_a_pod_have_a_rate(tmp_path: Path) -> None:
+def test_query_rate_of_a_pod_is_limited(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         for _ in range(7):
             assert (await pod.ask("cart")).answer  # those beyond the burst wait for the rate
@@ -358,7 +358,7 @@ def test_queries_of_a_pod_have_a_rate(tmp_path: Path) -> None:
     run(tmp_path, body, query_burst=5, query_rate=50.0)
 
 
-def test_the_end_may_come_in_a_pause(tmp_path: Path) -> None:
+def test_server_closes_during_a_rate_limit_pause(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.sendto(dns.message.make_query("cart", "A").to_wire(), pod.udp)

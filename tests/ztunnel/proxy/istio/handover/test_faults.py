@@ -116,7 +116,7 @@ async def greeted(taker: Scripted) -> None:
 
 
 @pytest.mark.parametrize("step", ["greeted", "offered"])
-def test_a_successor_that_dies_leaves_connections_where_they_were(tmp_path: Path, step: str) -> None:
+def test_dying_successor_leaves_connections_with_the_predecessor(tmp_path: Path, step: str) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         async with scripted_taker(made) as taker:
@@ -133,7 +133,7 @@ def test_a_successor_that_dies_leaves_connections_where_they_were(tmp_path: Path
     play(tmp_path, body)
 
 
-def test_a_successor_that_does_not_answer_costs_its_time_and_nothing_else(tmp_path: Path) -> None:
+def test_unresponsive_successor_leaves_connections_with_the_predecessor(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         async with scripted_taker(made) as taker:
@@ -155,7 +155,7 @@ def test_a_successor_that_does_not_answer_costs_its_time_and_nothing_else(tmp_pa
     play(tmp_path, body)
 
 
-def test_what_cannot_move_at_once_is_offered_again_after_a_long_first_walk(tmp_path: Path) -> None:
+def test_unmovable_connections_are_offered_again_after_a_long_first_walk(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         peer = made.old.peer("far", REMOTE_HOST)
         answer, gate = peer.answer, asyncio.Event()
@@ -191,7 +191,7 @@ def test_what_cannot_move_at_once_is_offered_again_after_a_long_first_walk(tmp_p
     play(tmp_path, body)
 
 
-def test_a_connection_that_ends_between_offer_and_answer_is_kept(tmp_path: Path) -> None:
+def test_connection_that_ends_during_its_offer_stays(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         async with scripted_taker(made) as taker:
@@ -212,7 +212,7 @@ def test_a_connection_that_ends_between_offer_and_answer_is_kept(tmp_path: Path)
     play(tmp_path, body)
 
 
-def test_what_was_taken_is_forgotten_without_a_line(tmp_path: Path) -> None:
+def test_given_connection_has_no_access_line_here(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         async with scripted_taker(made) as taker:
@@ -254,7 +254,7 @@ def test_only_one_successor_at_a_time(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_successor_of_other_schemas_gets_nothing(tmp_path: Path) -> None:
+def test_successor_of_an_incompatible_schema_gets_no_connections(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         later = Greeting(version="later", schema=SCHEMA + 5, oldest=SCHEMA + 1)
         async with scripted_taker(made, later) as taker:
@@ -286,7 +286,7 @@ def test_a_successor_of_other_schemas_gets_nothing(tmp_path: Path) -> None:
         b"",
     ],
 )
-def test_rubbish_ends_the_connection_and_nothing_else(tmp_path: Path, wire: bytes) -> None:
+def test_invalid_message_of_a_successor_only_ends_its_connection(tmp_path: Path, wire: bytes) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         async with scripted_taker(made, None) as taker:
@@ -299,7 +299,7 @@ def test_rubbish_ends_the_connection_and_nothing_else(tmp_path: Path, wire: byte
     play(tmp_path, body)
 
 
-def test_answers_to_nothing_are_ignored(tmp_path: Path) -> None:
+def test_answers_without_an_offer_are_ignored(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         async with scripted_taker(made) as taker:
             await greeted(taker)
@@ -357,7 +357,7 @@ def full_descriptor_table() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_successor_with_a_full_descriptor_table_leaves_connections_where_they_were(tmp_path: Path) -> None:
+def test_connections_stay_if_the_successor_has_no_free_descriptors(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         await made.meet()
@@ -460,7 +460,7 @@ async def answered(giver: Scripted) -> bytes:
 
 
 @pytest.mark.parametrize("step", ["offered", "taken", "kept"])
-def test_a_predecessor_that_dies_keeps_what_it_has_not_released(tmp_path: Path, step: str) -> None:
+def test_units_not_released_by_a_dying_predecessor_are_discarded(tmp_path: Path, step: str) -> None:
     async def body(made: Generations) -> None:
         end = await plain(made)
         offer, descriptors = await an_offer(made, end)
@@ -511,7 +511,7 @@ def test_contradictory_offers_are_declined(tmp_path: Path, fault: str) -> None:
 
 
 @pytest.mark.parametrize("wire", [b"\0\0\0\5\0\0hello", b"\0\0\0\1\0\1x", (1 << 31).to_bytes(4) + b"\0\0"])
-def test_rubbish_of_a_predecessor_ends_the_hand_over(tmp_path: Path, wire: bytes) -> None:
+def test_invalid_message_of_a_predecessor_ends_the_hand_over(tmp_path: Path, wire: bytes) -> None:
     async def body(made: Generations) -> None:
         async with scripted_giver(made) as giver:
             giver.channel._socket.send(wire)
@@ -547,7 +547,7 @@ def test_frames_carry_many_descriptors_in_order(tmp_path: Path) -> None:
     assert rendezvous.MAX_DESCRIPTORS > 600
 
 
-def test_messages_of_a_later_version_are_read_as_far_as_they_are_known() -> None:
+def test_unknown_fields_of_later_versions_are_ignored() -> None:
     wire = msgspec.msgpack.encode({**msgspec.to_builtins(GREETING), "type": "Greeting", "of_tomorrow": [1, 2]})
     assert from_giver(wire) == GREETING
     for wrong in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Tomorrow"}), msgspec.msgpack.encode([1])):
@@ -575,7 +575,7 @@ def test_an_answer_that_comes_too_late_has_no_effect(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_entries_are_the_same_after_their_way() -> None:
+def test_handover_values_survive_encoding() -> None:
     flow = Flow(
         source_ip="10.0.0.1", destination_ip="10.0.0.2", destination_port=80, source_principal="spiffe://a"
     )

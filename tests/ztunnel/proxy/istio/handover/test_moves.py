@@ -44,7 +44,7 @@ async def tunnel_in(of: Cluster) -> Tunnel:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_kind_continues_with_one_line_and_no_count_lost(tmp_path: Path, loop: str) -> None:
+def test_every_kind_of_connection_moves_with_one_line_and_exact_counts(tmp_path: Path, loop: str) -> None:
     async def body(made: Generations) -> None:
         old, new = made.old, made.new
         opened = await everything(made)
@@ -97,7 +97,7 @@ def test_new_tunnels_use_the_connections_that_have_moved(tmp_path: Path) -> None
     play(tmp_path, body)
 
 
-def test_a_tunnel_connection_that_came_takes_further_requests(tmp_path: Path) -> None:
+def test_moved_tunnel_connection_accepts_further_requests(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         old, new = made.old, made.new
         connection = await old.tunnels_to("server", "far", source=REMOTE_HOST)
@@ -177,7 +177,7 @@ def test_the_successor_judges_by_its_own_revocation_lists(tmp_path: Path) -> Non
     play(tmp_path, body)
 
 
-def test_connections_that_are_being_opened_move_when_they_are_open(tmp_path: Path) -> None:
+def test_opening_connections_move_once_they_are_open(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         old = made.old
         peer = old.peer("far", REMOTE_HOST)
@@ -204,7 +204,7 @@ def test_connections_that_are_being_opened_move_when_they_are_open(tmp_path: Pat
     play(tmp_path, body)
 
 
-def test_what_comes_late_is_given_late(tmp_path: Path) -> None:
+def test_connections_opened_late_are_given_late(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         old = made.old
         await made.meet()
@@ -252,7 +252,7 @@ def test_taking_now_is_passed_on(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_many_moves_leave_nothing_behind(tmp_path: Path) -> None:
+def test_many_moves_leak_no_descriptors(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         old, new = made.old, made.new
         opened = await everything(made)

@@ -31,7 +31,7 @@ def asked(capsys: Said, check: Callable[[Rig, Callable[..., Any]], Any], env: Ma
     served(with_command, env)
 
 
-def test_a_proxy_without_a_folder_says_what_is_missing(capsys: Said) -> None:
+def test_handover_page_without_a_folder_names_the_variable(capsys: Said) -> None:
     async def check(rig: Rig, command: Callable[..., Any]) -> None:
         answer = await rig.ask("admin", "/handover")
         assert answer.status == 404
@@ -43,7 +43,7 @@ def test_a_proxy_without_a_folder_says_what_is_missing(capsys: Said) -> None:
     asked(capsys, check, {})
 
 
-def test_the_state_is_shown_and_without_a_successor_nothing_begins(capsys: Said, tmp_path: Path) -> None:
+def test_handover_page_shows_state_and_needs_a_successor(capsys: Said, tmp_path: Path) -> None:
     async def check(rig: Rig, command: Callable[..., Any]) -> None:
         handover = rig.proxy.handover
         assert handover is not None
@@ -68,7 +68,7 @@ def test_the_state_is_shown_and_without_a_successor_nothing_begins(capsys: Said,
     asked(capsys, check, {"ZTUNNEL_HANDOVER_DIR": str(tmp_path)})
 
 
-def test_a_successor_that_waits_can_be_given_everything_now(capsys: Said, tmp_path: Path) -> None:
+def test_handover_command_gives_connections_at_once(capsys: Said, tmp_path: Path) -> None:
     async def check(rig: Rig, command: Callable[..., Any]) -> None:
         handover = rig.proxy.handover
         assert handover is not None

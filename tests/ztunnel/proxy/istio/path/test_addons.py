@@ -110,7 +110,7 @@ def scripted(cluster: Cluster, kind: type[Scripted] = Scripted) -> Scripted:
     return instance
 
 
-def test_an_outbound_connection_from_question_to_end(tmp_path: Path) -> None:
+def test_addon_hooks_of_an_outbound_connection(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         addon = scripted(cluster)
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE, canonical_revision="v2")])
@@ -189,7 +189,7 @@ def test_a_delay_is_waited_for_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "hosts"), [("v2", {OTHER}), ("v3", {SERVER, OTHER})])
-def test_a_preference_narrows_the_draw_if_it_leaves_any(tmp_path: Path, version: str, hosts: set[str]) -> None:
+def test_preference_narrows_the_draw_if_an_endpoint_fits(tmp_path: Path, version: str, hosts: set[str]) -> None:
     async def body(cluster: Cluster) -> None:
         addon = scripted(cluster)
         addon.connect = lambda facts: Prefer({"version": version})
@@ -274,7 +274,7 @@ def test_an_inbound_connection_can_be_denied_after_policy(tmp_path: Path) -> Non
     play(tmp_path, closing(body))
 
 
-def test_an_addon_is_not_asked_about_what_policy_denies(tmp_path: Path) -> None:
+def test_addons_are_not_called_for_connections_denied_by_policy(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Any) -> None:
         addon = scripted(cluster)
         cluster.application(SERVER)
@@ -286,7 +286,7 @@ def test_an_addon_is_not_asked_about_what_policy_denies(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_a_plain_inbound_connection_is_asked_about_as_well(tmp_path: Path) -> None:
+def test_addons_are_called_for_plain_inbound_connections(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         addon = scripted(cluster)
         addon.accept = lambda facts: Deny("plain") if facts.path is Way.DIRECT else None
@@ -383,7 +383,7 @@ HELLO = hello("files.example", [])
 
 
 @pytest.mark.parametrize(("first", "name"), [(HELLO, "files.example"), (b"GET / HTTP/1.1\r\n", ""), (b"", "")])
-def test_the_server_name_of_what_leaves_the_mesh_is_read(tmp_path: Path, first: bytes, name: str) -> None:
+def test_server_name_of_connections_outside_the_mesh_is_read(tmp_path: Path, first: bytes, name: str) -> None:
     async def body(cluster: Cluster) -> None:
         addon = scripted(cluster)
         assert cluster.node.addons is not None
@@ -413,7 +413,7 @@ def test_names_answered_are_bounded() -> None:
     assert names.of(("ns", "pod"), "10.0.19.135") == tuple(f"also{number}" for number in range(2, 10))
 
 
-def test_a_connection_of_a_predecessor_is_opened_and_closed_without_a_question(tmp_path: Path) -> None:
+def test_moved_connection_calls_opened_and_closed_hooks_only(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         addon = scripted(cluster)
         await cluster.start(POD)
@@ -433,7 +433,7 @@ def test_a_connection_of_a_predecessor_is_opened_and_closed_without_a_question(t
     play(tmp_path, body)
 
 
-def test_a_hand_over_leaves_a_connection_that_addons_were_asked_about(tmp_path: Path) -> None:
+def test_connection_with_addon_verdicts_does_not_move(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         addon = scripted(cluster)
         addon.connect = lambda facts: Delay(5)
@@ -467,7 +467,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
 @pytest.mark.parametrize(
     "verdict", [None, Deny("no"), Delay(3), Prefer({"version": "v9"}), Cut("chaos", after_s=60)], ids=str
 )
-def test_a_connection_to_a_warm_peer_has_the_verdict_of_its_addons(
+def test_planned_connection_obeys_addon_verdicts(
     tmp_path: Path, taken: dict[type, int], verdict: Verdict | None, kind: type[Scripted]
 ) -> None:
     async def body(cluster: Cluster) -> None:
@@ -493,7 +493,7 @@ def test_a_connection_to_a_warm_peer_has_the_verdict_of_its_addons(
 
 @pytest.mark.parametrize("kind", [Scripted, Waiting])
 @pytest.mark.parametrize("verdict", [None, Deny("not you")], ids=str)
-def test_a_request_with_a_plan_has_the_verdict_of_its_addons(
+def test_planned_request_obeys_addon_verdicts(
     tmp_path: Path, taken: dict[type, int], verdict: Deny | None, kind: type[Scripted]
 ) -> None:
     async def body(cluster: Cluster) -> None:
@@ -517,7 +517,7 @@ def test_a_request_with_a_plan_has_the_verdict_of_its_addons(
 
 
 @pytest.mark.parametrize("what", ["policy", "stop", "gone"])
-def test_a_request_with_a_plan_that_waits_for_an_addon_meets_every_change(
+def test_planned_request_waiting_for_an_addon_obeys_changes(
     tmp_path: Path, taken: dict[type, int], what: str
 ) -> None:
     async def body(cluster: Cluster) -> None:

@@ -119,7 +119,7 @@ def policies(draw: st.DrawFn) -> list[AuthorizationPolicy]:
     named=st.lists(st.sets(st.sampled_from(NAMES)), min_size=2, max_size=2),
     way=st.sampled_from(["service", "pod", "wire"]),
 )
-def test_open_implies_allowed_by_policy(
+def test_connection_open_with_any_addon_verdict_is_allowed_by_policy(
     behaviours: list[Behaviour], policies: list[AuthorizationPolicy], named: list[set[str]], way: str
 ) -> None:
     opened: list[str] = []

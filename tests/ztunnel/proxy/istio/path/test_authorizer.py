@@ -56,7 +56,9 @@ def judged(folder: Path, work: Callable[[Node, Authorizer, Record], Awaitable[No
         ([policy("a", Action.ALLOW, holds=False, dry_run=True)], ""),
     ],
 )
-def test_verdicts(tmp_path: Path, policies: list[AuthorizationPolicy], refusal: str) -> None:
+def test_policies_decide_about_a_connection(
+    tmp_path: Path, policies: list[AuthorizationPolicy], refusal: str
+) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply(policies)
         assert bool(judge.verdict(LOCAL, FACTS).reason) is bool(refusal)
@@ -119,7 +121,7 @@ def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptur
     assert "dry-run: no allow policies match" in caplog.messages
 
 
-def test_a_policy_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+def test_connection_waits_for_a_late_policy(tmp_path: Path) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
         assert judge.verdict(NAMED, FACTS).reason
@@ -133,7 +135,7 @@ def test_a_policy_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     judged(tmp_path, work)
 
 
-def test_a_policy_that_never_comes_lets_nobody_in(tmp_path: Path) -> None:
+def test_missing_policy_denies_after_its_grace_period(tmp_path: Path) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
         with pytest.raises(Denied, match="policy default/late has not arrived"):
@@ -142,7 +144,7 @@ def test_a_policy_that_never_comes_lets_nobody_in(tmp_path: Path) -> None:
     judged(tmp_path, work)
 
 
-def test_a_workload_that_stops_naming_it_is_let_in(tmp_path: Path) -> None:
+def test_connection_is_allowed_if_the_workload_drops_the_missing_policy(tmp_path: Path) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
         async with asyncio.TaskGroup() as group:

@@ -100,7 +100,9 @@ GATEWAY = GatewayAddress(NetworkAddress("west", "192.0.2.1"), 15008)
         (service(), endpoint(capacity=0), 80, False, False),
     ],
 )
-def test_candidates(held: Service, workload: Workload, port: int, waypoint: bool, kept: bool) -> None:
+def test_candidate_endpoints_of_a_service(
+    held: Service, workload: Workload, port: int, waypoint: bool, kept: bool
+) -> None:
     assert (found(mesh(held, workload), port, waypoint=waypoint) == {"a"}) is kept
 
 
@@ -131,7 +133,9 @@ EXAMPLE = (Scope.NETWORK, Scope.REGION, Scope.ZONE)
         ((), "west", "-", "-", 0),
     ],
 )
-def test_ranks(preferences: tuple[Scope, ...], network: str, region: str, zone: str, rank: int) -> None:
+def test_rank_counts_equal_leading_scopes(
+    preferences: tuple[Scope, ...], network: str, region: str, zone: str, rank: int
+) -> None:
     question = question_of(service(BalancerMode.FAILOVER, *preferences), 80, CLIENT, waypoint=False, by_name=False)
     assert rank_of(question, endpoint(network=network, locality=Locality(region, zone))) == rank
 
@@ -148,7 +152,9 @@ def test_ranks(preferences: tuple[Scope, ...], network: str, region: str, zone: 
     ],
 )
 @pytest.mark.parametrize("mode", [BalancerMode.STRICT, BalancerMode.FAILOVER])
-def test_scopes(scope: Scope, same: dict[str, Any], other: dict[str, Any], mode: BalancerMode) -> None:
+def test_scopes_compare_endpoint_and_client(
+    scope: Scope, same: dict[str, Any], other: dict[str, Any], mode: BalancerMode
+) -> None:
     near, far = endpoint("near", **same), endpoint("far", **other)
     assert found(mesh(service(mode, scope), near, far)) == {"near"}
     assert found(mesh(service(mode, scope), far)) == ({"far"} if mode is BalancerMode.FAILOVER else set())
@@ -172,14 +178,14 @@ def test_a_passthrough_service_reached_by_name_is_like_failover() -> None:
 # Step 3: the draw
 
 
-def test_draws_go_by_capacity() -> None:
+def test_draws_follow_capacity() -> None:
     store = mesh(service(), endpoint("a", capacity=1), endpoint("b", capacity=3), endpoint("c", capacity=0))
     question = question_of(service(), 80, CLIENT, waypoint=False, by_name=False)
     counts = Counter(pick(store, question, lambda n, seed=seed: seed % n) for seed in range(400))  # type: ignore[misc]
     assert counts == {"a": 100, "b": 300}
 
 
-def test_who_failed_is_avoided_while_there_is_anybody_else() -> None:
+def test_failed_endpoints_are_avoided_if_others_exist() -> None:
     held = service(BalancerMode.FAILOVER, Scope.REGION)
     near, far = endpoint("near", locality=Locality("r")), endpoint("far")
     assert found(mesh(held, near, far), avoid=("near",)) == {"far"}
@@ -188,7 +194,7 @@ def test_who_failed_is_avoided_while_there_is_anybody_else() -> None:
     assert found(mesh(service(), *others), avoid=tuple(f"e{number}" for number in range(49))) == {"e49"}
 
 
-def test_changes_are_followed() -> None:
+def test_candidates_follow_mesh_changes() -> None:
     store = mesh(service(), endpoint("a"))
     assert found(store) == {"a"}
     store.apply([endpoint("b")])
@@ -249,7 +255,7 @@ TestNaive.settings = settings(max_examples=examples(40), stateful_step_count=40,
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
-def test_following_changes_is_as_starting_anew(changes: list[tuple[int, int]]) -> None:
+def test_candidates_after_changes_equal_new_candidates(changes: list[tuple[int, int]]) -> None:
     """Endpoints come, change and go; who may be picked is as in a mesh made of the last state."""
     last: dict[str, Workload] = {}
     store = mesh(service(BalancerMode.FAILOVER, Scope.REGION))

@@ -96,13 +96,13 @@ BEGIN = (
         ),
     ],
 )
-def test_a_denial_names_all_that_a_person_needs(
+def test_denial_line_names_workloads_policy_and_rule(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policies: list[AuthorizationPolicy], end: str
 ) -> None:
     assert lines(tmp_path, caplog, policies, QUIET) == [BEGIN + end]
 
 
-def test_who_is_not_known_has_a_dash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_values_in_a_denial_line_are_dashes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stranger = SocketAddress("192.0.2.1", 9)
     plain = ConnectionFacts(source=stranger, direct_source=stranger, destination=TARGET)
     (line,) = lines(tmp_path, caplog, [policy("p", "Deny", {"destinationPorts": [80]})], QUIET, facts=plain)
@@ -137,13 +137,15 @@ def test_a_policy_that_has_not_arrived_is_named(tmp_path: Path, caplog: pytest.L
         ({"AUTHZ_POLICY_INFO_LOGGING": "true"}, 1),
     ],
 )
-def test_a_line_is_written_where_no_other_says_it(
+def test_denial_line_is_written_only_without_access_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, env: dict[str, str], written: int
 ) -> None:
     assert len(lines(tmp_path, caplog, [policy("p", "Deny", ACCOUNT)], env)) == written
 
 
-def test_lines_are_limited_and_the_others_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_denial_lines_are_rate_limited_and_suppressed_ones_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def later(node: Node, judge: Authorizer, clock: StoppedClock) -> None:
         clock.passed_s += 60.0
         assert judge.verdict(LOCAL, FACTS).reason
@@ -153,7 +155,7 @@ def test_lines_are_limited_and_the_others_counted(tmp_path: Path, caplog: pytest
     assert found[BURST] == "denials by policies have no line left_out=7"
 
 
-def test_a_condition_that_is_not_one_part_for_each_rule_has_no_place() -> None:
+def test_condition_without_separate_rules_has_no_rule_number() -> None:
     one = policy("p", "Deny", {"destinationPorts": [81, 80]})
     assert deciding_rule(one, FACTS) == "rules[0]: the port is 80"
     two = policy("p", "Deny", ACCOUNT, {"destinationPorts": [81]})

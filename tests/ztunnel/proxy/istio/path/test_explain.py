@@ -67,7 +67,7 @@ def ask(source: str, destination: str, *values: Any, identity: str = "", **more:
 
 @pytest.mark.parametrize("source", ["10.0.0.1", "shop/client", "client"])
 @pytest.mark.parametrize("destination", ["10.1.0.1:80", "cart.example:80"])
-def test_parties_have_several_names(source: str, destination: str) -> None:
+def test_parties_can_be_named_in_several_ways(source: str, destination: str) -> None:
     answer = ask(source, destination, cart(), BACK)
     assert answer["source"] == {
         "address": "10.0.0.1",
@@ -79,7 +79,7 @@ def test_parties_have_several_names(source: str, destination: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cart.shop.svc.cluster.local", "cart.shop", "cart"])
-def test_a_service_is_found_by_what_applications_call_it(name: str) -> None:
+def test_service_is_found_by_short_and_full_names(name: str) -> None:
     service = Service(
         name="cart", namespace="shop", hostname="cart.shop.svc.cluster.local", vips=cart().vips, ports={80: 8080}
     )
@@ -109,7 +109,7 @@ def test_unknown_parties_are_named(source: str, destination: str, error: str) ->
         ask(source, destination, pod("nowhere"), elsewhere, cart(ports={443: 443, 80: 80}))
 
 
-def test_a_source_may_be_an_identity_and_a_service_needs_no_port_if_it_has_one() -> None:
+def test_source_can_be_an_identity_and_a_single_port_is_implied() -> None:
     others = (pod("a-client", "10.0.0.7", service_account="other"), pod("z", "10.0.0.8", service_account="client"))
     answer = ask("spiffe://cluster.local/ns/shop/sa/client", "cart.example", cart(), BACK, *others)
     assert answer["source"]["workload"] == "client"
@@ -119,7 +119,7 @@ def test_a_source_may_be_an_identity_and_a_service_needs_no_port_if_it_has_one()
 # Of connections that were seen
 
 
-def test_an_inbound_question_is_about_what_was_proven() -> None:
+def test_inbound_question_judges_exactly_the_given_identity() -> None:
     deny = policy("only-client", Action.ALLOW, ONLY_CLIENT)
     there = around(BACK, deny)
 
@@ -202,13 +202,13 @@ def test_a_tunnel_to_an_endpoint() -> None:
         ),
     ],
 )
-def test_other_ways(destination: str, values: tuple[Any, ...], because: str) -> None:
+def test_explain_of_destinations_without_a_tunnel(destination: str, values: tuple[Any, ...], because: str) -> None:
     answer = ask("shop/client", destination, *values)
     assert because in answer["because"]
     assert answer["verdict"] == "allowed"
 
 
-def test_endpoints_that_are_left_out_have_a_reason() -> None:
+def test_left_out_endpoints_have_a_reason() -> None:
     near = Locality("r", "z", "s")
     client = pod("client", "10.0.0.1", locality=near)
     strict = LoadBalancing((Scope.REGION,), BalancerMode.STRICT)
@@ -237,7 +237,7 @@ def test_endpoints_that_are_left_out_have_a_reason() -> None:
     }
 
 
-def test_a_service_without_endpoints_says_what_became_of_them() -> None:
+def test_service_without_endpoints_lists_left_out_endpoints() -> None:
     answer = ask("shop/client", VIP, cart(), behind("sick", "10.0.1.2", status=Health.UNHEALTHY))
     assert answer["verdict"] == f"refused: no healthy upstream: {VIP}"
     assert answer["left_out"] == [{"workload": "sick", "because": "unhealthy"}]
@@ -256,19 +256,19 @@ def test_endpoints_of_a_waypoint_that_are_left_out_have_a_reason() -> None:
     assert answer["left_out"] == [{"workload": "down", "because": "its weight is 0"}]
 
 
-def test_each_endpoint_is_a_way_where_all_have_failed() -> None:
+def test_all_endpoints_are_ways_if_all_have_failed() -> None:
     others = [behind(name, f"10.0.1.{number}") for number, name in enumerate("abc", 1)]
     answer = ask("shop/client", VIP, cart(), *others, avoided=[each.uid for each in others])
     assert {way["workload"] for way in answer["ways"]} == {"a", "b", "c"}
 
 
-def test_failed_endpoints_are_no_ways_where_another_is_left() -> None:
+def test_failed_endpoints_are_no_ways_if_another_is_left() -> None:
     others = [behind(name, f"10.0.1.{number}") for number, name in enumerate("abc", 1)]
     answer = ask("shop/client", VIP, cart(), *others, avoided=[others[0].uid, others[2].uid])
     assert [way["workload"] for way in answer["ways"]] == ["b"]
 
 
-def test_an_endpoint_without_a_way_does_not_speak_for_the_others() -> None:
+def test_unreachable_endpoint_does_not_decide_for_reachable_ones() -> None:
     lost = behind("lost", "10.0.1.1", network="far")
     for others in ((lost, BACK), (BACK, lost)):
         answer = ask("shop/client", VIP, cart(), *others)
@@ -348,7 +348,7 @@ def test_the_policy_that_decides_comes_first_with_its_clause() -> None:
     assert (second["policy"], second["holds"]) == ("shop/others", False)
 
 
-def test_no_allow_policy_holds() -> None:
+def test_explain_names_allow_policies_without_a_match() -> None:
     answer = ask("shop/client", VIP, cart(), BACK, policy("few", Action.ALLOW, PeerServiceAccount("a", "b")))
     inbound = answer["ways"][0]["inbound"]
     assert inbound["refused"] == "allow policies exist, but none allowed"
@@ -361,14 +361,14 @@ def test_a_missing_policy_refuses() -> None:
     assert answer["ways"][0]["inbound"]["refused"] == "policy shop/late has not arrived"
 
 
-def test_dry_run_policies_are_told_apart() -> None:
+def test_dry_run_policies_are_listed_separately() -> None:
     dry = policy("dry", Action.DENY, ONLY_CLIENT, dry_run=True)
     inbound = ask("shop/client", VIP, cart(), BACK, dry)["ways"][0]["inbound"]
     assert inbound["dry_run"][0]["policy"] == "shop/dry"
     assert inbound["allowed_by"] == "no policy is for this workload"
 
 
-def test_a_policy_with_faults_says_so() -> None:
+def test_policy_with_faults_is_marked() -> None:
     faulty = policy("faulty", Action.DENY, ONLY_CLIENT, faults=("rules[0]: hosts",))
     shown = ask("shop/client", VIP, cart(), BACK, faulty)["ways"][0]["inbound"]["policies"][0]
     assert shown["because"].startswith(
@@ -388,7 +388,7 @@ def test_a_client_outside_the_mesh() -> None:
     assert known["inbound"]["allowed_by"] == "shop/p"
 
 
-def test_a_pod_that_is_not_in_the_mesh_proves_nothing() -> None:
+def test_pod_outside_the_mesh_has_no_identity() -> None:
     """Its connections are not captured: what a tunnel would prove for it does not count."""
     outside = pod("outside", "10.0.0.8", protocol=Protocol.TCP)
     allow = policy("only-outside", Action.ALLOW, PeerServiceAccount("shop", "outside"))
@@ -404,7 +404,7 @@ def test_a_pod_that_is_not_in_the_mesh_proves_nothing() -> None:
     assert shown["verdict"] == "allowed"  # asked as if it were
 
 
-def test_where_a_pod_that_is_not_in_the_mesh_can_go() -> None:
+def test_destinations_reachable_from_a_pod_outside_the_mesh() -> None:
     outside = pod("outside", "10.0.0.8", protocol=Protocol.TCP)
     plain = behind("plain", "10.0.1.9", protocol=Protocol.TCP)
     deny = policy("no-plain-text", Action.DENY, Not(PeerPrincipal()))
@@ -418,7 +418,7 @@ def test_where_a_pod_that_is_not_in_the_mesh_can_go() -> None:
     assert ask("shop/outside", VIP, outside, cart())["verdict"] == f"refused: no healthy upstream: {VIP}"
 
 
-def test_what_a_proxy_saw_was_captured_whatever_the_control_plane_says() -> None:
+def test_connection_seen_by_a_proxy_counts_as_captured() -> None:
     outside = pod("outside", "10.0.0.8", protocol=Protocol.TCP)
     there = around(outside, cart(), BACK)
     answer = explain(question("shop/outside", VIP, "", there, captured=True), there)
@@ -471,7 +471,7 @@ def routed(client: Workload, mesh: Mesh, seed: int) -> Route | str:
     _regions,
     st.booleans(),
 )
-def test_what_is_told_is_what_happens(
+def test_explain_agrees_with_the_data_path(
     endpoints: list[Workload],
     policies: list[AuthorizationPolicy],
     balancing: LoadBalancing,

@@ -6,7 +6,7 @@ from ztunnel.proxy.istio.path.failed_endpoints import AVOID_S, FailedEndpoints
 A, B, C = (WorkloadUid(name) for name in "abc")
 
 
-def test_an_endpoint_is_passed_over_for_its_time() -> None:
+def test_failed_endpoint_is_avoided_for_its_time() -> None:
     failed = FailedEndpoints()
     assert not failed.current(0)
     failed.add(A, 0)
@@ -14,7 +14,7 @@ def test_an_endpoint_is_passed_over_for_its_time() -> None:
     assert not failed.current(AVOID_S)
 
 
-def test_failing_again_begins_the_time_anew() -> None:
+def test_second_failure_restarts_the_time() -> None:
     failed = FailedEndpoints()
     failed.add(A, 0)
     failed.add(B, 1)
@@ -23,7 +23,7 @@ def test_failing_again_begins_the_time_anew() -> None:
     assert not failed.current(AVOID_S + 2)
 
 
-def test_a_changed_workload_gets_another_chance() -> None:
+def test_changed_workload_is_no_longer_avoided() -> None:
     failed = FailedEndpoints()
     failed.add(A, 0)
     failed.clear(A)
@@ -31,7 +31,7 @@ def test_a_changed_workload_gets_another_chance() -> None:
     assert not failed.current(1)
 
 
-def test_a_connection_adds_its_own() -> None:
+def test_connection_avoids_its_own_failures_as_well() -> None:
     failed = FailedEndpoints()
     assert set(failed.current(0, frozenset({A}))) == {A}
     failed.add(A, 0)
@@ -45,7 +45,7 @@ def test_a_connection_adds_its_own() -> None:
     assert WorkloadUid("d") not in both
 
 
-def test_the_oldest_make_room() -> None:
+def test_oldest_failure_is_evicted_at_the_limit() -> None:
     failed = FailedEndpoints()
     for number in range(10_001):
         failed.add(WorkloadUid(str(number)), 0)
@@ -54,7 +54,7 @@ def test_the_oldest_make_room() -> None:
     assert WorkloadUid("1") in failed.current(1)
 
 
-def test_asking_copies_nothing() -> None:
+def test_current_failures_are_returned_without_a_copy() -> None:
     """Every connection asks, and there may be 10,000 of them."""
     failed = FailedEndpoints()
     for number in range(10_000):

@@ -129,7 +129,7 @@ async def tunnel_to_server(made: Guarded) -> Connection:
     return await made.tunnels_to("server")
 
 
-def test_without_policies_nothing_of_it_is_there(tmp_path: Path) -> None:
+def test_pod_without_calico_policies_has_plain_paths(tmp_path: Path) -> None:
     async def body(made: Cluster) -> None:
         await made.start(POD)
         proxy = made.pods["server"]
@@ -140,7 +140,7 @@ def test_without_policies_nothing_of_it_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_tunnel_is_judged_by_its_certificate_and_the_port_that_it_names(tmp_path: Path, loop: str) -> None:
+def test_calico_policy_judges_a_tunnel_by_certificate_and_port(tmp_path: Path, loop: str) -> None:
     by_account = c.Rule(
         c.Action.ALLOW,
         source=c.PeerMatch(account_names=("client",)),
@@ -179,7 +179,7 @@ def test_a_tunnel_is_judged_by_its_certificate_and_the_port_that_it_names(tmp_pa
     run(tmp_path, body, loop)
 
 
-def test_a_rule_about_requests_allows_no_connection_and_the_line_says_so(tmp_path: Path) -> None:
+def test_http_rule_allows_no_connection_and_is_logged(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         made.handed.apply(inbound(c.Rule(c.Action.ALLOW, http=c.HttpMatch(methods=("GET",)))))
         connection = await tunnel_to_server(made)
@@ -211,9 +211,7 @@ def test_plain_connections_are_judged_by_address_and_have_no_identity(tmp_path: 
 
 @pytest.mark.parametrize("mesh_allows", [True, False])
 @pytest.mark.parametrize("calico_allows", [True, False])
-def test_the_policies_of_the_mesh_and_calicos_must_both_allow(
-    tmp_path: Path, mesh_allows: bool, calico_allows: bool
-) -> None:
+def test_mesh_and_calico_policies_must_both_allow(tmp_path: Path, mesh_allows: bool, calico_allows: bool) -> None:
     async def body(made: Guarded) -> None:
         made.handed.apply(inbound(PERMIT if calico_allows else FORBID))
         connection = await tunnel_to_server(made)
@@ -267,7 +265,7 @@ def test_a_change_while_a_policy_of_the_mesh_is_awaited_is_not_missed(tmp_path: 
     run(tmp_path, body)
 
 
-def test_a_pod_that_policies_do_not_know_waits_for_them_and_is_denied(tmp_path: Path) -> None:
+def test_pod_unknown_to_calico_policies_waits_and_is_denied(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         made.handed.apply(c.EndpointUpdate(c.EndpointId("k8s", "default/server", "eth0"), None))
         connection = await tunnel_to_server(made)
@@ -335,7 +333,7 @@ ABOUT_HTTP = c.Rule(c.Action.ALLOW, http=c.HttpMatch(("GET",)))
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_requests_are_left_to_a_waypoint_that_is_known_to_judge_them(tmp_path: Path, known: bool) -> None:
+def test_http_rule_allows_a_connection_to_a_waypoint_that_judges_requests(tmp_path: Path, known: bool) -> None:
     """In front of it, and only there, a rule that allows by HTTP allows a connection; the line names both."""
 
     async def body(made: Guarded) -> None:
@@ -374,7 +372,7 @@ def test_plain_destinations_have_no_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_both_ends_of_a_tunnel_end_when_its_client_may_not_any_more(tmp_path: Path, joined: bool) -> None:
+def test_both_ends_close_when_policy_no_longer_allows_the_client(tmp_path: Path, joined: bool) -> None:
     async def body(made: Guarded) -> None:
         await made.start(NEAR, *([POD] if joined else []))
         if joined:
@@ -410,7 +408,7 @@ def test_a_joined_tunnel_is_judged_at_both_ends(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_without_access_lines_each_denial_has_one_of_its_own(
+def test_denials_have_their_own_lines_without_access_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(made: Guarded) -> None:
@@ -440,7 +438,7 @@ def test_without_access_lines_each_denial_has_one_of_its_own(
     assert said[2].endswith(f"dst.workload=server.default policy=default|GlobalNetworkPolicy/out {rule}")
 
 
-def test_pods_that_end_are_reviewed_no_more(tmp_path: Path) -> None:
+def test_ended_pods_are_not_reviewed(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         name = PodName(name="p", namespace="default", service_account="p")
         proxy = PodProxy(made.node, name, WiredSockets(made.node, made.wire, SERVER))

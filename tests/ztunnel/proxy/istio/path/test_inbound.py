@@ -71,9 +71,7 @@ def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_sidecar_reaches_the_application_from_the_source_that_its_rules_let_pass(
-    tmp_path: Path, loop: str
-) -> None:
+def test_sidecar_dials_the_application_from_its_passthrough_source(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         through = Through(cluster, await connection.open(fields()))
@@ -85,7 +83,7 @@ def test_a_sidecar_reaches_the_application_from_the_source_that_its_rules_let_pa
     play(tmp_path, closing(body), env, loop=loop)
 
 
-def test_the_dump_shows_what_runs(tmp_path: Path) -> None:
+def test_dump_shows_live_connections(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         for _ in range(2):
@@ -126,7 +124,7 @@ def test_labels_are_the_control_planes_over_those_of_the_peer(tmp_path: Path) ->
     play(tmp_path, closing(body))
 
 
-def test_a_peer_cannot_fill_the_page_of_metrics(tmp_path: Path) -> None:
+def test_baggage_of_a_peer_cannot_exhaust_metric_series(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         for number in range(2 * SETS_PER_PEER):
@@ -140,7 +138,7 @@ def test_a_peer_cannot_fill_the_page_of_metrics(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_without_baggage_a_peer_is_its_principal(tmp_path: Path) -> None:
+def test_unknown_peer_without_baggage_has_only_its_principal(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         tunnel = await connection.open(fields(f"{SERVER}:{APP_PORT}", (b"baggage", b"service.name=said")))
@@ -226,7 +224,7 @@ def test_a_policy_that_denies_is_401(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_a_policy_that_is_late_is_waited_for(tmp_path: Path) -> None:
+def test_request_waits_for_a_late_policy(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         cluster.mesh.apply([GATED])
@@ -239,7 +237,7 @@ def test_a_policy_that_is_late_is_waited_for(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_a_policy_that_does_not_come_allows_nothing(tmp_path: Path) -> None:
+def test_request_is_denied_if_a_policy_does_not_arrive(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.mesh.apply([GATED])
         began_s = cluster.node.clock.monotonic()
@@ -259,7 +257,7 @@ def test_a_pod_that_the_mesh_has_lost_answers_503(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_the_application_gets_the_header_that_it_wants(tmp_path: Path) -> None:
+def test_application_gets_its_proxy_header(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         waypoint = replace(POD, application_tunnel=ApplicationTunnel(AppProtocol.PROXY, 9000))
         await cluster.start(waypoint)
@@ -278,7 +276,7 @@ def test_the_application_gets_the_header_that_it_wants(tmp_path: Path) -> None:
     play(tmp_path, body, {"UNSTABLE_ENABLE_LOCALHOST_APP_TUNNEL": "true", "LOCALHOST_APP_TUNNEL": "true"})
 
 
-def test_the_clients_address_is_kept_where_the_listener_can(tmp_path: Path) -> None:
+def test_source_address_is_preserved_if_the_listener_is_transparent(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         app = cluster.application(SERVER)
         cluster.sockets["server"].preserves_source[HBONE_PORT] = True
@@ -420,7 +418,7 @@ def test_plain_connections_that_are_ended(tmp_path: Path, case: str) -> None:
     play(tmp_path, body)
 
 
-def test_a_plain_client_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
+def test_disconnected_plain_client_leaves_no_connection(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(PLAINTEXT_PORT, None, OTHER)

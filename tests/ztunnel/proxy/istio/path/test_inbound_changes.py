@@ -78,7 +78,7 @@ def test_live_connections_are_judged_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["in time", "never"])
-def test_what_runs_has_its_grace_while_a_policy_is_late(tmp_path: Path, comes: bool) -> None:
+def test_live_connection_has_a_grace_period_while_a_policy_is_missing(tmp_path: Path, comes: bool) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         through = Through(cluster, await connection.open(fields()))
@@ -123,7 +123,7 @@ def test_a_revoked_client_loses_its_tunnels(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_revoked_client_without_a_tunnel_is_told_of(tmp_path: Path) -> None:
+def test_revoked_client_without_a_tunnel_is_logged(tmp_path: Path) -> None:
     """Its connection ends although no tunnel's line would say so."""
 
     async def body(cluster: Cluster) -> None:
@@ -143,7 +143,7 @@ def test_a_revoked_client_without_a_tunnel_is_told_of(tmp_path: Path) -> None:
 # Drain
 
 
-def test_a_drain_says_goodaway_and_waits(tmp_path: Path) -> None:
+def test_drain_sends_goaway_and_waits_for_tunnels(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         through = Through(cluster, await connection.open(fields()))
@@ -160,7 +160,7 @@ def test_a_drain_says_goodaway_and_waits(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_drain_ends_remaining_tunnels_at_its_deadline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         through = Through(cluster, await connection.open(fields()))
@@ -176,7 +176,7 @@ def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path, caplog: pytes
     play(tmp_path, closing(body))
 
 
-def test_idle_tunnel_connections_do_not_hold_up_a_drain(tmp_path: Path) -> None:
+def test_idle_tunnel_connections_do_not_delay_a_drain(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         began_s = cluster.node.clock.monotonic()
         await cluster.pods["server"].drain(20.0)
@@ -185,7 +185,7 @@ def test_idle_tunnel_connections_do_not_hold_up_a_drain(tmp_path: Path) -> None:
     play(tmp_path, closing(body))
 
 
-def test_a_handshake_under_way_becomes_a_tunnel_that_hears_goaway(tmp_path: Path) -> None:
+def test_running_handshake_completes_and_gets_goaway_in_a_drain(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         cluster.application(SERVER)
@@ -211,7 +211,7 @@ def test_a_handshake_under_way_becomes_a_tunnel_that_hears_goaway(tmp_path: Path
 # Policies that are late
 
 
-def test_other_changes_do_not_prolong_the_time_of_a_missing_policy(tmp_path: Path) -> None:
+def test_grace_period_of_a_missing_policy_is_not_prolonged(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         through = Through(cluster, await connection.open(fields()))

@@ -68,7 +68,7 @@ def test_a_revoked_client_is_counted(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_client_that_says_nothing(tmp_path: Path) -> None:
+def test_silent_client_times_out(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
@@ -78,7 +78,7 @@ def test_a_client_that_says_nothing(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_client_that_hangs_up_in_the_handshake_is_a_line(tmp_path: Path) -> None:
+def test_client_closing_during_the_handshake_is_logged(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
@@ -94,7 +94,7 @@ def test_a_client_that_hangs_up_in_the_handshake_is_a_line(tmp_path: Path) -> No
     play(tmp_path, body)
 
 
-def test_silent_connections_are_bounded_and_leave_others_room(tmp_path: Path) -> None:
+def test_silent_connections_are_limited_by_source(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.application(SERVER)
         await cluster.start(POD)
@@ -111,7 +111,7 @@ def test_silent_connections_are_bounded_and_leave_others_room(tmp_path: Path) ->
     play(tmp_path, body)
 
 
-def test_a_pod_that_stops_ends_what_has_not_begun_its_handshake(tmp_path: Path) -> None:
+def test_stopping_pod_closes_connections_without_a_handshake(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
@@ -123,7 +123,7 @@ def test_a_pod_that_stops_ends_what_has_not_begun_its_handshake(tmp_path: Path) 
     play(tmp_path, body)
 
 
-def test_a_peer_that_goes_too_far_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_closed_for_abuse_is_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         for _ in range(connection.settings.http2.limits.control_burst + 100):
             connection.engine.ping(bytes(8))
@@ -136,7 +136,7 @@ def test_a_peer_that_goes_too_far_is_counted_and_named(tmp_path: Path, caplog: p
     play(tmp_path, closing(body))
 
 
-def test_strangers_cause_a_bounded_number_of_lines(tmp_path: Path) -> None:
+def test_handshake_errors_of_unknown_clients_are_rate_limited(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         for _ in range(200):
@@ -149,7 +149,7 @@ def test_strangers_cause_a_bounded_number_of_lines(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_client_that_is_gone_before_it_is_looked_at(tmp_path: Path) -> None:
+def test_client_disconnected_before_accept_is_ignored(tmp_path: Path) -> None:
     class Gone(socket.socket):
         def getsockname(self) -> object:
             raise OSError(errno.ENOTCONN, "gone")
@@ -165,7 +165,7 @@ def test_a_client_that_is_gone_before_it_is_looked_at(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_without_a_certificate_there_is_no_handshake(tmp_path: Path) -> None:
+def test_handshake_fails_without_a_certificate(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.certificates.errors[identity("server")] = "the CA says no"
         await cluster.start(POD)

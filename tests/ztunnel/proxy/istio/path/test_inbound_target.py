@@ -70,7 +70,7 @@ def refused(*args: Any, **more: Any) -> tuple[int, str]:
     ("authority", "shown"),
     [(None, ""), ("", ""), ("cart", "cart"), ("10.0.0.1:0", "10.0.0.1:0"), (b"\xff:1", "\\xff:1")],
 )
-def test_an_authority_that_is_none_is_a_bad_request(authority: str | bytes | None, shown: str) -> None:
+def test_invalid_authority_is_a_bad_request(authority: str | bytes | None, shown: str) -> None:
     assert refused(authority, workload()) == (400, f"no valid authority pseudo header: {shown}")
 
 
@@ -79,7 +79,7 @@ def test_the_proxys_own_ports_are_refused(port: int) -> None:
     assert refused(f"{HERE}:{port}", workload()) == (503, "attempted recursive call to ourselves")
 
 
-def test_the_port_of_an_application_tunnel_is_not_checked_but_the_one_asked_for_is() -> None:
+def test_only_the_requested_port_is_checked_against_own_ports() -> None:
     tunnel = workload(application_tunnel=ApplicationTunnel(AppProtocol.PROXY, 15008))
     assert target(f"{HERE}:80", tunnel).address == SocketAddress(HERE, 15008)
     assert refused(f"{HERE}:15008", tunnel)[0] == 503
@@ -88,20 +88,20 @@ def test_the_port_of_an_application_tunnel_is_not_checked_but_the_one_asked_for_
 # 2.3.1: which addresses may be named
 
 
-def test_the_address_the_connection_came_to_may_be_named() -> None:
+def test_address_of_the_connection_is_a_valid_target() -> None:
     assert target(f"{HERE}:80", workload()) == InboundTarget(SocketAddress(HERE, 80))
     assert target(f"[::ffff:{HERE}]:80", workload()) == InboundTarget(SocketAddress(HERE, 80))
 
 
 @pytest.mark.parametrize("there", ["10.0.0.1", "10.1.0.1", "192.0.2.1"], ids=["pod", "service", "nothing"])
-def test_other_addresses_may_not(there: str) -> None:
+def test_other_addresses_are_refused(there: str) -> None:
     values = (workload("other", "10.0.0.1"), service(CART, NetworkAddress("", "10.1.0.1")))
     assert refused(f"{there}:80", workload(), *values) == (400, f"ip mismatch: {HERE} != {there}")
 
 
 @pytest.mark.parametrize("gateway", [BY_NAME, BY_VIP, BY_IP], ids=["name", "vip", "ip"])
 @pytest.mark.parametrize("kind", ["pod", "service", "weighted"])
-def test_addresses_this_pod_is_the_waypoint_of_may_be_named(gateway: GatewayAddress, kind: str) -> None:
+def test_waypoint_accepts_addresses_of_its_workloads(gateway: GatewayAddress, kind: str) -> None:
     waypoint = workload(services={WP: {15008: 15008}})
     match kind:
         case "pod":
@@ -115,20 +115,20 @@ def test_addresses_this_pod_is_the_waypoint_of_may_be_named(gateway: GatewayAddr
 
 
 @pytest.mark.parametrize("gateway", [BY_NAME, BY_VIP, GatewayAddress(NetworkAddress("", "10.0.0.8"), 15008)])
-def test_what_another_pod_is_the_waypoint_of_may_not(gateway: GatewayAddress) -> None:
+def test_addresses_of_another_waypoints_workloads_are_refused(gateway: GatewayAddress) -> None:
     stranger = workload()
     actual = workload("actual", "10.0.0.8", services={WP: {15008: 15008}})
     there = workload("other", "10.0.0.1", waypoint=gateway)
     assert refused("10.0.0.1:80", stranger, WAYPOINT, actual, there)[0] == 400
 
 
-def test_an_unhealthy_waypoint_is_still_one() -> None:
+def test_unhealthy_waypoint_accepts_its_workloads() -> None:
     ill = workload(services={WP: {15008: 15008}}, status=Health.UNHEALTHY)
     there = workload("other", "10.0.0.1", waypoint=BY_NAME)
     assert target("10.0.0.1:80", ill, WAYPOINT, there).address == SocketAddress(HERE, 80)
 
 
-def test_an_application_that_takes_tunnels_decides_itself() -> None:
+def test_application_with_a_tunnel_protocol_accepts_any_target() -> None:
     assert target("192.0.2.1:80", workload(application_tunnel=PLAIN)).address == SocketAddress(HERE, 80)
 
 
@@ -157,7 +157,7 @@ def test_application_tunnels(
     [({80: 8080}, {80: 9090}, 9090), ({80: 8080}, {}, 8080), ({80: 0}, {80: 9090}, 9090)],
 )
 @pytest.mark.parametrize("status", list(Health))
-def test_a_name_is_the_endpoints_port_or_the_services(
+def test_name_maps_to_the_endpoints_or_the_services_port(
     ports: dict[int, int], mapped: dict[int, int], expected: int, status: Health
 ) -> None:
     held = service(CART, ports=ports)
@@ -182,13 +182,13 @@ def test_a_name_of_another_pods_service_is_refused() -> None:
 
 
 @pytest.mark.parametrize("waypoint", [BY_NAME, BY_VIP, BY_IP])
-def test_a_waypoint_may_be_asked_for_its_services_by_name(waypoint: GatewayAddress) -> None:
+def test_waypoint_accepts_its_services_by_name(waypoint: GatewayAddress) -> None:
     held = service(CART, waypoint=waypoint)
     found = target("cart.example:80", workload(services={WP: {}}), held, WAYPOINT)
     assert found == InboundTarget(SocketAddress(HERE, 8080), service=held)
 
 
-def test_a_name_nobody_has_or_may_see_is_refused() -> None:
+def test_unknown_or_invisible_name_is_refused() -> None:
     hidden = service("other/cart.example", visibility=Visibility.NAMESPACE)
     for values in ((), (hidden,)):
         assert refused("cart.example:80", workload(), *values) == (
@@ -244,7 +244,7 @@ OTHER = ServiceKey("shop/other.example")
         (1, "cart.example", "cart.example"),
     ],
 )
-def test_the_service_that_was_meant_or_has_the_port(port: int, meant: str | None, expected: str | None) -> None:
+def test_service_is_the_requested_one_or_has_the_port(port: int, meant: str | None, expected: str | None) -> None:
     pod = workload(services={CART: {}, OTHER: {80: 9090}, ServiceKey("shop/gone"): {1: 1}})
     mesh = Mesh()
     mesh.apply([pod, service(CART), service(OTHER)])
@@ -252,7 +252,7 @@ def test_the_service_that_was_meant_or_has_the_port(port: int, meant: str | None
     assert (found.hostname if found else None) == expected
 
 
-def test_a_name_in_the_authority_leaves_no_other_service() -> None:
+def test_service_named_by_the_authority_wins() -> None:
     pod, held = workload(services={OTHER: {80: 9090}}), service(CART)
     mesh = Mesh()
     mesh.apply([pod, held, service(OTHER)])

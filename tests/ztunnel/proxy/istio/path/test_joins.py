@@ -46,7 +46,7 @@ async def both(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_tunnel_within_the_node_is_joined(tmp_path: Path, loop: str) -> None:
+def test_node_local_tunnel_skips_the_network(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster) -> None:
         await both(cluster)
         cluster.mesh.apply([shop(), replace(POD, services=endpoint("x").services)])
@@ -70,7 +70,7 @@ def test_a_tunnel_within_the_node_is_joined(tmp_path: Path, loop: str) -> None:
     play(tmp_path, body, loop=loop)
 
 
-def test_the_switch_sends_it_over_the_wire(tmp_path: Path) -> None:
+def test_disabled_shortcut_uses_the_network(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await both(cluster)
         assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
@@ -91,7 +91,7 @@ BAD_CERTIFICATES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_CERTIFICATES)
-def test_a_handshake_that_would_fail_is_not_joined(tmp_path: Path, case: str) -> None:
+def test_certificates_that_do_not_agree_use_the_network(tmp_path: Path, case: str) -> None:
     """It goes over the wire, where it fails with the right alert."""
     name, how = BAD_CERTIFICATES[case]
 
@@ -106,7 +106,7 @@ def test_a_handshake_that_would_fail_is_not_joined(tmp_path: Path, case: str) ->
     play(tmp_path, body)
 
 
-def test_a_certificate_ends_joins_with_its_last_second(tmp_path: Path) -> None:
+def test_expired_certificate_allows_no_node_local_tunnel(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         made = cluster.certificates.put(identity("client"), to_day=60 / 86400)
         await both(cluster)
@@ -122,7 +122,7 @@ def test_a_certificate_ends_joins_with_its_last_second(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_revoked_pod_is_not_joined(tmp_path: Path) -> None:
+def test_revoked_pod_gets_no_node_local_tunnel(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         own = certificate(identity("client"))
         cluster.certificates.lists = RevocationLists.parse(ROOT.revoke(own.issued.chain[0]))
@@ -136,7 +136,7 @@ def test_a_revoked_pod_is_not_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["client", "server"])
-def test_a_joined_pod_that_is_revoked_ends(tmp_path: Path, which: str) -> None:
+def test_revocation_ends_a_node_local_tunnel(tmp_path: Path, which: str) -> None:
     async def body(cluster: Cluster) -> None:
         await both(cluster)
         client = cluster.dial(f"{SERVER}:{APP_PORT}")
@@ -163,7 +163,7 @@ def test_a_joined_pod_that_is_revoked_ends(tmp_path: Path, which: str) -> None:
         ("ourselves", "http status: 503 Service Unavailable", {}),
     ],
 )
-def test_a_joined_tunnel_is_refused_as_on_the_wire(
+def test_node_local_tunnel_is_refused_like_over_the_network(
     tmp_path: Path, what: str, error: str, flags: dict[str, int]
 ) -> None:
     async def body(cluster: Cluster) -> None:
@@ -184,7 +184,7 @@ def test_a_joined_tunnel_is_refused_as_on_the_wire(
     play(tmp_path, body)
 
 
-def test_a_policy_that_changes_while_a_joined_application_is_dialled_is_401(tmp_path: Path) -> None:
+def test_policy_change_while_dialling_a_node_local_tunnel_is_401(tmp_path: Path) -> None:
     """The task belongs to the outbound half: it must go on with the answer, not die, and not try elsewhere."""
 
     async def body(cluster: Cluster) -> None:
@@ -203,7 +203,7 @@ def test_a_policy_that_changes_while_a_joined_application_is_dialled_is_401(tmp_
     play(tmp_path, body)
 
 
-def test_a_pod_that_stops_while_it_dials_for_a_join_ends_it(tmp_path: Path) -> None:
+def test_stopping_pod_ends_an_opening_node_local_tunnel(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await both(cluster)
         cluster.wire.gates[APP] = asyncio.Event()
@@ -220,7 +220,7 @@ def test_a_pod_that_stops_while_it_dials_for_a_join_ends_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("half", ["client", "server", "policy"])
-def test_either_half_of_a_joined_tunnel_ends_both(tmp_path: Path, half: str) -> None:
+def test_either_half_of_a_node_local_tunnel_ends_both(tmp_path: Path, half: str) -> None:
     async def body(cluster: Cluster) -> None:
         await both(cluster)
         client = cluster.dial(f"{SERVER}:{APP_PORT}")
@@ -242,7 +242,7 @@ def test_either_half_of_a_joined_tunnel_ends_both(tmp_path: Path, half: str) -> 
     play(tmp_path, body)
 
 
-def test_a_pod_that_has_stopped_is_not_joined(tmp_path: Path) -> None:
+def test_stopped_pod_gets_no_node_local_tunnel(tmp_path: Path) -> None:
     """It stops between the look-up and the certificate: what is registered then would never be ended."""
 
     async def body(cluster: Cluster) -> None:
@@ -264,7 +264,7 @@ def test_a_pod_that_has_stopped_is_not_joined(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_join_refused_by_one_endpoint_is_tried_at_another(tmp_path: Path) -> None:
+def test_refused_node_local_tunnel_is_retried_at_another_endpoint(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         here = replace(POD, services=endpoint("x").services)
         await cluster.start(here, NEAR)
@@ -291,7 +291,7 @@ def test_a_stopped_pod_is_unregistered_and_a_successor_is_not(tmp_path: Path) ->
     play(tmp_path, body)
 
 
-def test_a_pod_without_an_address_of_that_family_is_not_joined(tmp_path: Path) -> None:
+def test_pod_without_an_address_of_the_family_gets_no_node_local_tunnel(tmp_path: Path) -> None:
     """The application would see an address of another pod, or of none."""
 
     async def body(cluster: Cluster) -> None:

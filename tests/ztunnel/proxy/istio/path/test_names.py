@@ -22,7 +22,7 @@ class Asked(Resolver):
         return Answer(("192.0.2.1",), self.ttl_s)
 
 
-def test_an_answer_holds_for_its_time() -> None:
+def test_answer_is_cached_for_its_ttl() -> None:
     resolver, clock = Asked(), StoppedClock()
     names = Names(resolver, clock)
 
@@ -35,7 +35,7 @@ def test_an_answer_holds_for_its_time() -> None:
     asyncio.run(main())
 
 
-def test_families_are_different_questions() -> None:
+def test_address_families_are_cached_separately() -> None:
     resolver = Asked()
     names = Names(resolver, StoppedClock())
 
@@ -47,7 +47,7 @@ def test_families_are_different_questions() -> None:
     assert resolver.questions == [("a", "V4_ONLY"), ("a", "V6_ONLY"), ("a", "ALL")]
 
 
-def test_an_answer_that_holds_for_nothing_holds_for_a_second() -> None:
+def test_answer_with_ttl_0_is_cached_for_a_second() -> None:
     resolver, clock = Asked(), StoppedClock()
     resolver.ttl_s = 0.0
     names = Names(resolver, clock)
@@ -61,7 +61,7 @@ def test_an_answer_that_holds_for_nothing_holds_for_a_second() -> None:
     asyncio.run(main())
 
 
-def test_failures_are_not_remembered() -> None:
+def test_failed_lookups_are_not_cached() -> None:
     resolver = Asked()
     names = Names(resolver, StoppedClock())
 
@@ -74,7 +74,7 @@ def test_failures_are_not_remembered() -> None:
     assert len(resolver.questions) == 2
 
 
-def test_the_longest_unused_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_name_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST", 2)
     resolver = Asked()
     names = Names(resolver, StoppedClock())

@@ -32,7 +32,7 @@ async def calm(cluster: Cluster) -> None:
     await cluster.until(lambda: cluster.node.clock.monotonic() > end_s)
 
 
-def test_a_new_endpoint_is_dialled_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_endpoint_is_dialled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = steps_taken(monkeypatch)
 
     async def body(cluster: Cluster) -> None:
@@ -52,7 +52,7 @@ def test_a_new_endpoint_is_dialled_before_it_is_used(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("env", [{}, {"ZTUNNEL_OPEN_AHEAD": "1"}], ids=["off", "bound reached"])
-def test_nothing_is_dialled_beyond_the_bound(tmp_path: Path, env: dict[str, str]) -> None:
+def test_no_endpoint_is_dialled_ahead_above_the_limit(tmp_path: Path, env: dict[str, str]) -> None:
     async def body(cluster: Cluster) -> None:
         await used(cluster)  # one connection is idle
         new = cluster.peer("other", OTHER)
@@ -63,7 +63,7 @@ def test_nothing_is_dialled_beyond_the_bound(tmp_path: Path, env: dict[str, str]
     play(tmp_path, body, env)
 
 
-def test_an_endpoint_that_does_not_answer_keeps_no_other_from_being_dialled(tmp_path: Path) -> None:
+def test_unresponsive_endpoint_does_not_block_opening_ahead(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await used(cluster)
         new = cluster.peer("third", THIRD)  # nothing listens at the other
@@ -76,7 +76,7 @@ def test_an_endpoint_that_does_not_answer_keeps_no_other_from_being_dialled(tmp_
     play(tmp_path, body, ON)
 
 
-def test_a_service_that_nobody_uses_is_left_alone(tmp_path: Path) -> None:
+def test_unused_services_are_not_dialled_ahead(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await used(cluster)
         new = cluster.peer("other", OTHER)

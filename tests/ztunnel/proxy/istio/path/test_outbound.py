@@ -103,7 +103,7 @@ def test_a_connect_error_is_the_reset_of_the_application(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("host", [SERVER, VIP], ids=["waiting for a gate", "relaying"])
-def test_stopping_the_pod_ends_what_runs(tmp_path: Path, host: str) -> None:
+def test_stopping_the_pod_ends_its_connections(tmp_path: Path, host: str) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         cluster.wire.gates[SocketAddress(SERVER, APP_PORT)] = asyncio.Event()
@@ -123,7 +123,7 @@ def test_stopping_the_pod_ends_what_runs(tmp_path: Path, host: str) -> None:
 
 
 @pytest.mark.parametrize("gone", ["captured", "socks"])
-def test_a_client_that_is_gone_leaves_nothing(tmp_path: Path, gone: str) -> None:
+def test_disconnected_client_leaves_no_connection(tmp_path: Path, gone: str) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         if gone == "captured":
@@ -147,7 +147,7 @@ def test_a_client_that_is_gone_leaves_nothing(tmp_path: Path, gone: str) -> None
 
 
 @pytest.mark.parametrize("port", [15001, 15080, 15006, 15008])
-def test_a_connection_that_ends_before_it_begins_leaves_nothing(tmp_path: Path, port: int) -> None:
+def test_connection_closed_right_after_accept_leaves_no_entry(tmp_path: Path, port: int) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["client"].arrives(port, SocketAddress(SERVER, 80), OTHER)
@@ -159,7 +159,7 @@ def test_a_connection_that_ends_before_it_begins_leaves_nothing(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("port", [15001, 15080, 15006, 15008])
-def test_a_connection_that_is_accepted_after_the_end_leaves_nothing(tmp_path: Path, port: int) -> None:
+def test_connection_accepted_after_the_stop_leaves_no_entry(tmp_path: Path, port: int) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         await cluster.pods["client"].stop()
@@ -258,7 +258,7 @@ def test_a_double_tunnel_that_fails_closes_both(tmp_path: Path, where: str) -> N
     play(tmp_path, body)
 
 
-def test_the_last_words_of_a_double_tunnel_have_limited_time(tmp_path: Path) -> None:
+def test_graceful_close_of_a_double_tunnel_has_a_time_limit(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         double(cluster)
         await cluster.start(POD)
@@ -288,7 +288,7 @@ def test_the_last_words_of_a_double_tunnel_have_limited_time(tmp_path: Path) -> 
     play(tmp_path, body)
 
 
-def test_a_double_tunnel_that_is_ended_has_no_last_words(tmp_path: Path) -> None:
+def test_aborted_double_tunnel_is_not_closed_gracefully(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         double(cluster)
         await cluster.start(POD)
@@ -338,7 +338,7 @@ def test_a_revoked_peer_loses_its_connection(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_double_tunnel_without_descriptors_closes_its_outer_tunnel(
+def test_double_tunnel_that_runs_out_of_descriptors_closes_its_outer_tunnel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(cluster: Cluster) -> None:

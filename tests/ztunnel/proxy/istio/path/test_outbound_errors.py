@@ -50,7 +50,7 @@ def test_a_call_to_the_proxy_itself_is_denied(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_pod_that_the_mesh_does_not_describe_waits_then_is_denied(tmp_path: Path) -> None:
+def test_connection_of_an_unknown_pod_waits_and_is_denied(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD, described=False)
         began_s = cluster.node.clock.monotonic()
@@ -62,7 +62,7 @@ def test_a_pod_that_the_mesh_does_not_describe_waits_then_is_denied(tmp_path: Pa
     play(tmp_path, body)
 
 
-def test_a_pod_that_is_described_meanwhile_is_served(tmp_path: Path) -> None:
+def test_connection_is_served_if_its_pod_is_described_in_time(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD, described=False)
         cluster.application(SERVER)
@@ -101,7 +101,9 @@ TARGET = (SERVER, 15008)
     ],
     ids=["refused", "timed out", "ours"],
 )
-def test_errors_of_dialling(tmp_path: Path, error: Exception, text: str, flags: str, retried: bool) -> None:
+def test_dial_errors_are_logged_and_retried(
+    tmp_path: Path, error: Exception, text: str, flags: str, retried: bool
+) -> None:
     async def body(cluster: Cluster) -> None:
         second = endpoint("second", OTHER, node=ELSEWHERE)
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE), second])
@@ -144,7 +146,7 @@ def test_answers_other_than_200(tmp_path: Path, answer: Answering, text: str, re
     play(tmp_path, body)
 
 
-def test_the_next_endpoint_gets_the_bytes(tmp_path: Path) -> None:
+def test_client_bytes_reach_the_next_endpoint_after_a_failure(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         good = endpoint("good", OTHER, node=ELSEWHERE)
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE), good])
@@ -164,7 +166,7 @@ def test_the_next_endpoint_gets_the_bytes(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_without_retries_a_draw_is_a_draw(tmp_path: Path) -> None:
+def test_without_retries_the_drawn_endpoint_is_final(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         second = endpoint("second", OTHER, node=ELSEWHERE)
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE), second])
@@ -190,7 +192,7 @@ def test_the_only_endpoint_is_tried_once(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_an_endpoint_that_goes_meanwhile_leaves_its_own_error(tmp_path: Path) -> None:
+def test_error_of_a_removed_endpoint_is_reported(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE)])
         await cluster.start(POD)
@@ -229,7 +231,7 @@ def test_attempts_end_with_the_time_window(tmp_path: Path) -> None:
     play(tmp_path, body, {"ZTUNNEL_CONNECT_RETRIES": "5"})
 
 
-def test_an_answer_that_is_late_is_not_tried_elsewhere(tmp_path: Path) -> None:
+def test_late_answer_is_not_retried(tmp_path: Path) -> None:
     """The application may have got first bytes, so they must not go to another one."""
 
     async def body(cluster: Cluster) -> None:
@@ -278,7 +280,7 @@ def test_early_data_that_was_perhaps_delivered_is_not_sent_twice(tmp_path: Path)
     play(tmp_path, body)
 
 
-def test_early_data_that_was_refused_stays_for_the_next(tmp_path: Path) -> None:
+def test_refused_early_data_is_sent_to_the_next_endpoint(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         good = endpoint("good", OTHER, node=ELSEWHERE)
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE), good])
@@ -335,7 +337,7 @@ def test_a_revoked_peer_is_counted(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_without_a_certificate_there_is_no_tunnel(tmp_path: Path) -> None:
+def test_tunnel_fails_without_a_certificate(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.certificates.errors[identity("client")] = "the CA says no"
         cluster.mesh.apply([REMOTE])

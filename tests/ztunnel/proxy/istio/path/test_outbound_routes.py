@@ -124,7 +124,7 @@ def test_row_4_a_service_without_endpoints_is_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", [None, shop(load_balancing=LoadBalancing(mode=BalancerMode.PASSTHROUGH))])
-def test_row_5_what_is_none_of_ours_passes_through(tmp_path: Path, service: Service | None) -> None:
+def test_row_5_unknown_destination_passes_through(tmp_path: Path, service: Service | None) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([service] if service is not None else [])
         await cluster.start(POD)
@@ -171,7 +171,7 @@ def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path, lo
     play(tmp_path, body, loop=loop)
 
 
-def test_row_6_without_a_gateway_there_is_no_way(tmp_path: Path) -> None:
+def test_row_6_without_a_gateway_is_refused(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         gone = GatewayAddress(NetworkAddress("", "127.0.6.6"), 15008)
         cluster.mesh.apply([shop(), endpoint("far-server", network=FAR, network_gateway=gone, node=ELSEWHERE)])
@@ -183,7 +183,7 @@ def test_row_6_without_a_gateway_there_is_no_way(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_row_7_a_workloads_waypoint_of_another_network_is_no_way(tmp_path: Path) -> None:
+def test_row_7_workload_with_a_waypoint_of_another_network_is_refused(tmp_path: Path) -> None:
     """A gateway can be asked for a service only, and none was dialled."""
 
     async def body(cluster: Cluster) -> None:
@@ -208,7 +208,7 @@ def test_row_7_a_workload_with_a_waypoint_is_behind_it(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_row_7_an_unknown_waypoint_is_no_detour_around_it(tmp_path: Path) -> None:
+def test_row_7_unknown_waypoint_is_never_bypassed(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([workload("server", SERVER, waypoint=BY_ADDRESS, node=ELSEWHERE)])
         await cluster.start(POD)
@@ -292,7 +292,7 @@ def test_a_name_without_addresses_is_denied(tmp_path: Path, known: dict[str, tup
 # On demand
 
 
-def test_what_is_unknown_is_asked_for_once(tmp_path: Path) -> None:
+def test_unknown_destination_is_requested_once(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def ask(key: str) -> None:
@@ -308,7 +308,7 @@ def test_what_is_unknown_is_asked_for_once(tmp_path: Path) -> None:
     play(tmp_path, body, ask=ask)
 
 
-def test_an_answer_that_brings_the_workload_decides(tmp_path: Path) -> None:
+def test_on_demand_answer_decides_the_route(tmp_path: Path) -> None:
     clusters: list[Cluster] = []
 
     async def ask(key: str) -> None:
@@ -324,7 +324,7 @@ def test_an_answer_that_brings_the_workload_decides(tmp_path: Path) -> None:
     play(tmp_path, body, ask=ask)
 
 
-def test_a_control_plane_that_does_not_answer_is_no_passthrough(tmp_path: Path) -> None:
+def test_unanswered_on_demand_request_does_not_pass_through(tmp_path: Path) -> None:
     async def ask(key: str) -> None:
         raise TimeoutError
 
@@ -340,7 +340,7 @@ def test_a_control_plane_that_does_not_answer_is_no_passthrough(tmp_path: Path) 
     play(tmp_path, body, ask=ask)
 
 
-def test_questions_end(tmp_path: Path) -> None:
+def test_on_demand_requests_per_connection_are_limited(tmp_path: Path) -> None:
     """A mesh that points from one unknown to the next is no reason to ask for ever."""
     clusters: list[Cluster] = []
 

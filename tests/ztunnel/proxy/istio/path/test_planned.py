@@ -210,7 +210,7 @@ def test_a_waypoint_has_a_plan(tmp_path: Path, taken: dict[type, int]) -> None:
 
 
 @pytest.mark.parametrize("why", ["debug", "another node's certificate is gone"])
-def test_what_has_no_plan_takes_the_coroutine(tmp_path: Path, why: str, taken: dict[type, int]) -> None:
+def test_connection_without_a_plan_uses_the_coroutine(tmp_path: Path, why: str, taken: dict[type, int]) -> None:
     async def body(cluster: Cluster) -> None:
         await remote(cluster)
         if why == "debug":
@@ -252,7 +252,7 @@ def test_a_renewed_certificate_opens_a_new_tunnel_connection(tmp_path: Path, tak
     play(tmp_path, body)
 
 
-def test_a_series_that_was_forgotten_is_made_again(tmp_path: Path) -> None:
+def test_expired_metric_series_is_recreated(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await remote(cluster)
         assert await cluster.dial(DESTINATION).ask() == b"ping"
@@ -277,7 +277,7 @@ def test_a_series_that_was_forgotten_is_made_again(tmp_path: Path) -> None:
     ],
     ids=["401", "503"],
 )
-def test_a_refusal_is_one_attempt_of_several(
+def test_refused_planned_attempt_counts_as_one_attempt(
     tmp_path: Path, answer: Answering, text: str, tries: int, taken: dict[type, int]
 ) -> None:
     async def body(cluster: Cluster) -> None:
@@ -339,7 +339,7 @@ def test_a_request_that_was_not_processed_is_repeated(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_an_answer_that_does_not_come_has_a_limit(tmp_path: Path) -> None:
+def test_planned_connection_has_an_answer_timeout(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         peer = await remote(cluster)
         client, _ = await held(cluster, peer)
@@ -372,7 +372,9 @@ def test_a_connection_that_ends_before_the_answer(tmp_path: Path, how: str) -> N
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("answered", [True, False])
-def test_the_stop_of_the_pod_ends_it_before_its_answer(tmp_path: Path, loop: str, answered: bool) -> None:
+def test_stopping_pod_ends_a_planned_connection_before_its_answer(
+    tmp_path: Path, loop: str, answered: bool
+) -> None:
     async def body(cluster: Cluster) -> None:
         peer = await remote(cluster)
         client, late = await held(cluster, peer)
@@ -389,7 +391,7 @@ def test_the_stop_of_the_pod_ends_it_before_its_answer(tmp_path: Path, loop: str
     play(tmp_path, body, loop=loop)
 
 
-def test_an_end_and_an_answer_in_one_turn_are_an_end(tmp_path: Path) -> None:
+def test_end_wins_over_an_answer_in_the_same_loop_iteration(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         peer = await remote(cluster)
         client, late = await held(cluster, peer)
@@ -405,7 +407,7 @@ def test_an_end_and_an_answer_in_one_turn_are_an_end(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_bug_in_a_step_ends_its_connection_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_step_ends_only_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(cluster: Cluster) -> None:
         peer = await remote(cluster)
         client, late = await held(cluster, peer)
@@ -424,7 +426,7 @@ def test_a_bug_in_a_step_ends_its_connection_alone(tmp_path: Path, monkeypatch: 
     play(tmp_path, body)
 
 
-def test_a_bug_at_the_beginning_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_at_the_start_leaves_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(cluster: Cluster) -> None:
         await remote(cluster)
 
@@ -449,7 +451,7 @@ def test_a_bug_at_the_beginning_leaves_nothing(tmp_path: Path, monkeypatch: pyte
 # Requests
 
 
-def test_a_bug_in_a_request_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_planned_request_leaves_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(cluster: Cluster) -> None:
         await _server(cluster)
         cluster.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])
@@ -482,7 +484,7 @@ def _server(cluster: Cluster) -> Any:
 
 
 @pytest.mark.parametrize("how", ["refused", "gone", "stopped"])
-def test_a_request_whose_application_does_not_accept(tmp_path: Path, how: str, taken: dict[type, int]) -> None:
+def test_planned_request_with_an_unreachable_application(tmp_path: Path, how: str, taken: dict[type, int]) -> None:
     async def body(cluster: Cluster) -> None:
         await _server(cluster)
         cluster.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])

@@ -136,7 +136,7 @@ def apply(around: Around, change: tuple[str, Any]) -> None:
 
 
 @given(st.lists(st.one_of(changes, st.sampled_from(DIALLED)), max_size=40))
-def test_a_plan_is_the_decision_made_anew(steps: Iterable[Any]) -> None:
+def test_plan_equals_a_new_decision_after_any_changes(steps: Iterable[Any]) -> None:
     around = Around()
     around.mesh.apply([shop(), endpoint("one", ADDRESSES[0], node="elsewhere")])
     for step in steps:
@@ -176,7 +176,7 @@ def test_a_call_to_the_proxy_itself_has_no_plan() -> None:
     assert around.plans.plan("127.0.1.1", SocketAddress("127.0.0.1", 15001)) is None
 
 
-def test_what_was_not_asked_for_has_no_plan_until_it_is() -> None:
+def test_unrequested_on_demand_destination_has_no_plan() -> None:
     around = Around()
 
     async def ask(key: str) -> None:

@@ -19,7 +19,7 @@ _PODS = 20
 _OURS = ("hbone", "tproxy", "xds", "ztunnel")
 
 
-def test_pods_that_end_leave_none(tmp_path: Path) -> None:
+def test_ended_pods_leave_no_reference_cycles(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(workload("client", CLIENT), workload("server", SERVER))
         cluster.application(SERVER)

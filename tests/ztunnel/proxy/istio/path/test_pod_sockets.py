@@ -70,7 +70,7 @@ def binding(folder: Path, refuse: Refuse, check: Callable[[Node, Kernel], None],
     asyncio.run(main())
 
 
-def test_the_source_of_a_sidecar_is_the_one_that_its_rules_know() -> None:
+def test_sidecar_source_addresses_match_its_rules() -> None:
     assert {version: str(address) for version, address in PASSTHROUGH.items()} == {
         4: PASSTHROUGH4,
         6: PASSTHROUGH6,
@@ -101,7 +101,7 @@ def test_the_proxys_own_pod_takes_tunnels_only(tmp_path: Path) -> None:
     binding(tmp_path, lambda *_: None, check)
 
 
-def test_without_the_capability_sources_are_not_kept(tmp_path: Path) -> None:
+def test_source_is_not_preserved_without_the_capability(tmp_path: Path) -> None:
     def check(node: Node, kernel: Kernel) -> None:
         found = bind(node, None)
         assert not any(each.transparent for each in found)
@@ -115,7 +115,7 @@ def test_without_the_capability_sources_are_not_kept(tmp_path: Path) -> None:
     )
 
 
-def test_a_capability_that_is_required_is_missed(tmp_path: Path) -> None:
+def test_missing_required_capability_is_an_error(tmp_path: Path) -> None:
     def check(node: Node, kernel: Kernel) -> None:
         with pytest.raises(TproxyError, match=r"failed to bind to port 15008 \(inbound\)"):
             bind(node, None)
@@ -142,7 +142,7 @@ def test_a_pod_without_ipv6(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [PortTaken("0.0.0.0", 15006), KernelRefused("bind", errno.EACCES)])
-def test_a_refusal_closes_what_was_bound(tmp_path: Path, error: Exception) -> None:
+def test_failed_bind_closes_earlier_sockets(tmp_path: Path, error: Exception) -> None:
     def check(node: Node, kernel: Kernel) -> None:
         with pytest.raises(TproxyError, match=r"failed to bind to port 15006 \(inbound plaintext\)"):
             bind(node, None)
@@ -220,7 +220,7 @@ def test_every_port_of_a_pod_waits_for_a_log_that_is_behind(tmp_path: Path) -> N
     asyncio.run(main())
 
 
-def test_connections_wait_for_the_log_only_where_operators_want_it(tmp_path: Path) -> None:
+def test_connections_wait_for_the_log_only_if_configured(tmp_path: Path) -> None:
     writer = LogWriter()
     clock = SystemClock()
     for value, limited in ((None, False), ("0", False), ("5s", True)):
@@ -231,7 +231,7 @@ def test_connections_wait_for_the_log_only_where_operators_want_it(tmp_path: Pat
     writer.close()
 
 
-def test_without_a_proxy_nothing_is_bound(tmp_path: Path) -> None:
+def test_disabled_proxy_binds_no_port(tmp_path: Path) -> None:
     def check(node: Node, kernel: Kernel) -> None:
         assert ports(node.config) == {}
         assert bind(node, None) == []

@@ -151,7 +151,7 @@ changes = st.one_of(
 
 
 @given(st.lists(st.one_of(changes, st.sampled_from(AUTHORITIES)), max_size=40))
-def test_a_plan_is_what_is_found_anew(steps: Iterable[Any]) -> None:
+def test_request_plan_equals_a_new_decision_after_any_changes(steps: Iterable[Any]) -> None:
     around = Around()
     for step in steps:
         if isinstance(step, str):
@@ -169,7 +169,7 @@ def test_a_plan_is_what_is_found_anew(steps: Iterable[Any]) -> None:
         around.check(authority)
 
 
-def test_an_unchanged_decision_keeps_its_plan_and_a_policy_takes_it_away() -> None:
+def test_request_plan_stays_until_its_decision_changes() -> None:
     around = Around()
     plan = around.check(AUTHORITIES[0])
     assert plan is not None

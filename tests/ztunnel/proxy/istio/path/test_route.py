@@ -201,7 +201,7 @@ def test_a_waypoint_without_that_port_is_used_if_it_takes_tunnels_itself() -> No
     assert found.target == SocketAddress("10.0.0.9", 15008)
 
 
-def test_a_waypoint_may_be_a_workload_by_name() -> None:
+def test_waypoint_can_be_a_workload_named_by_hostname() -> None:
     named = pod("wp", "10.0.0.9", hostname="wp.example")
     assert tunnel(route(VIP, cart(waypoint=BY_NAME), named)).target == SocketAddress("10.0.0.9", 15008)
 
@@ -239,13 +239,11 @@ def test_row_2_a_waypoint_in_another_network_is_reached_through_its_gateway() ->
         (BY_IP, "unknown waypoint: waypoint /10.0.0.9 not found"),
     ],
 )
-def test_row_3_a_waypoint_that_is_not_there_is_no_reason_to_go_round_it(
-    gateway: GatewayAddress, text: str
-) -> None:
+def test_row_3_missing_waypoint_is_never_bypassed(gateway: GatewayAddress, text: str) -> None:
     assert refused(VIP, cart(waypoint=gateway), BACK) == text
 
 
-def test_row_3_also_when_it_has_no_endpoints() -> None:
+def test_row_3_waypoint_without_endpoints_is_never_bypassed() -> None:
     assert refused(VIP, cart(waypoint=BY_NAME), BACK, wp()) == "unknown waypoint: waypoint wp.example not found"
 
 
@@ -263,7 +261,7 @@ def test_row_3_also_when_it_has_no_endpoints() -> None:
     ],
     ids=["empty", "port", "unhealthy", "named port", "no capacity"],
 )
-def test_row_4_a_service_without_anybody_is_down(destination: str, values: tuple[Any, ...]) -> None:
+def test_row_4_service_without_endpoints_is_refused(destination: str, values: tuple[Any, ...]) -> None:
     assert refused(destination, *values) == f"no healthy upstream: {destination}"
 
 
@@ -277,11 +275,11 @@ def test_row_4_a_service_without_anybody_is_down(destination: str, values: tuple
     ],
     ids=["unknown", "passthrough service", "host network", "another network's address"],
 )
-def test_row_5_what_is_nobody_passes_through(destination: str, values: tuple[Any, ...]) -> None:
+def test_row_5_unknown_destination_passes_through(destination: str, values: tuple[Any, ...]) -> None:
     assert route(destination, *values) == Direct(target=SocketAddress.parse(destination))
 
 
-def test_row_5_a_service_the_client_may_not_see_is_not_there() -> None:
+def test_row_5_service_invisible_to_the_client_passes_through() -> None:
     hidden = Service(
         name="x",
         namespace="other",
@@ -321,7 +319,7 @@ def test_row_6_another_network_is_reached_through_its_gateway(known_by: str) -> 
     assert found.inner_identities == (SANS[0],)
 
 
-def test_row_6_without_a_gateway_there_is_no_way() -> None:
+def test_row_6_without_a_gateway_is_refused() -> None:
     remote = behind("remote", "10.0.9.1", network="west")
     assert refused(VIP, cart(), remote) == "no valid routing destination for workload: remote"
     assert refused(VIP, cart(), REMOTE) == "unknown network gateway: west/192.0.2.1 not found"
@@ -338,7 +336,7 @@ def test_a_gateway_of_the_own_network_is_not_used() -> None:
     assert tunnel(route(VIP, cart(), near, GATEWAY)).workload is near
 
 
-def test_remote_endpoints_take_over_when_the_near_ones_are_ill() -> None:
+def test_remote_endpoints_take_over_if_local_ones_are_unhealthy() -> None:
     failover = cart(load_balancing=LoadBalancing((Scope.NETWORK,), BalancerMode.FAILOVER))
     for seed in range(5):
         assert tunnel(route(VIP, failover, BACK, REMOTE, GATEWAY, seed=seed)).workload is BACK
@@ -357,7 +355,7 @@ def test_row_7_a_workload_with_a_waypoint_is_reached_through_it() -> None:
     assert (found.service, found.waypoint, found.workload) == (None, True, WAYPOINT)
 
 
-def test_row_7_a_service_without_a_waypoint_ignores_its_endpoints_ones() -> None:
+def test_row_7_service_without_a_waypoint_ignores_waypoints_of_its_endpoints() -> None:
     target = behind("back", "10.0.0.2", waypoint=BY_NAME)
     assert tunnel(route(VIP, cart(), target, wp(), WAYPOINT)).workload is target
 
@@ -370,12 +368,12 @@ def test_row_7_the_waypoint_itself_goes_to_the_workload(gateway: GatewayAddress)
     assert tunnel(route("10.0.0.4:80", target, wp(), WAYPOINT, client=impostor)).workload is WAYPOINT
 
 
-def test_row_7_an_unknown_waypoint_is_no_reason_to_go_round_it() -> None:
+def test_row_7_unknown_waypoint_is_never_bypassed() -> None:
     target = pod("x", "10.0.0.4", waypoint=BY_NAME)
     assert refused("10.0.0.4:80", target) == "unknown waypoint: waypoint wp.example not found"
 
 
-def test_row_7_a_remote_waypoint_of_a_workload_is_no_way() -> None:
+def test_row_7_remote_waypoint_of_a_workload_is_refused() -> None:
     far = behind("wp", key=WP, ports={15008: 15008}, network="west", network_gateway=EAST)
     target = pod("x", "10.0.0.4", waypoint=BY_NAME)
     assert refused("10.0.0.4:80", target, wp(), far) == "no service for target address: 10.0.0.4:80"
@@ -415,7 +413,7 @@ def test_row_9_a_workload_outside_the_mesh_is_reached_in_plain_text() -> None:
     )
 
 
-def test_a_client_may_get_itself() -> None:
+def test_client_can_draw_itself() -> None:
     own = behind("client", "10.0.0.1")
     assert tunnel(route(VIP, cart(), own, client=own)).target == SocketAddress("10.0.0.1", 15008)
 
@@ -441,7 +439,7 @@ def test_rows_1_to_3_use_the_proxys_network_and_the_others_the_clients() -> None
         (0, {80: 0}, None, None),
     ],
 )
-def test_the_endpoints_port_then_the_services_then_the_tunnels(
+def test_target_port_order_is_endpoint_service_tunnel(
     service_port: int, endpoint: dict[int, int], tunnel_port: int | None, expected: int | None
 ) -> None:
     taking = None if tunnel_port is None else ApplicationTunnel(AppProtocol.PROXY, tunnel_port)
@@ -477,7 +475,9 @@ BOTH = behind("back", "10.0.0.2", "fd00::2")
         (IpFamilies.DUAL, "fd01::1", "fd00::2"),
     ],
 )
-def test_families(families: IpFamilies | None, dialled: str, expected: str) -> None:
+def test_address_families_of_a_service_limit_targets(
+    families: IpFamilies | None, dialled: str, expected: str
+) -> None:
     service = cart("10.1.0.1", "fd01::1", ip_families=families)
     found = tunnel(route(str(SocketAddress(dialled, 80)), service, BOTH))
     assert found.target == SocketAddress(expected, 15008)
@@ -485,11 +485,11 @@ def test_families(families: IpFamilies | None, dialled: str, expected: str) -> N
 
 
 @pytest.mark.parametrize("dialled", ["10.0.0.2", "fd00::2"])
-def test_a_dialled_address_of_the_workload_is_the_one(dialled: str) -> None:
+def test_dialled_address_of_a_workload_is_its_target(dialled: str) -> None:
     assert tunnel(route(str(SocketAddress(dialled, 80)), BOTH)).target == SocketAddress(dialled, 15008)
 
 
-def test_without_a_permitted_address_there_is_no_way() -> None:
+def test_workload_without_a_permitted_address_is_refused() -> None:
     four = behind("back", "10.0.0.2")
     text = refused(VIP, cart(ip_families=IpFamilies.IPV6), four)
     assert text == "no valid routing destination for workload: back"
@@ -542,13 +542,13 @@ def asked(destination: str, store: Mesh, *known: str) -> Route | str:
         return missing.key
 
 
-def test_what_is_not_there_is_asked_for_once() -> None:
+def test_missing_objects_are_requested_once() -> None:
     assert asked("192.0.2.7:443", mesh()) == "/192.0.2.7"
     assert asked("192.0.2.7:443", mesh(), "/192.0.2.7") == Direct(target=SocketAddress("192.0.2.7", 443))
     assert isinstance(asked("10.0.0.3:80", mesh(BARE)), Tunnel)
 
 
-def test_waypoints_and_gateways_are_asked_for_too() -> None:
+def test_missing_waypoints_and_gateways_are_requested() -> None:
     assert asked(VIP, mesh(cart(waypoint=BY_NAME))) == "shop/wp.example"
     assert asked(VIP, mesh(cart(waypoint=BY_IP))) == "/10.0.0.9"
     assert asked(VIP, mesh(cart(), REMOTE)) == "west/192.0.2.1"

@@ -75,12 +75,12 @@ def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tup
         (to_name(b"web.shop"), True, SocketAddress("fd00::9", 8080)),
     ],
 )
-def test_where_clients_go(request_: bytes, ipv6: bool, wanted: SocketAddress) -> None:
+def test_socks_requests_name_destinations(request_: bytes, ipv6: bool, wanted: SocketAddress) -> None:
     assert shaken([HELLO, request_], ipv6=ipv6) == (wanted, GREETED + answer(0))
 
 
 @pytest.mark.parametrize("whole", [HELLO + TO_IPV4, b"\x05\x03\x02\x00\x01" + to_name(b"web.shop")])
-def test_however_the_bytes_arrive(whole: bytes) -> None:
+def test_socks_bytes_can_be_split_anywhere(whole: bytes) -> None:
     expected = shaken([whole])
     assert expected[0] is not None
     for cut in range(1, len(whole)):
@@ -101,7 +101,7 @@ def test_however_the_bytes_arrive(whole: bytes) -> None:
         (HELLO + to_name(b"\xff.shop"), GREETED + answer(1)),
     ],
 )
-def test_refusals(sent: bytes, told: bytes) -> None:
+def test_invalid_socks_requests_are_refused(sent: bytes, told: bytes) -> None:
     assert shaken([sent]) == (None, told)
 
 
@@ -112,6 +112,6 @@ def test_a_client_that_ends_in_the_middle(whole: bytes) -> None:
             shaken([whole[:cut]], end=True)
 
 
-def test_a_client_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_socks_client_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socks5, "_TIMEOUT_S", 0.05)
     assert shaken([HELLO]) == (None, GREETED)

@@ -116,7 +116,7 @@ def test_a_tunnel_to_another_node(tmp_path: Path, loop: str, peer: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{"port": "443"}, {"peer": "db"}, {"peer": CLIENT}])
-def test_other_connections_of_the_pod_are_not_in_it(tmp_path: Path, given: dict[str, str]) -> None:
+def test_unmatched_connections_are_not_captured(tmp_path: Path, given: dict[str, str]) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([REMOTE])
         await cluster.start(POD)
@@ -129,7 +129,7 @@ def test_other_connections_of_the_pod_are_not_in_it(tmp_path: Path, given: dict[
     play(tmp_path, body)
 
 
-def test_connections_before_and_after_are_not_seen(tmp_path: Path) -> None:
+def test_connections_before_and_after_a_tap_are_not_captured(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([REMOTE])
         await cluster.start(POD)
@@ -151,7 +151,7 @@ def test_connections_before_and_after_are_not_seen(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_first_bytes_that_could_leave_with_the_connect_are_seen(tmp_path: Path) -> None:
+def test_tap_captures_first_bytes_sent_with_the_connect(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([REMOTE])
         await cluster.start(POD)
@@ -185,7 +185,7 @@ def test_resets_of_either_side(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_half_close_is_where_it_was(tmp_path: Path) -> None:
+def test_half_close_is_captured_in_order(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([REMOTE])
         await cluster.start(POD)
@@ -204,7 +204,7 @@ def test_a_half_close_is_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_tunnel_that_comes_to_the_pod(tmp_path: Path, loop: str) -> None:
+def test_tap_captures_a_tunnel_to_the_pod(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([NEAR])
         await cluster.start(SERVER_POD)
@@ -272,7 +272,7 @@ def test_plain_connections_to_the_pod(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tapped", [("client",), ("server",), ("client", "server")])
-def test_a_tunnel_within_the_node(tmp_path: Path, tapped: tuple[str, ...]) -> None:
+def test_tap_captures_a_node_local_tunnel(tmp_path: Path, tapped: tuple[str, ...]) -> None:
     """It has one relay; either of its two pods can be tapped, or both."""
 
     async def body(cluster: Cluster) -> None:
@@ -291,7 +291,7 @@ def test_a_tunnel_within_the_node(tmp_path: Path, tapped: tuple[str, ...]) -> No
     play(tmp_path, body)
 
 
-def test_a_tunnel_in_a_tunnel(tmp_path: Path) -> None:
+def test_tap_captures_a_double_tunnel(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         double(cluster)
         await cluster.start(POD)

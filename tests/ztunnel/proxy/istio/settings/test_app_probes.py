@@ -14,7 +14,7 @@ def one(value: Any) -> AppProbe:
     return parse_probers(json.dumps({READY: value}))[READY]
 
 
-def test_every_kind_is_read() -> None:
+def test_every_kind_of_probe_is_parsed() -> None:
     assert one({"tcpSocket": {"port": 5}, "timeoutSeconds": 3}) == AppProbe(kind="tcp", port=5, timeout_s=3.0)
     assert one({"grpc": {"port": 5, "service": "a.B"}}) == AppProbe(kind="grpc", port=5, service="a.B")
     assert one({"grpc": {"port": 5, "service": None}}) == AppProbe(kind="grpc", port=5)
@@ -53,6 +53,6 @@ def test_every_kind_is_read() -> None:
         ),
     ],
 )
-def test_what_the_injector_does_not_write_is_refused_with_its_place(text: str, said: str) -> None:
+def test_invalid_probe_is_refused_with_its_place(text: str, said: str) -> None:
     with pytest.raises(BadProbers, match=said.replace("(", r"\(")):
         parse_probers(text)

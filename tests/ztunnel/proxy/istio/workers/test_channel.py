@@ -89,7 +89,7 @@ def talking(body: Body) -> None:
     asyncio.run(main())
 
 
-def test_questions_are_answered_after_all_that_was_told_before() -> None:
+def test_requests_are_answered_after_earlier_notifications() -> None:
     async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
         said = [LogFilterChanged(str(number)) for number in range(300)]
         for message in said:
@@ -101,7 +101,7 @@ def test_questions_are_answered_after_all_that_was_told_before() -> None:
     talking(body)
 
 
-def test_a_slow_answer_holds_up_nobody() -> None:
+def test_slow_answer_does_not_delay_other_requests() -> None:
     async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
         async with asyncio.TaskGroup() as group:
             slow = group.create_task(here.request(DrainPod(1, 5.0)))
@@ -113,7 +113,7 @@ def test_a_slow_answer_holds_up_nobody() -> None:
     talking(body)
 
 
-def test_refusals_and_bugs_are_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_and_internal_errors_are_answered(caplog: pytest.LogCaptureFixture) -> None:
     async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
         with pytest.raises(Refused, match="no such identity"):
             await here.request(StopPod(1))
@@ -125,7 +125,7 @@ def test_refusals_and_bugs_are_answers(caplog: pytest.LogCaptureFixture) -> None
     assert "StopPod" in caplog.text
 
 
-def test_descriptors_come_with_their_message() -> None:
+def test_descriptors_arrive_with_their_message() -> None:
     async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
         for number in range(40):
             reading, writing = os.pipe()
@@ -142,13 +142,13 @@ def test_descriptors_come_with_their_message() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_one_message_to_many_is_made_once() -> None:
+def test_broadcast_message_is_encoded_once() -> None:
     outgoing = Outgoing(LogFilterChanged("x"))
     assert outgoing.frame() is outgoing.frame()
     assert outgoing.frame() == encode(LogFilterChanged("x"))
 
 
-def test_who_asks_hears_that_the_other_is_gone() -> None:
+def test_pending_requests_fail_when_the_other_process_ends() -> None:
     async def body(here: IpcChannel, other: Other, theirs: socket.socket) -> None:
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(_outcome(here.request(DrainPod(1, 5.0))))
@@ -168,7 +168,9 @@ async def _outcome(asking: Awaitable[list[Value]]) -> object:
         return gone
 
 
-def test_who_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_channel_disconnects_a_process_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "MAX_QUEUED", 10)
 
     async def main() -> None:
@@ -191,7 +193,7 @@ def test_who_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 @pytest.mark.parametrize(
     "noise", [b"\xff" * 20, encode(Response(number=1))[:-1] + b"?"], ids=["length", "message"]
 )
-def test_noise_ends_it(noise: bytes) -> None:
+def test_invalid_bytes_end_the_channel(noise: bytes) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -206,7 +208,7 @@ def test_noise_ends_it(noise: bytes) -> None:
     asyncio.run(main())
 
 
-def test_answers_that_nobody_waits_for_are_passed_over() -> None:
+def test_unexpected_answers_are_ignored() -> None:
     async def body(here: IpcChannel, other: Other, theirs: socket.socket) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):

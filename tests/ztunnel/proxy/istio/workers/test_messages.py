@@ -173,12 +173,12 @@ WANTED = [(message, number) for number, message in enumerate(FROM_WORKER)]
 
 
 @pytest.mark.parametrize(("messages", "from_main"), [(FROM_MAIN, True), (FROM_WORKER, False)])
-def test_messages_survive_the_wire(messages: tuple[Message, ...], *, from_main: bool) -> None:
+def test_messages_survive_encoding(messages: tuple[Message, ...], *, from_main: bool) -> None:
     wanted = [(message, number) for number, message in enumerate(messages)]
     assert decoded(wire(messages), from_main=from_main) == wanted
 
 
-def test_the_mesh_and_the_configuration_survive_the_wire() -> None:
+def test_mesh_and_configuration_survive_encoding() -> None:
     begin, change = (message for message, _ in decoded(wire(FROM_MAIN[:2]), from_main=True))
     assert isinstance(begin, Begin)
     assert begin.config == CONFIG
@@ -243,7 +243,7 @@ class _Runs:
         None,
     ],
 )
-def test_a_worker_may_send_its_own_messages_only(value: object) -> None:
+def test_worker_can_send_only_its_own_messages(value: object) -> None:
     with pytest.raises(ProtocolViolation, match="a frame that is no message"):
         decoded(framed(value))
 
@@ -280,18 +280,18 @@ def test_a_length_beyond_reason_is_refused_before_it_is_waited_for() -> None:
         decoded((1).to_bytes(4, "big") + b"\xc8")
 
 
-def test_what_cannot_be_read_is_not_sent() -> None:
+def test_too_large_message_is_not_sent() -> None:
     with pytest.raises(ValueError, match="MeshChange is too much"):
         encode(MeshChange(removed=("x" * (MAX_BYTES + 1),)))
     with pytest.raises(ValueError, match="too much"):
         encode(FROM_MAIN[0], descriptors=9)
 
 
-def test_keys_are_not_shown() -> None:
+def test_private_keys_are_not_printed() -> None:
     assert "secret" not in repr(FROM_MAIN[2])
 
 
-def test_counts_survive_the_wire() -> None:
+def test_counts_survive_encoding() -> None:
     metrics = Metrics("1", 100)
     counts = ByteCounts()
     metrics.opened(("source", "x"), ("uid",), counts, 0.0).finished(Flags.DENY, counts)

@@ -77,7 +77,7 @@ def test_workers_are_not_handed_credentials() -> None:
     assert without_credentials(env) == {"PATH": "/bin", "NODE_NAME": "n"}
 
 
-def test_a_worker_without_a_turn_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_worker_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It answers while its poller turns; from the third time on it hangs."""
     asked = 0
 

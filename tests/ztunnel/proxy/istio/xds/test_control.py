@@ -51,7 +51,7 @@ def client(folder: Path, env: Mapping[str, str] | None = None) -> tuple[ControlP
     return ControlPlane(config, mesh, metrics), mesh, metrics
 
 
-def test_both_kinds_make_ready(tmp_path: Path) -> None:
+def test_control_plane_is_ready_after_both_resource_types(tmp_path: Path) -> None:
     async def main() -> None:
         control, mesh, metrics = client(tmp_path)
         async with control:
@@ -76,7 +76,7 @@ def test_both_kinds_make_ready(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_refused_answer_makes_nobody_ready(tmp_path: Path) -> None:
+def test_refused_answer_does_not_make_ready(tmp_path: Path) -> None:
     async def main() -> None:
         control, _, metrics = client(tmp_path)
 
@@ -97,7 +97,7 @@ def test_a_refused_answer_makes_nobody_ready(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_on_demand_only_policies_make_ready(tmp_path: Path) -> None:
+def test_on_demand_readiness_needs_only_policies(tmp_path: Path) -> None:
     async def main() -> None:
         control, mesh, _ = client(tmp_path, {"XDS_ON_DEMAND": "true"})
         assert control.on_demand
@@ -113,7 +113,7 @@ def test_on_demand_only_policies_make_ready(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_on_demand_a_question_outlives_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_demand_request_outlives_a_cancelled_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_S", 0.05)
 
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_on_demand_a_question_outlives_who_asked(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
-def test_without_a_control_plane_it_is_ready_at_once(tmp_path: Path) -> None:
+def test_proxy_without_a_control_plane_is_ready_at_once(tmp_path: Path) -> None:
     workload = f"{{uid: {LOCAL.uid}, name: local, namespace: default, workloadIps: [127.0.0.1], services: {{}}}}"
     local = f"workloads: [{workload}]\npolicies: []\nservices: []\n"
 
@@ -143,7 +143,7 @@ def test_without_a_control_plane_it_is_ready_at_once(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_local_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_unusable_local_file_is_an_error(tmp_path: Path) -> None:
     async def main() -> None:
         control, _, _ = client(tmp_path, {"XDS_ADDRESS": "", "LOCAL_XDS_PATH": str(tmp_path / "nothing.yaml")})
         with pytest.raises(ConfigError, match=r"nothing\.yaml"):

@@ -90,7 +90,7 @@ def issued(lifetime: timedelta = timedelta(hours=1)) -> IssuedCertificate:
     return asyncio.run(authority.issue(WANTED))
 
 
-def test_what_was_applied_is_there_again(
+def test_saved_configuration_is_restored(
     channel: tuple[held_sockets.Holder, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ztunnel.proxy.istio.xds.last_configuration._CALM_S", 0.0)
@@ -126,7 +126,7 @@ def test_what_was_applied_is_there_again(
 @pytest.mark.parametrize(
     "data", [None, b"", b"rubbish", msgspec.msgpack.encode(Saved(SCHEMA + 1, {KIND: []}, []))]
 )
-def test_what_cannot_be_read_is_left_out(data: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_saved_configuration_is_ignored(data: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     def then(last: LastConfiguration) -> None:
         assert last.update(KIND) is None
         assert last.certificate(WANTED) is None
@@ -159,7 +159,7 @@ def test_an_expired_certificate_and_one_of_another_identity_are_not_restored(
     next_process(left(far), then)
 
 
-def test_the_authority_is_asked_when_nothing_is_left(
+def test_authority_is_asked_without_a_saved_certificate(
     channel: tuple[held_sockets.Holder, socket.socket],
 ) -> None:
     certificate = issued()
@@ -196,7 +196,7 @@ def test_the_first_request_lists_the_versions_of_the_process_before() -> None:
     assert dict(request.initial_resource_versions) == {"a": "7"}
 
 
-def test_resources_that_a_former_process_accepted_and_this_one_refuses_are_asked_for_again(
+def test_saved_resources_that_are_refused_now_are_requested_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:

@@ -21,7 +21,7 @@ def example() -> Mesh:
     return mesh
 
 
-def test_a_bare_workload_shows_what_is_always_there() -> None:
+def test_minimal_workload_dumps_the_required_keys() -> None:
     mesh = Mesh()
     mesh.apply([Workload(uid=WorkloadUid("u"), namespace="n")])
     assert list(mesh_dump.workloads(mesh)) == [

@@ -73,7 +73,7 @@ def test_a_response_is_one_batch() -> None:
     assert list(mesh.services()) == []
 
 
-def test_a_bad_resource_rejects_itself_only() -> None:
+def test_bad_resource_is_refused_alone() -> None:
     mesh = Mesh()
     empty = Resource(name="empty", version="1", body=AnyMessage())
     broken = Resource(name="broken", version="1", body=AnyMessage(type_url=ADDRESS, value=b"\xff"))
@@ -103,7 +103,7 @@ def test_a_refused_resource_leaves_its_predecessor() -> None:
     assert mesh.workload_at("", "10.0.0.1") is not None
 
 
-def test_policies_come_and_go_and_their_faults_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_policies_are_added_and_removed_and_their_faults_logged(caplog: pytest.LogCaptureFixture) -> None:
     mesh = Mesh()
     feed = MeshFeed(mesh)
     run(feed.receive_authorizations(policies(policy("p"), policy("q", action=7))))
@@ -119,7 +119,7 @@ def test_policies_come_and_go_and_their_faults_are_logged(caplog: pytest.LogCapt
         )
 
 
-def test_a_big_response_leaves_the_loop_its_turns() -> None:
+def test_big_response_yields_to_the_event_loop() -> None:
     async def main() -> None:
         mesh = Mesh()
         feed = MeshFeed(mesh)
@@ -328,7 +328,7 @@ def test_a_session_with_a_control_plane(big: bool, monkeypatch: pytest.MonkeyPat
     run(main())
 
 
-def test_an_update_is_one_change_whatever_it_removes_and_adds() -> None:
+def test_update_is_one_change_of_the_mesh() -> None:
     """Between the removal of an ALLOW policy and its successor, all that it allows would be denied."""
     mesh = Mesh()
     feed = MeshFeed(mesh)

@@ -10,7 +10,7 @@ def shown(env: dict[str, str]) -> dict[str, object]:
     return MessageToDict(node_message(config_from(env, cpus=1, read_file=lambda path: None)))
 
 
-def test_everything_the_chart_says() -> None:
+def test_node_metadata_of_the_charts_environment() -> None:
     env = {
         "POD_NAME": "ztunnel-x",
         "POD_NAMESPACE": "istio-system",
@@ -34,12 +34,12 @@ def test_everything_the_chart_says() -> None:
     }
 
 
-def test_what_is_missing_is_empty() -> None:
+def test_missing_metadata_is_empty() -> None:
     assert shown({}) == {
         "id": "ztunnel~1.1.1.1~.~.svc.cluster.local",
         "metadata": {"NAME": "", "NAMESPACE": "", "INSTANCE_IPS": "1.1.1.1", "NODE_NAME": ""},
     }
 
 
-def test_metadata_may_say_otherwise() -> None:
+def test_metadata_variables_override_defaults() -> None:
     assert shown({"NODE_NAME": "a", "ISTIO_META_NODE_NAME": "b"})["metadata"]["NODE_NAME"] == "b"  # type: ignore[index]

@@ -68,7 +68,7 @@ def test_packets_arrive_one_by_one_then_the_end(run: Run) -> None:
 
 
 @on_both_loops
-def test_a_reader_that_is_cancelled_loses_nothing(run: Run) -> None:
+def test_cancelled_reader_loses_no_packet(run: Run) -> None:
     async def body(channel: Channel, peer: socket.socket) -> None:
         waiting = asyncio.get_running_loop().create_task(channel.receive())
         await asyncio.sleep(0)
@@ -136,7 +136,7 @@ def test_a_channel_sends_a_namespace() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
-def test_descriptors_nobody_takes_are_closed(count: int) -> None:
+def test_descriptors_not_taken_are_closed(count: int) -> None:
     async def body(channel: Channel, peer: socket.socket) -> None:
         socket.send_fds(peer, [b"add"], [peer.fileno()] * count)
         packet = await channel.receive()
@@ -147,7 +147,7 @@ def test_descriptors_nobody_takes_are_closed(count: int) -> None:
     over_a_pair(asyncio.run, body)
 
 
-def test_what_is_no_namespace_is_refused_and_closed() -> None:
+def test_descriptor_other_than_a_namespace_is_refused_and_closed() -> None:
     async def body(channel: Channel, peer: socket.socket) -> None:
         socket.send_fds(peer, [b"add"], [peer.fileno()])
         user = os.open("/proc/self/ns/user", os.O_RDONLY)
@@ -172,7 +172,9 @@ def test_what_is_no_namespace_is_refused_and_closed() -> None:
         (10, 200, "failure to read message : control message truncated"),
     ],
 )
-def test_too_much_is_an_error_and_closes_what_came(size: int, descriptors: int, text: str | None) -> None:
+def test_truncated_packet_is_an_error_and_its_descriptors_are_closed(
+    size: int, descriptors: int, text: str | None
+) -> None:
     async def body(channel: Channel, peer: socket.socket) -> None:
         socket.send_fds(peer, [bytes(size)], [peer.fileno()] * descriptors) if descriptors else peer.send(
             bytes(size)
@@ -228,7 +230,7 @@ def test_listening_and_connecting(run: Run, tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_successor_keeps_its_path(tmp_path: Path) -> None:
+def test_socket_path_of_a_successor_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "zds.sock"
     old, new = Listener(path), Listener(path)
     old.close()
@@ -237,7 +239,7 @@ def test_a_successor_keeps_its_path(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_path_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+def test_unusable_socket_path_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "missing" / "zds.sock", tmp_path / ("x" * 120)):
         with pytest.raises(OSError, match=path.name):
             Listener(path)

@@ -125,7 +125,7 @@ def test_leaving_stops_everything_and_closes_the_namespaces() -> None:
     with_manager(body)
 
 
-def test_a_failed_start_is_told_and_tried_again(quick: None) -> None:
+def test_failed_start_is_answered_and_retried(quick: None) -> None:
     async def body(scene: Scene) -> None:
         def taken() -> None:
             raise PortTaken("::", 15008)
@@ -158,7 +158,7 @@ def test_a_bug_in_the_start_is_answered_and_logged(caplog: pytest.LogCaptureFixt
     assert any(record.exc_info for record in caplog.records)
 
 
-def test_a_pod_that_never_starts_lets_us_become_ready(quick: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_pod_does_not_prevent_readiness(quick: None, caplog: pytest.LogCaptureFixture) -> None:
     async def body(scene: Scene) -> None:
         scene.starts.before = lambda: 1 // 0
         await scene.agent.accept()
@@ -173,7 +173,7 @@ def test_a_pod_that_never_starts_lets_us_become_ready(quick: None, caplog: pytes
     assert (warning.levelno, "uid-a" in warning.message) == (logging.WARNING, True)
 
 
-def test_a_slow_start_is_answered_in_time_and_goes_on(quick: None) -> None:
+def test_slow_start_is_answered_in_time_and_continues(quick: None) -> None:
     async def body(scene: Scene) -> None:
         scene.starts.blocked = asyncio.Event()
         await scene.agent.accept()
@@ -230,7 +230,7 @@ def test_losing_the_agent_leaves_pods_running_and_a_snapshot_follows() -> None:
         (request_bytes(DeletePod(A)), 1, "failure to read message : Unexpected control message"),
     ],
 )
-def test_a_broken_protocol_is_answered_and_pods_run_on(
+def test_protocol_error_is_answered_and_pods_keep_running(
     quick: None, data: bytes, descriptors: int, answer: str
 ) -> None:
     async def body(scene: Scene) -> None:
@@ -254,7 +254,7 @@ def test_a_broken_protocol_is_answered_and_pods_run_on(
     ),
     st.integers(0, 3),
 )
-def test_whatever_an_agent_sends_is_answered_and_pods_run_on(quick: None, data: bytes, descriptors: int) -> None:
+def test_any_agent_message_is_answered_and_pods_keep_running(quick: None, data: bytes, descriptors: int) -> None:
     async def body(scene: Scene) -> None:
         await scene.agent.snapshot("uid-z", netns=scene.netns)
         error = await scene.agent.ask_bytes(data, [scene.netns.fileno()] * descriptors)
@@ -287,7 +287,7 @@ def test_a_descriptor_that_is_no_namespace_is_refused(quick: None, tmp_path: Pat
     with_manager(body)
 
 
-def test_another_identity_replaces_the_proxy_once_the_old_one_is_gone() -> None:
+def test_changed_identity_replaces_the_proxy_after_its_end() -> None:
     async def body(scene: Scene) -> None:
         await scene.agent.snapshot("uid-a", netns=scene.netns)
         other = PodInfo(name="a", namespace="default", service_account="other")
@@ -333,7 +333,7 @@ def test_leaving_in_the_middle_of_a_drain_ends_it() -> None:
     with_manager(body)
 
 
-def test_a_bug_in_the_conversation_costs_the_connection_only(
+def test_internal_error_ends_only_the_agent_connection(
     quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(scene: Scene) -> None:
@@ -351,7 +351,7 @@ def test_a_bug_in_the_conversation_costs_the_connection_only(
     assert "lost the node agent" in caplog.text
 
 
-def test_an_agent_that_comes_late_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_agent_is_connected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         agent = Agent()
         async with PodManager(agent.path, Starts()):

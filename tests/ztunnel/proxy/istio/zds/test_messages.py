@@ -56,12 +56,12 @@ def test_requests_are_the_bytes_of_the_real_agent(request_: Request, wire: str) 
 
 
 @given(requests)
-def test_a_request_comes_back(request: Request) -> None:
+def test_request_survives_encoding(request: Request) -> None:
     assert read_request(request_bytes(request), descriptors_of(request)) == request
 
 
 @pytest.mark.parametrize("request_", WIRE, ids=lambda value: type(value).__name__)
-def test_a_cut_request_is_refused_and_never_another_one(request_: Request) -> None:
+def test_truncated_request_is_refused(request_: Request) -> None:
     wire = request_bytes(request_)
     for cut in range(len(wire)):
         with pytest.raises(Unreadable):
@@ -114,13 +114,13 @@ def test_a_pod_without_identity_is_refused() -> None:
         read_request(wire, 1)
 
 
-def test_a_payload_of_the_future_is_refused() -> None:
+def test_unknown_payload_is_refused() -> None:
     with pytest.raises(Unreadable, match="no payload"):
         read_request(bytes.fromhex("3200"), 0)
 
 
 @given(st.text(max_size=2000))
-def test_an_answer_fits_into_a_packet_and_keeps_the_beginning(text: str) -> None:
+def test_long_answer_is_cut_to_a_packet(text: str) -> None:
     wire = answer_bytes(text)
     assert len(wire) <= PACKET_BYTES
     read = read_answer(wire)

@@ -76,7 +76,7 @@ def test_add_is_answered_when_the_proxy_listens() -> None:
     assert (pods.active, pods.pending) == (1, 0)
 
 
-def test_the_same_add_again_is_success_without_doing_anything() -> None:
+def test_repeated_add_succeeds_without_effect() -> None:
     pods, _ = with_pod()
     assert pods.handle(AddPod(A, INFO), NETNS, 1) == [Answer()]
 
@@ -92,7 +92,7 @@ def test_another_namespace_or_identity_replaces_the_proxy(info: PodInfo, netns: 
     assert pods.started(old, 1) == []
 
 
-def test_a_failed_start_is_told_and_tried_every_five_seconds() -> None:
+def test_failed_start_is_answered_and_retried_every_five_seconds() -> None:
     pods = connected()
     generation = add(pods, A)
     assert pods.failed(generation, REFUSED, 1) == [Answer(f"failure to start proxy : {REFUSED}")]
@@ -114,7 +114,7 @@ def test_add_of_a_pending_pod_tries_at_once() -> None:
     assert pods.started(generation, 1) == [Answer()]
 
 
-def test_a_slow_start_is_answered_in_time_and_goes_on() -> None:
+def test_slow_start_is_answered_in_time_and_continues() -> None:
     pods = connected()
     generation = add(pods, A)
     assert pods.next_due == ANSWER_S
@@ -143,7 +143,7 @@ def test_delete_of_a_pending_pod_ends_its_retries() -> None:
     assert pods.advance(100) == []
 
 
-def test_delete_before_the_snapshot_leaves_the_end_to_it() -> None:
+def test_delete_before_the_snapshot_takes_effect_with_it() -> None:
     pods, generation = with_pod(snapshot=False)
     assert pods.handle(DeletePod(A), None, 1) == [Answer()]
     assert states(pods) == {A: PodState.UP}
@@ -157,7 +157,7 @@ def test_add_delete_add_before_the_snapshot_keeps_the_proxy() -> None:
     assert pods.handle(SnapshotSent(), None, 1) == [Answer()]
 
 
-def test_the_snapshot_of_a_new_connection_ends_what_it_does_not_name() -> None:
+def test_snapshot_of_a_new_connection_ends_unnamed_pods() -> None:
     pods, first = with_pod(A)
     second = add(pods, B)
     pods.started(second, 0)
@@ -169,7 +169,7 @@ def test_the_snapshot_of_a_new_connection_ends_what_it_does_not_name() -> None:
 
 
 @pytest.mark.parametrize("request_", [KeepPod(A), SnapshotSent()])
-def test_what_belongs_into_a_snapshot_is_refused_after_it_and_nothing_stops(
+def test_snapshot_message_after_the_snapshot_is_refused_without_effect(
     request_: KeepPod | SnapshotSent,
 ) -> None:
     pods, _ = with_pod()
@@ -199,7 +199,7 @@ def test_ready_from_the_snapshot_until_the_agent_is_lost() -> None:
     assert not pods.ready
 
 
-def test_pending_pods_of_the_snapshot_keep_us_from_being_ready() -> None:
+def test_pending_pods_of_the_snapshot_delay_readiness() -> None:
     pods = connected()
     generation = add(pods, A)
     pods.failed(generation, REFUSED, 0)
@@ -218,7 +218,7 @@ def test_deleting_the_last_pending_pod_makes_us_ready() -> None:
     assert pods.ready
 
 
-def test_no_pod_keeps_us_from_being_ready_for_ever() -> None:
+def test_pending_pod_delays_readiness_for_a_limited_time() -> None:
     pods = connected()
     pods.failed(add(pods, A), REFUSED, 0)
     pods.handle(SnapshotSent(), None, 10)
@@ -230,13 +230,13 @@ def test_no_pod_keeps_us_from_being_ready_for_ever() -> None:
     assert pods.advance(500) == []
 
 
-def test_a_pod_that_fails_later_leaves_us_ready() -> None:
+def test_later_failure_of_a_pod_keeps_readiness() -> None:
     pods, _ = with_pod()
     pods.failed(add(pods, B), REFUSED, 100)
     assert pods.ready
 
 
-def test_pending_pods_are_tried_on_while_the_agent_is_away() -> None:
+def test_pending_pods_are_retried_without_an_agent() -> None:
     pods = connected()
     generation = add(pods, A)
     pods.failed(generation, REFUSED, 0)
@@ -244,7 +244,7 @@ def test_pending_pods_are_tried_on_while_the_agent_is_away() -> None:
     assert pods.advance(RETRY_S) == [Retry(generation)]
 
 
-def test_losing_the_agent_in_the_middle_of_a_start_answers_nobody() -> None:
+def test_start_finished_after_losing_the_agent_is_not_answered() -> None:
     pods = connected()
     generation = add(pods, A)
     pods.disconnected()
