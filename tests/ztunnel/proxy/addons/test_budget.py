@@ -8,21 +8,21 @@ from ztunnel.proxy.addons.budget import BOUNDS_US, HookAccount, HookCounts, Loop
 _MINUTE_NS = 60 * 10**9
 
 
-def test_a_share_of_two_percent_of_a_minute_is_not_exceeded() -> None:
+def test_addon_exceeds_its_share_above_two_percent_of_a_minute() -> None:
     share = LoopShare(0)
     assert not share.use(1_200_000_000, 10)
     assert share.use(1, 20)
     assert too_much(share.used_ns) == "it used 1.20 s of the loop within 60 s, more than 2%"
 
 
-def test_a_new_minute_begins_from_nothing() -> None:
+def test_loop_share_restarts_with_a_new_minute() -> None:
     share = LoopShare(0)
     assert not share.use(1_200_000_000, 10)
     assert not share.use(1_200_000_000, _MINUTE_NS)
 
 
 @given(st.lists(st.integers(0, 10**10)))
-def test_every_call_is_in_one_bucket(durations: list[int]) -> None:
+def test_each_call_counts_in_one_histogram_bucket(durations: list[int]) -> None:
     account = HookAccount()
     for took_ns in durations:
         account.took(took_ns)

@@ -21,7 +21,7 @@ VERDICTS: st.SearchStrategy[Verdict] = st.one_of(
 
 
 @given(st.lists(VERDICTS))
-def test_no_verdict_takes_back_an_earlier_one(verdicts: list[Verdict]) -> None:
+def test_later_verdict_never_relaxes_an_earlier_one(verdicts: list[Verdict]) -> None:
     outcome = NOTHING
     for number, verdict in enumerate(verdicts):
         assert not fault_of("connecting", verdict)
@@ -69,7 +69,7 @@ class Quiet(Deny):
         ("accepting", Deny("no"), ""),
     ],
 )
-def test_other_answers_are_faults(hook: str, answer: object, fault: str) -> None:
+def test_answer_of_a_wrong_type_or_value_is_a_fault(hook: str, answer: object, fault: str) -> None:
     assert fault_of(hook, answer) == fault
 
 
@@ -83,7 +83,7 @@ def test_the_lowest_limits_cut() -> None:
     assert cut_reason(outcome.addons, outcome.cut) == "connection cut by addon a,b,c: late"
 
 
-def test_a_reason_is_one_short_line() -> None:
+def test_denial_reason_is_truncated_to_one_line() -> None:
     outcome = combined(NOTHING, "a", Deny("first\nsecond" + "x" * 500))
     assert outcome.denied.startswith("connection refused by addon a: first secondxxx")
     assert len(outcome.denied) < 250
@@ -103,9 +103,9 @@ def test_a_reason_is_one_short_line() -> None:
         Metric("name", "x", {}, kind="summary"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_families_are_faults(family: Any) -> None:
+def test_invalid_metric_families_are_faults(family: Any) -> None:
     assert fault_of_metric(family).startswith("returned")
 
 
-def test_a_family_is_right() -> None:
+def test_valid_metric_family_has_no_fault() -> None:
     assert fault_of_metric(Metric("denied", "Denials", {("a",): 1}, ("identity",))) == ""

@@ -61,7 +61,7 @@ class Third(Addon):
         return None
 
 
-def test_addons_are_asked_in_order_until_one_denies() -> None:
+def test_hooks_are_called_in_order_until_an_addon_denies() -> None:
     async def body() -> None:
         addons = host(First, Second, Third)
         loop = asyncio.get_running_loop()
@@ -181,7 +181,7 @@ class Observes(Addon):
         yield Metric("seen", "Values seen", {(): len(self.seen)})
 
 
-def test_observers_are_informed_and_a_fault_of_theirs_denies_nothing() -> None:
+def test_fault_of_an_observing_hook_denies_no_connection() -> None:
     async def body() -> None:
         addons = host(Observes)
         seen = addons.addons[0].loaded.instance.seen
@@ -220,7 +220,7 @@ class Waits(Addon):
         return Deny("late")
 
 
-def test_an_answer_is_waited_for_within_its_limit() -> None:
+def test_async_hook_is_cancelled_at_its_time_limit() -> None:
     async def body() -> None:
         addons = host(Waits)
         assert "late" in (await connecting(addons, Facts(source_port=2))).outcome.denied
@@ -263,7 +263,7 @@ class NeverEnds(Addon):
                 await asyncio.sleep(3600)
 
 
-def test_a_hook_that_survives_its_cancellation_is_suspended_and_not_waited_for() -> None:
+def test_addon_with_a_hook_that_survives_cancellation_is_suspended() -> None:
     async def body() -> None:
         addons = host(NeverEnds)
         loop = asyncio.get_running_loop()
@@ -359,7 +359,7 @@ def test_calls_over_the_budget_are_counted_and_logged_once_a_minute(caplog: pyte
     assert "more than its budget of 1 us" in line
 
 
-def test_another_version_takes_over_and_counts_on() -> None:
+def test_replacing_version_continues_the_counters() -> None:
     class Versioned(Addon):
         def __init__(self) -> None:
             self.is_done = False

@@ -76,7 +76,7 @@ def test_a_changed_file_replaces_its_addon(tmp_path: Path, caplog: pytest.LogCap
         (None, "no such file or directory"),
     ],
 )
-def test_the_last_good_version_stays(
+def test_last_good_version_stays_if_a_changed_file_cannot_be_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None, fault: str
 ) -> None:
     path = tmp_path / "gate.py"

@@ -23,12 +23,12 @@ _DIGEST = "ab" * 32
         ("installed-one", AddonSpec(text="installed-one", entry_point="installed-one")),
     ],
 )
-def test_specifications(text: str, spec: AddonSpec) -> None:
+def test_addon_specification_is_parsed(text: str, spec: AddonSpec) -> None:
     assert parse_spec(text) == spec
 
 
 @pytest.mark.parametrize("text", ["a.py@sha256:12", f"mod:Cls@sha256:{_DIGEST}", "a b", "mod:1", "/etc/passwd"])
-def test_other_specifications_are_refused_by_name(text: str) -> None:
+def test_invalid_addon_specification_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"^addon "):
         parse_spec(text)
 
@@ -54,7 +54,7 @@ def test_an_option_wins_over_the_file() -> None:
     }
 
 
-def test_no_addon_is_nothing_at_all() -> None:
+def test_environment_without_addons_has_no_settings() -> None:
     assert addon_settings({}) == (None, [])
 
 

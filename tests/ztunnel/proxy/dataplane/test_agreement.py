@@ -39,7 +39,7 @@ def agree(client: Credentials, server: Credentials, now: datetime = NOW, *, expe
     return would_shake_hands(Party(client, is_one_of((expected,))), Party(server, is_of_trust_domain("td")), now)
 
 
-def test_two_of_one_root_and_trust_domain_agree() -> None:
+def test_certificates_of_one_root_and_trust_domain_agree() -> None:
     assert agree(shown(CLIENT), shown(SERVER))
 
 
@@ -50,7 +50,7 @@ def test_intermediates_lead_to_the_root() -> None:
     assert not agree(shown(CLIENT, middle, intermediates=False), shown(SERVER))
 
 
-def test_a_chain_may_bring_its_root() -> None:
+def test_chain_that_includes_its_root_agrees() -> None:
     leaf = shown(CLIENT)
     assert agree(Credentials((*leaf.chain, ROOT.certificate), leaf.anchors), shown(SERVER))
     middle = Authority("middle", parent=ROOT)
@@ -58,7 +58,7 @@ def test_a_chain_may_bring_its_root() -> None:
     assert agree(Credentials(leaf.chain, (middle.certificate,)), pinned), "an intermediate can be the anchor"
 
 
-def test_an_intermediate_that_signed_nothing_leads_nowhere() -> None:
+def test_unrelated_intermediate_does_not_complete_a_chain() -> None:
     leaf = shown(CLIENT, OTHER)
     chain = (*leaf.chain, *shown(CLIENT, Authority("middle", parent=ROOT)).chain[1:])
     assert not agree(Credentials(chain, leaf.anchors), shown(SERVER))
@@ -66,7 +66,7 @@ def test_an_intermediate_that_signed_nothing_leads_nowhere() -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["client", "server"])
 @pytest.mark.parametrize(("from_day", "to_day"), [(-2, -1), (1, 2)], ids=["expired", "not yet valid"])
-def test_time_counts_on_both_sides(which: int, from_day: float, to_day: float) -> None:
+def test_validity_period_is_checked_on_both_sides(which: int, from_day: float, to_day: float) -> None:
     both = [shown(CLIENT), shown(SERVER)]
     both[which] = shown((CLIENT, SERVER)[which], from_day=from_day, to_day=to_day)
     assert not agree(both[0], both[1])
@@ -82,7 +82,7 @@ def test_time_counts_on_both_sides(which: int, from_day: float, to_day: float) -
     ],
     ids=["notBefore", "notAfter", "within the last second"],
 )
-def test_the_very_second_of_either_bound_is_inside(
+def test_certificate_is_valid_at_the_bounds_of_its_period(
     which: int, bound: Callable[[x509.Certificate], datetime], inside: timedelta, outside: timedelta
 ) -> None:
     """RFC 5280, 4.1.2.5."""
@@ -93,7 +93,7 @@ def test_the_very_second_of_either_bound_is_inside(
     assert not agree(both[0], both[1], moment + outside)
 
 
-def test_other_roots_do_not_agree() -> None:
+def test_certificates_of_different_roots_do_not_agree() -> None:
     assert not agree(shown(CLIENT, OTHER, (OTHER,)), shown(SERVER))
     assert not agree(shown(CLIENT, OTHER), shown(SERVER))
     assert not agree(shown(CLIENT), shown(SERVER, OTHER))
@@ -101,12 +101,12 @@ def test_other_roots_do_not_agree() -> None:
     assert not agree(shown(CLIENT), shown(SERVER, anchors=(OTHER,)))
 
 
-def test_while_roots_rotate_either_will_do() -> None:
+def test_either_root_is_accepted_during_rotation() -> None:
     both = (ROOT, OTHER)
     assert agree(shown(CLIENT, OTHER, both), shown(SERVER, ROOT, both))
 
 
-def test_names_count_on_both_sides() -> None:
+def test_names_are_checked_on_both_sides() -> None:
     assert not agree(shown("spiffe://elsewhere/ns/a/sa/client"), shown(SERVER))
     assert not agree(shown(CLIENT), shown("spiffe://elsewhere/ns/a/sa/server"))
     assert not agree(shown(CLIENT), shown("spiffe://td/ns/a/sa/another"))
@@ -135,7 +135,7 @@ def test_a_client_without_validation_accepts_every_server() -> None:
     assert agree(shown(CLIENT, anchors=None), shown("spiffe://elsewhere/x", OTHER, (ROOT,)))
 
 
-def test_without_a_certificate_there_is_nothing_to_accept() -> None:
+def test_side_without_a_certificate_does_not_agree() -> None:
     assert not agree(Credentials((), (ROOT.certificate,)), shown(SERVER))
     assert not agree(shown(CLIENT), Credentials((), (ROOT.certificate,)))
 

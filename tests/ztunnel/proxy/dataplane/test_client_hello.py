@@ -29,7 +29,7 @@ def in_records(message: bytes, size: int) -> bytes:
     return b"".join(b"\x16\x03\x01" + len(part).to_bytes(2) + part for part in parts)
 
 
-def test_it_is_whole_with_its_last_byte() -> None:
+def test_client_hello_is_whole_with_its_last_byte() -> None:
     for cut in range(len(HELLO)):
         assert first_bytes(HELLO[:cut], MOST) is FirstBytes.PART
     assert first_bytes(HELLO, MOST) is FirstBytes.WHOLE
@@ -37,7 +37,7 @@ def test_it_is_whole_with_its_last_byte() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 100])
-def test_it_may_be_spread_over_records(size: int) -> None:
+def test_client_hello_can_span_records(size: int) -> None:
     data = in_records(HELLO[5:], size)
     assert {first_bytes(data[:cut], MOST) for cut in range(len(data))} == {FirstBytes.PART}
     assert first_bytes(data, MOST) is FirstBytes.WHOLE
@@ -54,11 +54,11 @@ def test_it_may_be_spread_over_records(size: int) -> None:
     ],
     ids=["HTTP", "HTTP/2", "alert", "ServerHello", "empty record"],
 )
-def test_what_is_no_client_hello(data: bytes) -> None:
+def test_other_first_bytes_are_no_client_hello(data: bytes) -> None:
     assert first_bytes(data, MOST) is FirstBytes.OTHER
 
 
-def test_its_length_is_capped_by_its_header() -> None:
+def test_client_hello_with_a_too_long_header_is_too_long() -> None:
     head = b"\x16\x03\x01\x40\x00\x01" + (MOST - 3).to_bytes(3)
     assert first_bytes(head, MOST) is FirstBytes.TOO_LONG
     assert first_bytes(b"\x16\x03\x01\x40\x00\x01" + (MOST - 4).to_bytes(3), MOST) is FirstBytes.PART

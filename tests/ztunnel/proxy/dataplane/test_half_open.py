@@ -127,7 +127,7 @@ def test_a_handshake_begins_with_the_last_byte_of_the_client_hello() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x16\x03"])
-def test_a_client_that_says_too_little_has_a_time_limit(data: bytes) -> None:
+def test_client_without_a_whole_client_hello_times_out(data: bytes) -> None:
     async def main() -> None:
         with pods(LIMITS) as (_, (pod,), order):
             pod.comes(data=data)
@@ -142,7 +142,7 @@ def test_a_client_that_says_too_little_has_a_time_limit(data: bytes) -> None:
     ("data", "reason"),
     [(b"", module.GONE), (b"\x16\x03", module.GONE), (b"\x16\x03\x01\x40\0\x01\xff\xff\xff", module.TOO_LONG)],
 )
-def test_what_never_becomes_a_handshake_ends_at_once(data: bytes, reason: str) -> None:
+def test_closed_or_too_long_first_bytes_are_rejected_at_once(data: bytes, reason: str) -> None:
     async def main() -> None:
         with pods(LIMITS) as (_, (pod,), _):
             client = pod.comes(data=data)
@@ -154,7 +154,7 @@ def test_what_never_becomes_a_handshake_ends_at_once(data: bytes, reason: str) -
     play(main)
 
 
-def test_the_oldest_of_the_same_source_goes_first() -> None:
+def test_oldest_connection_of_the_same_source_is_closed_first() -> None:
     async def main() -> None:
         with pods(LIMITS) as (half_open, (pod,), _):
             clients = [pod.comes() for _ in range(5)]
@@ -172,7 +172,7 @@ def test_the_oldest_of_the_same_source_goes_first() -> None:
     play(main)
 
 
-def test_beyond_the_limit_of_the_process_the_fullest_pod_loses_one() -> None:
+def test_process_limit_closes_a_connection_of_the_fullest_pod() -> None:
     async def main() -> None:
         with pods(LIMITS, "x", "y") as (half_open, (x, y), _):
             for number in range(6):
@@ -185,7 +185,7 @@ def test_beyond_the_limit_of_the_process_the_fullest_pod_loses_one() -> None:
     play(main)
 
 
-def test_handshakes_begin_in_turns_of_pods_and_of_sources() -> None:
+def test_handshakes_begin_round_robin_over_pods_and_sources() -> None:
     async def main() -> None:
         wide = replace(LIMITS, per_source=99, per_pod=99, in_all=99, handshakes_per_source=99)
         wide = replace(wide, handshakes_per_pod=99, handshakes=99)
@@ -201,7 +201,7 @@ def test_handshakes_begin_in_turns_of_pods_and_of_sources() -> None:
     play(main)
 
 
-def test_handshakes_that_stand_still_give_way_to_those_that_wait() -> None:
+def test_stalled_handshakes_are_closed_if_others_wait() -> None:
     async def main() -> None:
         with pods(LIMITS) as (_, (pod,), order):
             for _ in range(3):
@@ -219,7 +219,7 @@ def test_handshakes_that_stand_still_give_way_to_those_that_wait() -> None:
     play(main)
 
 
-def test_a_full_process_takes_from_the_pod_that_has_most() -> None:
+def test_full_process_closes_a_handshake_of_the_pod_with_most() -> None:
     async def main() -> None:
         narrow = replace(LIMITS, handshakes=3, handshakes_per_source=3)
         with pods(narrow, "x", "y") as (_, (x, y), order):
@@ -235,7 +235,7 @@ def test_a_full_process_takes_from_the_pod_that_has_most() -> None:
     play(main)
 
 
-def test_handshakes_of_a_pod_that_has_ended_are_waited_for() -> None:
+def test_running_handshakes_of_an_ended_pod_are_awaited() -> None:
     async def main() -> None:
         with pods(replace(LIMITS, handshakes=2), "x", "y") as (_, (x, y), order):
             for _ in range(2):
@@ -252,7 +252,7 @@ def test_handshakes_of_a_pod_that_has_ended_are_waited_for() -> None:
     play(main)
 
 
-def test_unfinished_handshakes_are_paid_for_and_finished_ones_are_not() -> None:
+def test_only_unfinished_handshakes_are_charged_to_their_source() -> None:
     async def main() -> None:
         limits = replace(LIMITS, unfinished_of_source=(3.0, 0.001))
         with pods(limits) as (_, (pod,), order):
@@ -274,7 +274,7 @@ def test_unfinished_handshakes_are_paid_for_and_finished_ones_are_not() -> None:
     play(main)
 
 
-def test_one_that_hangs_up_while_it_waits_takes_no_turn() -> None:
+def test_queued_connection_that_closes_starts_no_handshake() -> None:
     async def main() -> None:
         limits = replace(LIMITS, unfinished_of_source=(1.0, 0.5))
         with pods(limits) as (half_open, (pod,), order):
@@ -291,7 +291,7 @@ def test_one_that_hangs_up_while_it_waits_takes_no_turn() -> None:
     play(main)
 
 
-def test_one_that_does_not_begin_leaves_its_place() -> None:
+def test_handshake_that_fails_to_begin_frees_its_place() -> None:
     async def main() -> None:
         with closing(Poller()) as poller:
             half_open = HalfOpen(poller, LIMITS)
@@ -314,7 +314,7 @@ def test_one_that_does_not_begin_leaves_its_place() -> None:
     play(main)
 
 
-def test_what_comes_after_the_end_is_closed() -> None:
+def test_connection_after_close_is_rejected() -> None:
     async def main() -> None:
         with pods(LIMITS) as (half_open, (pod,), order):
             pod.comes()
@@ -351,7 +351,7 @@ def test_a_socket_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPat
     play(main)
 
 
-def test_a_source_that_was_ended_by_a_limit_waits_longer_each_time_and_others_do_not() -> None:
+def test_offending_source_waits_longer_each_time() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with pods(LIMITS) as (_, (pod,), _order):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 CHANGES = (Event.POLICIES, Event.REVOCATIONS, Event.CONFIGURATION, Event.WORKLOAD_RESTORED)
 
 
-def test_each_state_has_an_answer_to_each_event() -> None:
+def test_table_has_an_action_for_each_state_and_event() -> None:
     assert TABLE.keys() == {(state, event) for state in State for event in Event}
 
 
@@ -28,18 +28,18 @@ def test_a_change_is_judged_now_or_when_the_facts_are_complete(state: State, eve
 
 
 @pytest.mark.parametrize("state", [State.DIALING, State.OPEN, State.JOINED, State.DRAINING])
-def test_once_allowed_nothing_is_put_off(state: State) -> None:
+def test_allowed_states_never_await_facts(state: State) -> None:
     assert Action.AWAIT_FACTS not in {TABLE[state, event] for event in Event}
 
 
 @pytest.mark.parametrize("state", [State.OPEN, State.JOINED, State.DRAINING])
-def test_what_carries_bytes_is_closed_in_order_after_its_grace(state: State) -> None:
+def test_open_states_finish_gracefully_at_the_deadline(state: State) -> None:
     assert TABLE[state, Event.DEADLINE] is Action.FINISH
 
 
-def test_a_new_certificate_ends_nothing() -> None:
+def test_new_certificate_keeps_every_life() -> None:
     assert {TABLE[state, Event.CERTIFICATE] for state in State} == {Action.KEEP}
 
 
-def test_the_documentation_has_this_table() -> None:
+def test_documentation_prints_the_life_table() -> None:
     assert markdown() in (ROOT / "docs" / "life.md").read_text()

@@ -54,7 +54,7 @@ def group() -> Lives[Judged]:
     return Lives(LiveTable())
 
 
-def test_the_first_reason_wins() -> None:
+def test_first_end_reason_is_kept() -> None:
     life = Judged(group())
     life.end("policy")
     life.end("drain")
@@ -62,7 +62,7 @@ def test_the_first_reason_wins() -> None:
     assert life.reason == "policy"
 
 
-def test_what_opens_after_the_end_is_aborted_at_once() -> None:
+def test_life_that_opens_after_its_end_is_aborted_at_once() -> None:
     dial, relay = list[str](), list[str]()
     life = Life(group(), dial.append)
     life.end("policy")
@@ -70,7 +70,7 @@ def test_what_opens_after_the_end_is_aborted_at_once() -> None:
     assert (dial, relay) == (["policy"], ["policy"])
 
 
-def test_a_change_of_means_leaves_the_earlier_alone() -> None:
+def test_end_calls_only_the_current_abort() -> None:
     dial, relay = list[str](), list[str]()
     life = Life(group(), dial.append)
     life.opened(relay.append)
@@ -78,7 +78,7 @@ def test_a_change_of_means_leaves_the_earlier_alone() -> None:
     assert (dial, relay) == ([], ["drain"])
 
 
-def test_a_closed_life_releases_what_it_owns_last_first_and_once() -> None:
+def test_close_releases_owned_resources_once_in_reverse_order() -> None:
     lives, released = group(), list[int]()
     life = Judged(lives)
     for number in range(3):
@@ -104,7 +104,7 @@ def test_a_release_that_fails_still_unregisters_the_life() -> None:
     assert not len(lives)
 
 
-def test_a_life_that_was_asked_to_leave_in_its_handshake_leaves_when_it_opens() -> None:
+def test_leave_request_during_a_handshake_takes_effect_on_open() -> None:
     life = Judged(group())
     life.leave()
     assert (life.left, life.state) == (0, State.ACCEPTED)
@@ -116,7 +116,7 @@ def test_a_life_that_was_asked_to_leave_in_its_handshake_leaves_when_it_opens() 
 
 @pytest.mark.parametrize("event", Event)
 @pytest.mark.parametrize("state", State)
-def test_a_review_does_what_the_table_says(state: State, event: Event) -> None:
+def test_review_applies_the_action_of_the_table(state: State, event: Event) -> None:
     lives = group()
     life = Judged(lives, Verdict("denied"))
     if state in (State.OPEN, State.JOINED, State.DRAINING):
@@ -159,7 +159,7 @@ def test_a_life_that_is_ended_already_is_not_judged() -> None:
     assert (life.asked, life.ended) == (0, ["drain"])
 
 
-def test_only_those_concerned_are_reviewed() -> None:
+def test_review_visits_only_concerned_lives() -> None:
     lives = group()
     one, two = Judged(lives, Verdict("denied")), Judged(lives, Verdict("denied"))
     for life in (one, two):
@@ -172,7 +172,7 @@ def run(body: Callable[[], Any]) -> None:
     asyncio.run(body())
 
 
-def test_a_verdict_with_a_time_is_asked_again_then() -> None:
+def test_verdict_with_a_time_is_judged_again_then() -> None:
     async def body() -> None:
         lives, loop = group(), asyncio.get_running_loop()
         life = Judged(lives, Verdict(until_s=loop.time() + 0.05))
@@ -223,7 +223,7 @@ def test_the_loop_runs_between_the_slices_of_a_review() -> None:
     run(body)
 
 
-def test_reviews_meet_a_life_in_their_order() -> None:
+def test_reviews_reach_a_life_in_order() -> None:
     """A drain that follows a long review of policies does not overtake it."""
 
     async def body() -> None:

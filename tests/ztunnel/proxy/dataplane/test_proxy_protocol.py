@@ -42,7 +42,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("wire", HEADERS)
-def test_headers_and_what_follows_them(wire: bytes) -> None:
+def test_header_is_parsed_and_the_payload_left(wire: bytes) -> None:
     version, source, destination = HEADERS[wire]
     assert parse_header(wire + b"payload") == ProxyHeader(version, len(wire), source, destination)
     for cut in range(len(wire)):
@@ -60,7 +60,7 @@ def test_a_line_of_107_bytes_is_the_longest() -> None:
         parse_header(b"PROXY UNKNOWN ".ljust(106, b"x") + b"\r\n")
 
 
-def test_a_line_is_refused_with_its_107th_byte() -> None:
+def test_header_line_without_crlf_is_refused_at_107_bytes() -> None:
     begun = b"PROXY UNKNOWN ".ljust(105, b"x")
     with pytest.raises(NeedMore):
         parse_header(begun + b"\r")
@@ -69,7 +69,7 @@ def test_a_line_is_refused_with_its_107th_byte() -> None:
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"PROXX", b"\r\n\r\nx"])
-def test_no_header_is_told_at_once(data: bytes) -> None:
+def test_bytes_without_a_header_are_detected_at_once(data: bytes) -> None:
     with pytest.raises(NoHeader):
         parse_header(data)
 

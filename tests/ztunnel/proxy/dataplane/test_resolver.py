@@ -78,7 +78,7 @@ def resolved(
     [fails(dns.rcode.SERVFAIL), fails(dns.rcode.REFUSED), fails(dns.rcode.NXDOMAIN), plain(), silent],
     ids=["SERVFAIL", "REFUSED", "NXDOMAIN", "no records", "silence"],
 )
-def test_the_next_candidate_is_asked_for(tmp_path: Path, first: Behaviour) -> None:
+def test_next_candidate_of_the_search_list_is_queried_after_a_failure(tmp_path: Path, first: Behaviour) -> None:
     def behave(name: str) -> Behaviour:
         return plain(f"{name} 60 A 192.0.2.1") if name == "web.b.test." else first
 
@@ -87,7 +87,7 @@ def test_the_next_candidate_is_asked_for(tmp_path: Path, first: Behaviour) -> No
     assert asked == ["web.a.test.", "web.b.test."]
 
 
-def test_a_name_with_enough_dots_is_asked_for_as_it_is_first(tmp_path: Path) -> None:
+def test_name_with_enough_dots_is_queried_unchanged_first(tmp_path: Path) -> None:
     def behave(name: str) -> Behaviour:
         return plain(f"{name} 60 A 192.0.2.1") if name == "a.b.c.b.test." else fails(dns.rcode.SERVFAIL)
 
@@ -96,7 +96,7 @@ def test_a_name_with_enough_dots_is_asked_for_as_it_is_first(tmp_path: Path) -> 
         resolved(tmp_path, "a.b.c.", behave)
 
 
-def test_a_failure_is_told_before_names_that_do_not_exist(tmp_path: Path) -> None:
+def test_failure_is_reported_rather_than_nxdomain(tmp_path: Path) -> None:
     def behave(name: str) -> Behaviour:
         return fails(dns.rcode.REFUSED if name == "web." else dns.rcode.NXDOMAIN)
 
@@ -110,14 +110,14 @@ def test_configured_servers_replace_those_of_the_host(tmp_path: Path, resolv_con
     assert (answer, asked) == (Answer(("192.0.2.1",), 7.0), ["udp web.a.test."])
 
 
-def test_fallback_servers_are_for_hosts_without_one(tmp_path: Path) -> None:
+def test_fallback_servers_are_used_only_without_name_servers(tmp_path: Path) -> None:
     settings = DnsResolver(servers_are_fallback=True)
     assert answered(tmp_path, "web.a.test", settings)[1] == ["udp web.a.test."]
     with pytest.raises(ResolveFailed):
         answered(tmp_path, "web.a.test", settings, "nameserver 127.0.0.1\n")
 
 
-def test_queries_go_by_tcp_where_that_is_configured(tmp_path: Path) -> None:
+def test_queries_use_tcp_if_configured(tmp_path: Path) -> None:
     assert answered(tmp_path, "web.a.test", DnsResolver(tcp=True))[1] == ["tcp web.a.test."]
 
 
@@ -127,11 +127,11 @@ def test_names_are_completed_unless_the_search_list_is_off(tmp_path: Path) -> No
         answered(tmp_path, "web", DnsResolver(search=False), "search a.test\n")
 
 
-def test_answers_of_getaddrinfo_hold_a_minute(tmp_path: Path) -> None:
+def test_answers_of_getaddrinfo_are_valid_for_a_minute(tmp_path: Path) -> None:
     assert answered(tmp_path, "web.a.test", DnsResolver(has_ttls=False))[0].ttl_s == 60.0
 
 
-def test_server_that_does_not_answer_is_asked_as_often_as_configured(tmp_path: Path) -> None:
+def test_silent_server_is_queried_the_configured_number_of_times(tmp_path: Path) -> None:
     (tmp_path / "resolv.conf").write_text("")
 
     async def main() -> int:
@@ -162,20 +162,20 @@ def test_host_without_name_servers_is_a_failed_lookup(tmp_path: Path) -> None:
         ("ALL", ("2001:db8::7", "192.0.2.7")),
     ],
 )
-def test_the_hosts_file_comes_first(tmp_path: Path, family: str, addresses: tuple[str, ...]) -> None:
+def test_hosts_file_is_used_before_name_servers(tmp_path: Path, family: str, addresses: tuple[str, ...]) -> None:
     hosts = "192.0.2.7 Web web.example # 192.0.2.8\n2001:db8::7\tweb\nnonsense web\n"
     answer, asked = resolved(tmp_path, "web", lambda name: silent, family, hosts)
     assert (answer.addresses, asked) == (addresses, [])
 
 
-def test_a_family_that_the_hosts_file_lacks_is_asked_for(tmp_path: Path) -> None:
+def test_family_missing_in_the_hosts_file_is_queried(tmp_path: Path) -> None:
     answer, asked = resolved(
         tmp_path, "web.", lambda name: plain(f"{name} 60 A 192.0.2.1"), "V4_ONLY", "2001:db8::7 web\n"
     )
     assert (answer.addresses, asked) == (("192.0.2.1",), ["web."])
 
 
-def test_a_hosts_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_changed_hosts_file_is_reloaded(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     resolver = Resolver(hosts, tmp_path / "none")
     for address in ("192.0.2.7", "192.0.2.88"):
@@ -203,7 +203,7 @@ def test_lines_of_a_hosts_file() -> None:
     ids=["NXDOMAIN", "no records", "SERVFAIL", "REFUSED", "silence"],
 )
 @pytest.mark.parametrize("family", ["V4_ONLY", "AUTO"])
-def test_name_is_absent_only_if_servers_say_so(
+def test_name_is_absent_only_after_a_negative_answer(
     tmp_path: Path, behave: Behaviour, absent: bool, family: str
 ) -> None:
     with pytest.raises(ResolveFailed) as caught:

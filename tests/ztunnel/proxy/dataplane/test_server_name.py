@@ -37,7 +37,7 @@ def test_name_and_protocols() -> None:
 
 
 @pytest.mark.parametrize("cut", range(len(WIRE)))
-def test_every_beginning_needs_more(cut: int) -> None:
+def test_partial_client_hello_needs_more_bytes(cut: int) -> None:
     with pytest.raises(NeedMore):
         parse_client_hello(WIRE[:cut])
 
@@ -61,7 +61,7 @@ def test_a_hello_in_many_records(size: int) -> None:
         b"\x00",
     ],
 )
-def test_something_else_is_told_at_once(data: bytes) -> None:
+def test_other_protocols_are_detected_at_once(data: bytes) -> None:
     with pytest.raises(NotTls):
         parse_client_hello(data)
 

@@ -20,7 +20,7 @@ def an_upstream(closed: list[object]) -> Upstream:
     return Upstream(cast(End, cast(Any, _End(closed))))
 
 
-def test_the_end_closes_first_then_the_callbacks_last_one_first() -> None:
+def test_close_closes_the_end_then_runs_callbacks_in_reverse_order() -> None:
     closed: list[object] = []
     upstream = an_upstream(closed)
     upstream.on_close(lambda: closed.append("first"))

@@ -83,7 +83,7 @@ def asked(
     served(check, env)
 
 
-def test_the_service_describes_itself_and_its_node(tmp_path: Path) -> None:
+def test_server_status_and_nodes_describe_this_node(tmp_path: Path) -> None:
     async def body(client: Client, rig: Rig) -> None:
         status = await client.ask("/observer.Observer/ServerStatus", ServerStatusResponse)
         assert (status.num_flows, status.seen_flows, status.max_flows) == (3, 3, 4096)
@@ -103,7 +103,7 @@ def test_the_service_describes_itself_and_its_node(tmp_path: Path) -> None:
     asked(tmp_path, body)
 
 
-def test_where_flows_begin_and_end(tmp_path: Path) -> None:
+def test_get_flows_selects_by_time_and_number(tmp_path: Path) -> None:
     async def body(client: Client, rig: Rig) -> None:
         every = await client.flows()
         assert [each.flow.verdict for each in every] == [FORWARDED, DROPPED, ERROR]
@@ -124,7 +124,7 @@ def test_where_flows_begin_and_end(tmp_path: Path) -> None:
     asked(tmp_path, body)
 
 
-def test_the_newest_are_found_behind_many_that_are_not_wanted(tmp_path: Path) -> None:
+def test_newest_matching_flows_are_found_among_many_others(tmp_path: Path) -> None:
     async def body(client: Client, rig: Rig) -> None:
         for _ in range(40):
             fill(rig)
@@ -155,7 +155,7 @@ def with_bytes(*data: int) -> FlowFilter:
         ({"whitelist": [FlowFilter(source_port=["http"])]}, "not a port"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_its_name(tmp_path: Path, request_: dict[str, Any], text: str) -> None:
+def test_unsupported_request_field_is_refused_by_name(tmp_path: Path, request_: dict[str, Any], text: str) -> None:
     async def body(client: Client, rig: Rig) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.flows(**request_)
@@ -165,7 +165,7 @@ def test_what_cannot_be_obeyed_is_refused_by_its_name(tmp_path: Path, request_: 
     asked(tmp_path, body)
 
 
-def test_a_call_that_follows_gets_what_ends_and_hears_of_what_was_lost(tmp_path: Path) -> None:
+def test_following_call_gets_new_flows_and_lost_events(tmp_path: Path) -> None:
     async def body(client: Client, rig: Rig) -> None:
         call = client.stream(GetFlowsRequest(follow=True, whitelist=[FlowFilter(verdict=[ERROR])]))
         old = client.stream(GetFlowsRequest(follow=True, number=1))
@@ -205,7 +205,7 @@ def test_calls_for_flows_are_bounded(tmp_path: Path) -> None:
     asked(tmp_path, body)
 
 
-def test_a_relay_is_told_of_this_node_and_the_peers(tmp_path: Path) -> None:
+def test_relay_is_notified_of_this_node_and_configured_peers(tmp_path: Path) -> None:
     async def body(client: Client, rig: Rig) -> None:
         call = client.notified()
         found = [ChangeNotification.FromString(await call.read()) for _ in range(2)]
@@ -258,7 +258,7 @@ def test_peers_of_an_istio_mesh_are_the_proxies_of_its_nodes(
     served(check, {"POD_NAME": "ztunnel-n1", "POD_NAMESPACE": "istio-system"})
 
 
-def test_other_hosts_need_certificates_and_rotated_ones_are_taken(tmp_path: Path) -> None:
+def test_hubble_over_tcp_needs_client_certificates_and_reloads_rotated_files(tmp_path: Path) -> None:
     root, other = Authority(), Authority("other")
     name = Peer(name="c1/n1", address="x").server_name
 
@@ -319,13 +319,13 @@ def test_a_proxy_of_envoys_dialect_serves_its_flows(tmp_path: Path) -> None:
         ({"ZTUNNEL_HUBBLE": "localhost:4244", "ZTUNNEL_HUBBLE_PEERS": "c/n2=10.0.0.2"}, "host:port"),
     ],
 )
-def test_settings_that_are_wrong_are_named(env: dict[str, str], fault: str) -> None:
+def test_invalid_hubble_settings_are_named(env: dict[str, str], fault: str) -> None:
     _, faults = hubble_settings(env)
     assert len(faults) == 1
     assert fault in faults[0]
 
 
-def test_settings() -> None:
+def test_hubble_settings_are_parsed() -> None:
     assert hubble_settings({}) == (None, [])
     env = {
         "ZTUNNEL_HUBBLE": "0.0.0.0:4244",

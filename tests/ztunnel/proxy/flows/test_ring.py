@@ -19,7 +19,7 @@ def add(ring: FlowRing, ended_s: float = 1.0, **more: Any) -> None:
     )
 
 
-def test_an_entry_is_read_as_it_was_written() -> None:
+def test_entry_reads_back_as_written() -> None:
     ring = FlowRing(4, width=2)
     trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     add(ring, 12.5, trace=trace, flags=1)
@@ -31,7 +31,7 @@ def test_an_entry_is_read_as_it_was_written() -> None:
     assert (entry.outbound, entry.secured, entry.refs) == (True, False, ("x", None))
 
 
-def test_what_is_no_address_or_trace_is_not_known() -> None:
+def test_invalid_address_or_trace_reads_as_empty() -> None:
     ring = FlowRing(1, width=2)
     add(ring, ends=(("host.example", 80), ("", 0)), trace=b"nonsense")
     (entry,) = ring.entries()
@@ -40,7 +40,7 @@ def test_what_is_no_address_or_trace_is_not_known() -> None:
 
 
 @given(st.integers(1, 5), st.lists(st.floats(0, 10, allow_nan=False), max_size=20))
-def test_the_newest_are_kept_in_order_of_distinct_times(capacity: int, times: list[float]) -> None:
+def test_ring_keeps_the_newest_entries_with_distinct_times(capacity: int, times: list[float]) -> None:
     ring = FlowRing(capacity, width=2)
     for number, ended_s in enumerate(times):
         add(ring, ended_s, counts=(number, 0))
@@ -55,7 +55,7 @@ def test_the_newest_are_kept_in_order_of_distinct_times(capacity: int, times: li
     assert [entry.sent for entry in ring.entries(last=2)] == [entry.sent for entry in found][-2:]
 
 
-def test_a_reader_hears_of_what_was_overwritten() -> None:
+def test_lost_counts_overwritten_entries_after_a_time() -> None:
     ring = FlowRing(2, width=2)
     for moment in (1.0, 2.0, 3.0, 4.0):
         add(ring, moment)
@@ -64,7 +64,7 @@ def test_a_reader_hears_of_what_was_overwritten() -> None:
     assert ring.lost(0) == 0
 
 
-def test_no_capacity_keeps_nothing() -> None:
+def test_ring_without_capacity_keeps_no_entries() -> None:
     ring = FlowRing(0)
     add(ring, refs=())
     assert list(ring.entries()) == []

@@ -15,7 +15,7 @@ from ztunnel.proxy.identity.authority import CaError, CertificateAuthority, now
 IDENTITY = SpiffeId("cluster.local", "default", "web")
 
 
-def test_a_leaf_names_one_identity_and_nothing_else(tmp_path: Path) -> None:
+def test_issued_leaf_has_exactly_one_uri_identity(tmp_path: Path) -> None:
     moment = now()
     authority = CertificateAuthority.open(tmp_path, "cluster.local", moment)
     secret = authority.issue(IDENTITY, moment, timedelta(hours=24))
@@ -33,7 +33,7 @@ def test_a_leaf_names_one_identity_and_nothing_else(tmp_path: Path) -> None:
     assert abs(leaf.not_valid_after_utc - moment - timedelta(hours=24)) < timedelta(seconds=2)
 
 
-def test_the_root_is_kept_and_its_key_is_the_owners(tmp_path: Path) -> None:
+def test_root_is_reused_and_its_key_is_readable_by_the_owner_only(tmp_path: Path) -> None:
     first = CertificateAuthority.open(tmp_path / "ca", "cluster.local", now())
     assert stat.S_IMODE((tmp_path / "ca/root-key.pem").stat().st_mode) == 0o600
     assert CertificateAuthority.open(tmp_path / "ca", "cluster.local", now()).root_pem == first.root_pem

@@ -23,7 +23,7 @@ LEAF_LIST = MIDDLE.revoke(LEAF)
 MIDDLE_LIST = ROOT.revoke(MIDDLE.certificate)
 
 
-def test_what_a_file_may_hold() -> None:
+def test_accepted_forms_of_a_revocation_file() -> None:
     assert len(RevocationLists.parse(b"")) == 0
     assert len(RevocationLists.parse(b" \n")) == 0
     der = x509.load_pem_x509_crl(LEAF_LIST).public_bytes(Encoding.DER)
@@ -35,12 +35,12 @@ def test_what_a_file_may_hold() -> None:
 
 
 @pytest.mark.parametrize("data", [b"nonsense", ROOT.pem, LEAF_LIST[:-60], LEAF_LIST + LEAF_LIST[:80]])
-def test_what_it_may_not(data: bytes) -> None:
+def test_invalid_revocation_file_is_an_error(data: bytes) -> None:
     with pytest.raises(CrlError):
         RevocationLists.parse(data)
 
 
-def test_a_list_cut_anywhere_is_no_list() -> None:
+def test_truncated_revocation_list_is_an_error() -> None:
     for cut in range(1, len(LEAF_LIST) - 1):
         with pytest.raises(CrlError):
             RevocationLists.parse(LEAF_LIST[:cut])
@@ -61,7 +61,9 @@ def test_a_list_cut_anywhere_is_no_list() -> None:
         ([LEAF_LIST], (), False),
     ],
 )
-def test_whom_they_name(crls: list[bytes], chain: Sequence[x509.Certificate], revoked: bool) -> None:
+def test_revocation_lists_cover_the_whole_chain(
+    crls: list[bytes], chain: Sequence[x509.Certificate], revoked: bool
+) -> None:
     assert RevocationLists.parse(b"".join(crls)).is_revoked(chain) is revoked
 
 
@@ -75,7 +77,7 @@ def follow(path: Path, body: Callable[[RevocationFile, asyncio.Event], Awaitable
     asyncio.run(main())
 
 
-def test_a_swapped_link_is_a_change_as_kubernetes_makes_it(tmp_path: Path) -> None:
+def test_replaced_data_link_of_a_kubernetes_volume_reloads_the_list(tmp_path: Path) -> None:
     for version, content in (("1", b""), ("2", LEAF_LIST)):
         (tmp_path / version).mkdir()
         (tmp_path / version / "ca-crl.pem").write_bytes(content)
@@ -92,7 +94,7 @@ def test_a_swapped_link_is_a_change_as_kubernetes_makes_it(tmp_path: Path) -> No
     follow(tmp_path / "ca-crl.pem", body)
 
 
-def test_a_bad_version_leaves_the_good_one_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_file_leaves_the_last_good_list_current(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "crl"
     path.write_bytes(LEAF_LIST)
 
@@ -118,7 +120,7 @@ def test_a_bad_version_leaves_the_good_one_in_force(tmp_path: Path, caplog: pyte
     ("content", "level", "words"),
     [(None, "WARNING", "no certificate is revoked path="), (b"nonsense", "ERROR", "EVERY PEER IS REFUSED")],
 )
-def test_a_bad_start_is_said_and_mended(
+def test_missing_or_unusable_file_at_the_start_is_logged_and_later_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None, level: str, words: str
 ) -> None:
     path = tmp_path / "later" / "crl"

@@ -33,7 +33,7 @@ def leaf_for(*uris: str, key: ec.EllipticCurvePrivateKey = KEY) -> str:
     return builder.sign(MIDDLE.key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
 
-def test_a_request_is_one_critical_name_and_nothing_else() -> None:
+def test_signing_request_has_one_critical_san_and_no_subject() -> None:
     request = x509.load_pem_x509_csr(signing_request(WEB, KEY))
     assert request.is_signature_valid
     assert isinstance(request.signature_hash_algorithm, hashes.SHA256)
@@ -74,12 +74,12 @@ def test_leaf_intermediates_and_a_bundle_of_roots() -> None:
         ([MIDDLE.issue(str(WEB)).chain_pem.decode(), ROOT.pem.decode()], "is for another key"),
     ],
 )
-def test_answers_that_do_not_fit(answer: list[str], words: str) -> None:
+def test_ca_answer_with_a_wrong_certificate_is_refused(answer: list[str], words: str) -> None:
     with pytest.raises(IdentityError, match=words):
         issued_certificate(WEB, KEY, answer, exact=True)
 
 
-def test_intermediates_may_come_in_any_order() -> None:
+def test_intermediates_are_accepted_in_any_order() -> None:
     lower = Authority("lower", MIDDLE)
     leaf = lower.issue(str(WEB)).certificate
     role = Role.SERVER
@@ -89,7 +89,7 @@ def test_intermediates_may_come_in_any_order() -> None:
     assert not verified_chain([], [ROOT.certificate], role)
 
 
-def test_without_impersonation_the_authority_says_who_this_is() -> None:
+def test_without_impersonation_the_identity_comes_from_the_issued_leaf() -> None:
     rest = [MIDDLE.pem.decode(), ROOT.pem.decode()]
     answer = [leaf_for("spiffe://cluster.local/ns/shop/sa/cart"), *rest]
     issued = issued_certificate(WEB, KEY, answer, exact=False)

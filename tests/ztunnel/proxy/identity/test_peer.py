@@ -26,7 +26,7 @@ def test_the_only_name_of_a_leaf_is_judged() -> None:
 @pytest.mark.parametrize(
     "names", [(WEB, CART), (WEB, WEB), (WEB, "https://x"), ("https://x", WEB), (), (WEB + "?x",)]
 )
-def test_a_leaf_has_exactly_one_name(names: tuple[str, ...]) -> None:
+def test_leaf_without_exactly_one_uri_name_is_refused(names: tuple[str, ...]) -> None:
     chain = [ROOT.issue(*names).certificate]
     for refusal in (of_trust_domain("cluster.local")(chain), one_of([WEB, CART])(chain)):
         assert refusal is not None

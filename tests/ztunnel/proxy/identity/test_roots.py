@@ -53,7 +53,7 @@ def names(data: bytes) -> list[str]:
     return [each.subject.rfc4514_string() for each in read_roots(data).certificates]
 
 
-def test_plain_files_are_passed_on_as_they_are() -> None:
+def test_plain_root_file_is_used_unchanged() -> None:
     found = read_roots(b"# a comment\n" + pem(ROOT) + b"\n" + pem(OTHER))
     assert (found.faults, found.plain, len(found.certificates)) == ((), True, 2)
     assert found.pem == b"".join(each.public_bytes(Encoding.PEM) for each in found.certificates)
@@ -75,7 +75,7 @@ def test_plain_files_are_passed_on_as_they_are() -> None:
         pem(ROOT + b"\x04\x00", "TRUSTED CERTIFICATE"),
     ],
 )
-def test_one_odd_root_does_not_cost_the_others(odd: bytes) -> None:
+def test_unreadable_root_is_left_out_and_the_others_are_used(odd: bytes) -> None:
     for data in (odd + pem(OTHER), pem(OTHER) + odd):
         found = read_roots(data)
         assert [each.subject.rfc4514_string() for each in found.certificates] == ["CN=other"]
@@ -86,7 +86,7 @@ def test_one_odd_root_does_not_cost_the_others(odd: bytes) -> None:
 
 
 @pytest.mark.parametrize("uses", [b"", aux(), aux(SERVER), aux(MAIL + CLIENT), aux(ANY)])
-def test_trusted_certificate_counts_where_it_is_trusted_for_tls(uses: bytes) -> None:
+def test_trusted_certificate_is_used_if_trusted_for_tls(uses: bytes) -> None:
     found = read_roots(pem(ROOT + uses, "TRUSTED CERTIFICATE") + pem(OTHER, "X509 CERTIFICATE"))
     assert (len(found.certificates), found.faults, found.plain) == (2, (), False)
     assert b"TRUSTED" not in found.pem
@@ -114,7 +114,7 @@ def test_commands_print_no_warning_of_serial_numbers() -> None:
 @given(
     st.lists(st.sampled_from([pem(ROOT), pem(OTHER), b"text\n", pem(b"junk")]), max_size=6), st.integers(0, 4000)
 )
-def test_any_cut_leaves_whole_certificates_alone(parts: list[bytes], cut: int) -> None:
+def test_truncated_root_file_yields_its_whole_certificates(parts: list[bytes], cut: int) -> None:
     data = b"".join(parts)[:cut]
     found = read_roots(data)
     whole = [pem(der) for der in (ROOT, OTHER)]

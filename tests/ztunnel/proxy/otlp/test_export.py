@@ -184,7 +184,7 @@ def write(export: LogExport, count: int, trace: bytes = b"") -> None:
         export.write(Line(WALL_S, "info", "connection complete", fields, parse_traceparent(trace)))
 
 
-def test_a_line_is_a_record_with_its_fields_its_time_and_its_trace() -> None:
+def test_access_line_becomes_a_log_record_with_fields_time_and_trace() -> None:
     async def main(collector: Collector) -> None:
         export = LogExport(settings(collector), {"service.name": "ztunnel"})
         write(export, 1, TRACE)
@@ -209,7 +209,7 @@ def test_a_line_is_a_record_with_its_fields_its_time_and_its_trace() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 503])
-def test_a_collector_that_refuses_is_told_of_and_taken_again_when_it_recovers(
+def test_refusing_collector_is_logged_and_used_again_after_recovery(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(collector: Collector) -> None:
@@ -232,7 +232,7 @@ def test_a_collector_that_refuses_is_told_of_and_taken_again_when_it_recovers(
     )
 
 
-def test_one_that_is_away_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_export_resumes_when_the_collector_is_reachable_again(caplog: pytest.LogCaptureFixture) -> None:
     with collecting() as collector:
         found = settings(collector)
 
@@ -250,7 +250,7 @@ def test_one_that_is_away_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     assert "/v1/logs are taken again dropped=1" in caplog.text
 
 
-def test_a_slow_one_costs_lines_and_no_time() -> None:
+def test_slow_collector_drops_lines_without_blocking() -> None:
     async def main(collector: Collector) -> None:
         collector.hold.clear()
         queue = {"OTEL_BLRP_MAX_QUEUE_SIZE": "100", "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": "10"}
@@ -293,7 +293,7 @@ def complete(export: AccessExport, traceparent: bytes, *fields: Any, message: st
     export.write(WALL_S, "info", message, [("src.addr", Bare("10.0.0.1:5")), *fields], traceparent)
 
 
-def test_a_sampled_tunnel_is_a_span_below_its_senders() -> None:
+def test_sampled_inbound_tunnel_is_a_child_span_of_the_sender() -> None:
     async def main(collector: Collector) -> None:
         export = accesses(settings(collector))
         complete(export, SAMPLED, INBOUND, ("duration", "1500ms"))
@@ -323,7 +323,7 @@ def test_a_sampled_tunnel_is_a_span_below_its_senders() -> None:
     assert (record.trace_id, record.span_id) == (span.trace_id, span.span_id)
 
 
-def test_the_side_that_sent_the_trace_has_the_span_that_it_names() -> None:
+def test_sender_of_the_traceparent_exports_the_named_client_span() -> None:
     async def main(collector: Collector) -> None:
         export = accesses(settings(collector, **ONLY_SPANS))
         complete(export, SAMPLED, ("direction", "outbound"), ("duration", "0ms"))

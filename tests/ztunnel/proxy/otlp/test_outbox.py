@@ -50,7 +50,7 @@ def test_a_full_batch_does_not_wait_for_the_delay() -> None:
     assert taken.batches == [[0, 1, 2]]
 
 
-def test_while_one_batch_is_stuck_the_oldest_of_those_behind_it_go() -> None:
+def test_stuck_batch_drops_the_oldest_queued_items() -> None:
     taken = Taken()
     taken.go_on.clear()
     outbox = Outbox("items", taken.send, most=5, batch=1, delay_s=0.0)
@@ -65,7 +65,7 @@ def test_while_one_batch_is_stuck_the_oldest_of_those_behind_it_go() -> None:
     assert (outbox.sent, outbox.dropped) == (6, 15)
 
 
-def test_a_failure_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_and_recovery_are_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     taken = Taken([ExportFailed("nobody there"), ExportFailed("nobody there"), ExportFailed("nobody there")])
     with caplog.at_level(logging.INFO):
         outbox = Outbox("items", taken.send, most=100, batch=1, delay_s=0.0)
@@ -104,11 +104,11 @@ def test_an_end_waits_for_no_collector(caplog: pytest.LogCaptureFixture) -> None
     outbox.close(WAIT_S)
 
 
-def test_one_that_got_nothing_ends_at_once() -> None:
+def test_unused_outbox_closes_at_once() -> None:
     Outbox("items", Taken().send, most=1, batch=1, delay_s=0.0).close(WAIT_S)
 
 
-def test_nothing_is_left_behind_whatever_the_timing() -> None:
+def test_items_queued_at_any_time_are_sent() -> None:
     """Items that come just as the thread has found none."""
     for count in range(1, 60):
         taken = Taken()

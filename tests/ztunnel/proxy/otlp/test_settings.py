@@ -41,11 +41,11 @@ def faults(env: dict[str, str]) -> list[str]:
         {"OTEL_SERVICE_NAME": "x", "OTEL_METRIC_EXPORT_INTERVAL": "1000"},
     ],
 )
-def test_nothing_is_sent_without_an_endpoint_or_where_it_is_switched_off(env: dict[str, str]) -> None:
+def test_export_is_off_without_an_endpoint_or_if_disabled(env: dict[str, str]) -> None:
     assert otlp_settings(env) is None
 
 
-def test_one_endpoint_is_for_all_with_the_paths_of_the_protocol() -> None:
+def test_common_endpoint_gets_the_path_of_each_signal() -> None:
     found = otlp_settings({"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c:4318/base/"})
     assert found is not None
     assert found.metrics == Destination(url="https://c:4318/base/v1/metrics")
@@ -56,7 +56,7 @@ def test_one_endpoint_is_for_all_with_the_paths_of_the_protocol() -> None:
     assert found.spans == Batching(queue=2048, batch=512, delay_s=5.0)
 
 
-def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_path: Path) -> None:
+def test_variable_of_a_signal_wins_and_its_endpoint_is_used_unchanged(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
     found = otlp_settings(
@@ -116,7 +116,7 @@ def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_
         ("OTEL_RESOURCE_ATTRIBUTES", "a=b,c", "item 2 is not name=value"),
     ],
 )
-def test_what_cannot_be_meant_is_named(name: str, value: str, reason: str) -> None:
+def test_invalid_value_is_named_with_its_reason(name: str, value: str, reason: str) -> None:
     assert faults({name: value}) == [f"{name}={value}: {reason}"]
 
 
@@ -134,7 +134,7 @@ def test_a_share_of_the_traces_that_begin_here_is_sampled() -> None:
     assert plain.sampled_below == 0
 
 
-def test_headers_may_be_credentials_and_are_not_repeated() -> None:
+def test_header_values_are_never_printed() -> None:
     assert faults({"OTEL_EXPORTER_OTLP_HEADERS": "secret"}) == [
         "OTEL_EXPORTER_OTLP_HEADERS: item 1 is not name=value"
     ]
@@ -142,7 +142,7 @@ def test_headers_may_be_credentials_and_are_not_repeated() -> None:
     assert "secret" not in repr(otlp_settings({**ENDPOINT, "OTEL_EXPORTER_OTLP_HEADERS": "x=secret"}))
 
 
-def test_all_faults_come_together() -> None:
+def test_all_otlp_faults_are_reported_together() -> None:
     env = {
         "OTEL_METRIC_EXPORT_INTERVAL": "x",
         "OTEL_BLRP_MAX_QUEUE_SIZE": "5",
@@ -163,7 +163,7 @@ def test_without_the_library_an_endpoint_is_an_error_that_helps(monkeypatch: pyt
     assert otlp_settings({}) is None
 
 
-def test_both_front_ends_read_them(tmp_path: Path) -> None:
+def test_both_front_ends_read_the_otlp_variables(tmp_path: Path) -> None:
     named = {"NODE_NAME": "n1"}
     config = config_from({**ENDPOINT, **named}, cpus=1, read_file=lambda path: None)
     assert config.otlp is not None
@@ -189,7 +189,7 @@ def test_both_front_ends_read_them(tmp_path: Path) -> None:
     assert "did you mean OTEL_EXPORTER_OTLP_ENDPOINT?" in near[0]
 
 
-def test_nothing_of_the_library_is_imported_for_reading_them() -> None:
+def test_opentelemetry_is_not_imported_by_the_front_ends() -> None:
     program = (
         "import sys, ztunnel.proxy.istio.app, ztunnel.proxy.envoy.app, ztunnel.proxy.otlp.exporter;"
         "print([name for name in sys.modules if name.startswith(('opentelemetry', 'requests'))])"
@@ -198,7 +198,7 @@ def test_nothing_of_the_library_is_imported_for_reading_them() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_page_has_every_variable() -> None:
+def test_documentation_lists_every_otlp_variable() -> None:
     page = (Path(__file__).parents[4] / "docs/telemetry.md").read_text()
     of_all = {
         name for name in VARIABLES if not any(f"_OTLP_{each}_" in name for each in ("LOGS", "METRICS", "TRACES"))

@@ -19,7 +19,7 @@ NAMED = (0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
         (b"cc-" + IDS + b"-01-what-will-be", 1, True),
     ],
 )
-def test_a_trace_its_sender_and_its_flags(value: bytes, flags: int, sampled: bool) -> None:
+def test_valid_traceparent_is_parsed(value: bytes, flags: int, sampled: bool) -> None:
     found = parse_traceparent(value)
     assert found == Trace(*NAMED, flags)
     assert found.sampled is sampled
@@ -42,5 +42,5 @@ def test_a_trace_its_sender_and_its_flags(value: bytes, flags: int, sampled: boo
         b"00-" + IDS + b"-01\n",
     ],
 )
-def test_anything_else_names_none(value: bytes) -> None:
+def test_invalid_traceparent_is_ignored(value: bytes) -> None:
     assert parse_traceparent(value) is None

@@ -54,7 +54,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("facts", [OUTBOUND, INBOUND])
-def test_a_request_and_its_answer(facts: StreamFacts) -> None:
+def test_captured_request_and_answer_have_their_directions(facts: StreamFacts) -> None:
     rig = Rig()
     stream = rig.stream(facts)
     outbound = facts is OUTBOUND
@@ -95,7 +95,7 @@ def test_a_reset_comes_from_the_side_that_sent_it(received: bool) -> None:
     assert last.source == tuple(OUTBOUND.client if received else OUTBOUND.server)
 
 
-def test_a_connection_that_the_proxy_ends_says_so() -> None:
+def test_connection_closed_by_the_proxy_has_a_comment() -> None:
     rig = Rig()
     stream = rig.stream()
     stream.received(memoryview(b"x"))
@@ -106,7 +106,7 @@ def test_a_connection_that_the_proxy_ends_says_so() -> None:
     assert fin.comment == "closed by the proxy; its access log has the reason"
 
 
-def test_other_connections_are_not_captured() -> None:
+def test_unmatched_connections_are_not_captured() -> None:
     rig = Rig(peer="db")
     assert rig.capture.stream(OUTBOUND) is None
     assert rig.capture.streams == 0
@@ -125,9 +125,7 @@ def test_nothing_is_captured_after_the_end() -> None:
 
 @given(st.lists(st.integers(min_value=1, max_value=6000), min_size=5, max_size=20), st.booleans())
 @example([137, 233, 413, 657, 2953, 4025, 5997, 5997, 5997, 1, 61], False)
-def test_a_reader_that_is_too_slow_costs_no_memory_and_misses_what_it_is_told(
-    sizes: list[int], late: bool
-) -> None:
+def test_slow_reader_loses_only_reported_bytes_within_bounded_memory(sizes: list[int], late: bool) -> None:
     rig = Rig(30_000)
     stream = rig.stream()
     sent = 0
@@ -159,7 +157,7 @@ def test_a_reader_that_is_too_slow_costs_no_memory_and_misses_what_it_is_told(
     assert rig.capture.dropped[Direction.OUTBOUND] == rig.capture.packets[Direction.OUTBOUND] - len(packets)
 
 
-def test_connections_that_only_begin_and_end_cost_no_memory_either() -> None:
+def test_blocks_without_data_are_bounded_too() -> None:
     rig = Rig(30_000)
     for _ in range(1000):
         stream = rig.stream()
@@ -168,7 +166,7 @@ def test_connections_that_only_begin_and_end_cost_no_memory_either() -> None:
     assert rig.capture.dropped[Direction.OUTBOUND] > 0
 
 
-def test_an_address_that_is_none_costs_the_capture_and_not_the_connection() -> None:
+def test_invalid_address_ends_the_capture_and_not_the_connection() -> None:
     rig = Rig()
     stream = rig.stream(replace(OUTBOUND, client=SocketAddress("not an address", 1)))
     stream.received(memoryview(b"x"))
@@ -202,6 +200,6 @@ def test_blocks_are_found_wherever_the_bytes_are_cut(payload: bytes, cuts: list[
         b"\x06\0\0\0\0\0\x10\0",  # too long
     ],
 )
-def test_what_is_no_packet_block_ends_the_stream(data: bytes) -> None:
+def test_block_other_than_a_packet_is_an_error(data: bytes) -> None:
     with pytest.raises(pcapng.BadBlock):
         list(pcapng.PacketBlocks().receive(data))

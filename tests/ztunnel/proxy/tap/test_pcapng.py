@@ -54,7 +54,7 @@ def test_a_packet_is_these_bytes() -> None:
     )
 
 
-def test_a_reader_finds_what_was_written() -> None:
+def test_written_blocks_read_back() -> None:
     data = pcapng.section("ztunnel 1", "of a test")
     data += pcapng.interface("default/web outbound", "spiffe://a", "one") + pcapng.interface("default/web inbound")
     data += pcapng.packet(1, 1_800_000_000_123_456, a_packet(), inbound=True, comment="begins")
@@ -94,7 +94,7 @@ def test_a_text_is_cut_between_characters(text: str) -> None:
 
 
 @given(st.lists(st.integers(min_value=0, max_value=(1 << 64) - 1), min_size=1, max_size=5))
-def test_times_are_kept_whole(times_us: list[int]) -> None:
+def test_packet_times_keep_64_bits(times_us: list[int]) -> None:
     data = b"".join(pcapng.packet(0, at_us, a_packet(), inbound=False) for at_us in times_us)
     assert [packet.at_us for packet in read(BEGIN + data).packets] == times_us
 

@@ -21,13 +21,13 @@ FACTS = StreamFacts(
 )
 
 
-def test_everything_but_the_pod_has_a_default() -> None:
+def test_all_parameters_but_the_pod_have_defaults() -> None:
     found = TapRequest.parse({"pod": "default/web"})
     assert (found.pod, found.port, found.peer) == ("default/web", 0, "")
     assert (found.for_s, found.limit_bytes) == (60.0, 64 << 20)
 
 
-def test_everything_can_be_given() -> None:
+def test_all_parameters_are_parsed() -> None:
     given = {"pod": "::ffff:10.0.0.1", "port": "8080", "peer": "fd00:0::2", "for": "1m30s", "limit": "500KiB"}
     found = TapRequest.parse(given)
     assert (found.pod, found.port, found.peer) == ("10.0.0.1", 8080, "fd00::2")
@@ -38,7 +38,7 @@ def test_everything_can_be_given() -> None:
     ("text", "size"),
     [("1", 1), ("10B", 10), ("64M", 64 << 20), ("64mib", 64 << 20), ("2kB", 2000), ("1GiB", 1 << 30)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_size_limits_are_parsed(text: str, size: int) -> None:
     assert TapRequest.parse({"pod": "a/b", "limit": text}).limit_bytes == size
 
 
@@ -61,7 +61,7 @@ def test_sizes(text: str, size: int) -> None:
         ({"pod": "a/b", "peer": "x" * 513}, "peer: at most 512 printable characters"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given: dict[str, str], reason: str) -> None:
+def test_invalid_tap_parameter_is_refused_by_name(given: dict[str, str], reason: str) -> None:
     with pytest.raises(BadRequest) as refused:
         TapRequest.parse(given)
     assert str(refused.value) == reason
@@ -82,5 +82,5 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, str], reason: str) -
         ("80", "db", False),
     ],
 )
-def test_which_connections_are_concerned(port: str, peer: str, matches: bool) -> None:
+def test_tap_request_matches_connections(port: str, peer: str, matches: bool) -> None:
     assert TapRequest.parse({"pod": "a/b", "port": port, "peer": peer}).matches(FACTS) is matches

@@ -61,7 +61,7 @@ def a_connection(capture: Capture, payload: bytes = b"hello") -> None:
 
 
 @pytest.mark.parametrize("run", LOOPS)
-def test_a_capture_from_its_first_byte_to_its_last(
+def test_tap_delivers_a_complete_capture(
     tmp_path: Path, run: Callable[[Awaitable[None]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -105,7 +105,7 @@ def test_a_capture_from_its_first_byte_to_its_last(
     assert lines[2].startswith(f"tap ends {reader} reason='its reader has ended it' duration=")
 
 
-def test_it_ends_by_time(tmp_path: Path) -> None:
+def test_tap_ends_at_its_time_limit(tmp_path: Path) -> None:
     async def body() -> None:
         async with serving(tmp_path) as (path, source):
             tapped = await Tapped.ask(path, **{"pod": POD, "for": "300ms"})
@@ -119,7 +119,7 @@ def test_it_ends_by_time(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_it_ends_by_size_with_whole_packets(tmp_path: Path) -> None:
+def test_tap_ends_at_its_size_limit_with_whole_packets(tmp_path: Path) -> None:
     async def body() -> None:
         async with serving(tmp_path) as (path, source):
             tapped = await Tapped.ask(path, pod=POD, limit="50KB")
@@ -133,7 +133,7 @@ def test_it_ends_by_size_with_whole_packets(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_reader_that_does_not_read_costs_packets_and_not_memory(tmp_path: Path) -> None:
+def test_stalled_reader_drops_packets_within_bounded_memory(tmp_path: Path) -> None:
     async def body() -> None:
         async with serving(tmp_path) as (path, source):
             tapped = await Tapped.ask(path, pod=POD)
@@ -157,7 +157,7 @@ def test_a_reader_that_does_not_read_costs_packets_and_not_memory(tmp_path: Path
     asyncio.run(body())
 
 
-def test_several_processes_make_one_capture(tmp_path: Path) -> None:
+def test_captures_of_several_processes_are_merged(tmp_path: Path) -> None:
     async def body() -> None:
         async with serving(tmp_path, Source(processes=3)) as (path, source):
             tapped = await Tapped.ask(path, pod=POD)
@@ -172,7 +172,7 @@ def test_several_processes_make_one_capture(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_process_that_sends_what_is_no_packet_ends_it(tmp_path: Path) -> None:
+def test_process_that_sends_an_invalid_block_ends_the_tap(tmp_path: Path) -> None:
     class Taken(Source):
         def carriers(self) -> list[object]:  # type: ignore[override]
             async def carry(request: TapRequest, sink: socket.socket) -> Totals:
@@ -200,7 +200,7 @@ def test_a_process_that_sends_what_is_no_packet_ends_it(tmp_path: Path) -> None:
         ("/config_dump", "GET", {}, 404, "no such page; this socket has /tap"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_tap_requests_are_refused(
     tmp_path: Path, target: str, method: str, given: dict[str, str], status: int, reason: str
 ) -> None:
     async def body() -> None:
@@ -212,7 +212,7 @@ def test_what_is_refused(
     asyncio.run(body())
 
 
-def test_one_tap_a_pod_and_four_in_all(tmp_path: Path) -> None:
+def test_taps_are_limited_to_one_per_pod_and_four_in_all(tmp_path: Path) -> None:
     async def body() -> None:
         async with serving(tmp_path) as (path, _):
             taps = [await Tapped.ask(path, pod=POD)]
@@ -232,7 +232,7 @@ def test_one_tap_a_pod_and_four_in_all(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_who_is_not_root_is_refused_by_the_kernels_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tap_client_without_root_credentials_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         path = tmp_path / "tap.sock"
         async with TapServer(path, Source(), SystemClock(), root=os.getuid() + 1):
@@ -243,7 +243,7 @@ def test_who_is_not_root_is_refused_by_the_kernels_word(tmp_path: Path, caplog: 
     assert f"tap refused uid={os.getuid()} pid={os.getpid()}: not root" in caplog.text
 
 
-def test_the_socket_is_roots_alone_and_goes_with_its_server(tmp_path: Path) -> None:
+def test_tap_socket_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
     async def body() -> None:
         async with serving(tmp_path) as (path, _):
             found = path.lstat()
@@ -264,7 +264,7 @@ def test_the_socket_is_roots_alone_and_goes_with_its_server(tmp_path: Path) -> N
     asyncio.run(body())
 
 
-def test_a_predecessor_that_ends_leaves_its_successors_socket(tmp_path: Path) -> None:
+def test_ending_predecessor_keeps_the_socket_of_its_successor(tmp_path: Path) -> None:
     async def body() -> None:
         path = tmp_path / "tap.sock"
         first = TapServer(path, Source(), SystemClock(), root=os.getuid())
@@ -279,7 +279,7 @@ def test_a_predecessor_that_ends_leaves_its_successors_socket(tmp_path: Path) ->
     asyncio.run(body())
 
 
-def test_another_file_in_its_place_stays(tmp_path: Path) -> None:
+def test_file_at_the_path_of_the_tap_socket_is_not_replaced(tmp_path: Path) -> None:
     async def body() -> None:
         (tmp_path / "tap.sock").write_text("mine")
         with pytest.raises(TproxyError, match="it exists and is no socket"):
@@ -290,7 +290,7 @@ def test_another_file_in_its_place_stays(tmp_path: Path) -> None:
     assert (tmp_path / "tap.sock").read_text() == "mine"
 
 
-def test_a_server_that_ends_ends_its_taps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ending_server_ends_its_taps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with serving(tmp_path) as (path, source):
             tapped = await Tapped.ask(path, pod=POD)

@@ -24,7 +24,7 @@ def packets(segments: Iterable[Segment]) -> list[Packet]:
 
 
 @pytest.mark.parametrize(("client", "server"), [V4, V6])
-def test_a_whole_connection(client: SocketAddress, server: SocketAddress) -> None:
+def test_synthetic_tcp_of_a_whole_connection(client: SocketAddress, server: SocketAddress) -> None:
     tcp = SyntheticTcp(client, server)
     segments = [
         *tcp.opening(),
@@ -67,7 +67,7 @@ def test_a_whole_connection(client: SocketAddress, server: SocketAddress) -> Non
     st.sampled_from([V4, V6]),
     st.integers(0, 1 << 20),
 )
-def test_the_bytes_do_not_depend_on_how_they_were_cut(
+def test_stream_bytes_do_not_depend_on_segment_boundaries(
     writes: list[tuple[Side, bytes]], addresses: tuple[SocketAddress, SocketAddress], number: int
 ) -> None:
     tcp = SyntheticTcp(*addresses, number)
@@ -100,7 +100,7 @@ def test_a_reset_ends_both_directions(sender: Side) -> None:
     assert [*tcp.end(Side.CLIENT), *tcp.data(Side.SERVER, b"late")] == []
 
 
-def test_a_reset_follows_a_half_close_but_no_whole_one() -> None:
+def test_reset_follows_a_half_close_but_not_a_full_close() -> None:
     tcp = SyntheticTcp(*V4)
     tcp.opening()
     tcp.end(Side.CLIENT)
@@ -113,7 +113,7 @@ def test_a_reset_follows_a_half_close_but_no_whole_one() -> None:
     assert whole.reset(Side.CLIENT) == []
 
 
-def test_what_was_lost_is_a_gap() -> None:
+def test_lost_bytes_are_a_gap_in_sequence_numbers() -> None:
     tcp = SyntheticTcp(*V4)
     tcp.opening()
     before = packets(tcp.data(Side.CLIENT, b"abc"))[0]
@@ -122,13 +122,13 @@ def test_what_was_lost_is_a_gap() -> None:
     assert after.sequence - before.sequence == 1003
 
 
-def test_addresses_of_two_families_are_shown_as_one() -> None:
+def test_ipv4_address_beside_ipv6_is_shown_as_ipv4_mapped() -> None:
     found = packets(SyntheticTcp(V4[0], V6[1]).opening())
     shown = [ip_address(host) for host in (found[0].source[0], found[0].destination[0])]
     assert shown == [ip_address("::ffff:10.0.0.1"), ip_address("fd00::2")]  # its text depends on Python's version
 
 
-def test_equal_ports_begin_at_other_numbers() -> None:
+def test_initial_sequence_numbers_differ_by_connection() -> None:
     first = {packets(SyntheticTcp(*V4, number).opening())[0].sequence for number in range(40)}
     assert len(first) == 40
 
