@@ -206,7 +206,7 @@ class Handover:
         try:
             return await self._take(channel, taker)
         except (RendezvousError, Unreadable) as error:
-            log.error("the hand-over ends: the predecessor sent what cannot be read error=%s", error)
+            log.error("the hand-over ends: the predecessor sent an unreadable message error=%s", error)
             return False
         except OSError:
             return False  # asked again, and then it is gone

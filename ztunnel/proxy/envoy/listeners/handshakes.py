@@ -20,7 +20,7 @@ from ztunnel.proxy.dataplane.half_open import (
 )
 from ztunnel.proxy.dataplane.lives import Life
 
-#: How many dialled addresses without half-open connections are remembered, with their sources' waiting times.
+#: The number of limiters (one per dialled address and timeout) above which unused ones are dropped.
 _KEPT: Final = 256
 
 

@@ -255,7 +255,7 @@ def count_request(cluster: LiveCluster, host: Host) -> None:
 
 
 def count_open(cluster: LiveCluster, host: Host) -> None:
-    """Count a moved connection in the gauges. The process that opened it has counted it as new."""
+    """Count an open connection in the gauges only: the process that opened a moved one has counted it as new."""
     cluster.stats.rq_active.stored += 1
     host.cx_active += 1
     cluster.breaker.connections += 1

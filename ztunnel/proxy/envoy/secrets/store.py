@@ -44,7 +44,7 @@ class SecretHandle:
         secret: the accepted value, ``None`` until the first.
         body: the message as received, for dumps (which redact it).
         contents: the secret as read from its message and files, before decryption with a password.
-        settled: set once the secret has arrived or the time limit has passed.
+        settled: set once waiting is over: the secret has arrived or was removed, or the time limit has passed.
         error: the last rejected version's error text, and its time.
     """
 

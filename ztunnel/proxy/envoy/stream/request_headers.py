@@ -40,7 +40,7 @@ def _made(info: StreamInfo) -> str:
 def _request_id(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
     if not manager.generates_request_id:
         return sent
-    # At the edge of a mesh a client must not choose the id of its requests in logs.
+    # At the edge of a mesh a client must not choose its requests' ids in logs.
     believed = manager.preserves_request_id or not manager.uses_remote_address
     return sent if believed and any(sent) else (_made(info),)
 

@@ -94,7 +94,7 @@ class AccessLogs:
                 dropped=stats.scope("access_log_file").counter("dropped"),
             )
         )
-        #: With the model itself, which keeps its ``id`` from being reused.
+        #: The value holds the model, so that its ``id`` is not reused.
         self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
 
     def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:

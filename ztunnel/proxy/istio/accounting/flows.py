@@ -27,7 +27,7 @@ class NamedNode(Protocol):
 
     @property
     def cluster_id(self) -> str:
-        """Of the cluster."""
+        """The cluster's id."""
 
     @property
     def node(self) -> str:
@@ -43,7 +43,7 @@ class NamedProxy(Protocol):
 
     @property
     def pod_namespace(self) -> str:
-        """Of its namespace."""
+        """The namespace of the proxy's pod."""
 
 
 class Asked(Protocol):

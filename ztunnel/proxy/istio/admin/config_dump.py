@@ -78,7 +78,7 @@ def _pieces(parts: Mapping[str, Callable[[], object]], name: str) -> Iterator[st
 def _parts(
     proxy: InspectedProxy, connections: Mapping[RunningPod, object], counted: Metrics
 ) -> dict[str, Callable[[], object]]:
-    """Return what makes each part; of a long one, an iterator of its entries."""
+    """Return a function per part that makes it. For a long part it returns an iterator of entries."""
     mesh, config = proxy.mesh, proxy.config
     decisions = cache(lambda: _decisions(counted))
     found: dict[str, Callable[[], object]] = {

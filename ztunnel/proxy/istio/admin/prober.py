@@ -1,7 +1,7 @@
 """Answers kubelet's probes by probing the application: one connection each, without state.
 
 As in Istio's sidecar: the status is the application's, the body's first 10 KiB come along, TLS is not verified (as
-kubelet does not), and a redirect to another host counts as success. HTTPS is asked in HTTP/1.1. An answer passes
+kubelet does not), and a redirect to another host counts as success. HTTPS probes use HTTP/1.1. An answer passes
 where it passes kubelet's own client, Go's net/http: :mod:`ztunnel.proxy.istio.admin.probe_response` reads it.
 """
 

@@ -24,7 +24,7 @@ def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
     """Return a connection as a value.
 
     Args:
-        pod: whose it is.
+        pod: the connection's pod.
         entry: the connection's entry in the table.
         now_s: monotonic seconds.
     """
@@ -110,7 +110,7 @@ def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[
 
     Args:
         value: the value from the previous process.
-        pod: whose it is.
+        pod: the connection's pod.
         counts: the relay's byte counts.
 
     Returns:

@@ -87,7 +87,7 @@ def inbound_target(
 
 
 def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> InboundTarget:
-    """Return where a captured plain connection goes: where it was going.
+    """Return the target of a captured plain connection: its original destination.
 
     Raises:
         RequestRefused: to the proxy's own port in the pod. Nothing is answered, so the status is not used.
@@ -172,7 +172,7 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """Return the service a connection counts for: the one the client meant, else one whose port was dialled.
+    """Return the service that a connection counts for: the requested service, else one with the dialled port.
 
     Args:
         target: the application's address.

@@ -17,7 +17,7 @@ _IDLE_S: Final = 10.0
 #: If a stock is used up faster, its next size doubles.
 _SHORT_S: Final = 0.1
 
-#: Makes a number of sockets; the arguments are the IP version and the number.
+#: Makes sockets. The arguments are their number and the IP version.
 Make = Callable[[int, int], list[socket.SocketType]]
 
 

@@ -307,7 +307,7 @@ class PodManager:
                     if self._answer is not None and not self._answer.done():
                         self._answer.set_result(error)
                 case ReadyWithout(pods):
-                    log.warning("ready without pods whose proxy does not start pods=%s", ",".join(pods))
+                    log.warning("ready, but some pods' proxies do not start pods=%s", ",".join(pods))
                 case _:
                     assert_never(action)
         self._changed()

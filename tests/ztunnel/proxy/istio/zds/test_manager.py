@@ -169,7 +169,7 @@ def test_failing_pod_does_not_prevent_readiness(quick: None, caplog: pytest.LogC
         assert scene.manager.pending_proxies == 1
 
     with_manager(body)
-    [warning] = [record for record in caplog.records if "ready without" in record.message]
+    [warning] = [record for record in caplog.records if "proxies do not start" in record.message]
     assert (warning.levelno, "uid-a" in warning.message) == (logging.WARNING, True)
 
 
