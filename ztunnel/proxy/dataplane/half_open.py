@@ -264,7 +264,7 @@ class HalfOpen:
         fullest = max(self._limiters, key=len, default=None)
         if fullest is None or not len(fullest):
             return False
-        fullest.turn_away_oldest(TOO_MANY)
+        fullest.reject_oldest(TOO_MANY)
         return True
 
     # For limiters
@@ -389,7 +389,7 @@ class HandshakeLimiter:
         if len(source.pending_handshakes) >= limits.per_source:
             self.reject(next(iter(source.pending_handshakes)), TOO_MANY_OF_SOURCE)
         elif len(self._pending) >= limits.per_pod:
-            self.turn_away_oldest(TOO_MANY_OF_POD)
+            self.reject_oldest(TOO_MANY_OF_POD)
         elif self._all.size >= limits.in_all:
             self._all.shed()
         pending = PendingHandshake(self, source, sock, peer, owner)
@@ -500,7 +500,7 @@ class HandshakeLimiter:
         source.offences += 1
         source.waits_until_s = max(source.waits_until_s, now_s + wait_s)
 
-    def turn_away_oldest(self, reason: str) -> None:
+    def reject_oldest(self, reason: str) -> None:
         """Close the oldest connection. The caller ensures that one exists."""
         self.reject(next(iter(self._pending)), reason)
 
