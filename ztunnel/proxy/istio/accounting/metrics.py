@@ -288,7 +288,7 @@ class Counts:
     decisions: LedgerCopy[Pair] | None = None
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
-    calmed: int = 0
+    closed_for_abuse: int = 0
     over_budget: int = 0
     exports_dropped: Mapping[str, int] = field(default_factory=dict)
     handovers: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -382,7 +382,7 @@ class Metrics(ConnectionTimes):
         self.connect_retries = 0
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
-        self.calmed = 0
+        self.closed_for_abuse = 0
         #: Returns the number of items dropped by this process's export, by signal.
         self.dropped_here: Callable[[], Mapping[str, int]] = dict
         self._dropped_elsewhere: dict[str, int] = {}
@@ -544,7 +544,7 @@ class Metrics(ConnectionTimes):
             decisions=self.ledger.copy(),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
-            calmed=self.calmed,
+            closed_for_abuse=self.closed_for_abuse,
             over_budget=self.over_budget,
             exports_dropped=self.exports_dropped,
             handovers=dict(self.handovers.connections),
@@ -620,7 +620,7 @@ class Metrics(ConnectionTimes):
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count
         self.connect_retries += part.connect_retries
-        self.calmed += part.calmed
+        self.closed_for_abuse += part.closed_for_abuse
         self.over_budget += part.over_budget
         _add(self._dropped_elsewhere, part.exports_dropped)
         self.handovers.add(part.handovers, part.handover_pauses, part.handover_paused_s)

@@ -154,7 +154,7 @@ _AFTER_DURATIONS: tuple[_Row, ...] = (
     ("ztunnel_connect_retries", "counter", "Further endpoints tried after one failed", (),
      _one(lambda m: m.connect_retries)),
     ("ztunnel_calmed_connections", "counter", "Tunnel connections ended by a limit of the protocol", (),
-     _one(lambda m: m.calmed)),
+     _one(lambda m: m.closed_for_abuse)),
     ("istio_cert_expiry_seconds", "gauge", "When the certificate of an identity ends, in Unix seconds",
      ("identity",), _by_one(lambda m: m.certificates().ends)),
     ("ztunnel_root_expiry_seconds", "gauge", "When the first root of the mesh ends, in Unix seconds", (),

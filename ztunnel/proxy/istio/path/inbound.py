@@ -296,7 +296,7 @@ class Inbound:
         if connection is not None and connection.ended_by_limit:
             if pending is not None:
                 pending.offended()
-            self._node.metrics.calmed += 1
+            self._node.metrics.closed_for_abuse += 1
             if self._denials.limit.admits():
                 log.warning(
                     "tunnel connection ended by a limit src.addr=%s src.identity=%s error=%s",

@@ -415,7 +415,7 @@ def test_metrics_page_sums_all_processes() -> None:
             ledger.early.note("inbound", Use.REFUSED_EARLY, 1.0)
         ledger.denials.note(Pair("inbound", "a", "", "b:80", "no"), f"10.0.0.{number}:1", 10.0 - number)
         ledger.own.note("shop/p", Use.DENIED, 10.0 - number)
-        worker.connect_retries = worker.over_budget = worker.calmed = number
+        worker.connect_retries = worker.over_budget = worker.closed_for_abuse = number
     main.opened(full("destination"), (), ByteCounts(), 0.0)
     summed = main.page_with()
     for worker in others:

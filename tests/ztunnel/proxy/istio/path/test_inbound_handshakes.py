@@ -128,7 +128,7 @@ def test_peer_closed_for_abuse_is_counted_and_logged(tmp_path: Path, caplog: pyt
         for _ in range(connection.settings.http2.limits.control_burst + 100):
             connection.engine.ping(bytes(8))
         connection.flush()
-        await cluster.until(lambda: cluster.node.metrics.calmed)
+        await cluster.until(lambda: cluster.node.metrics.closed_for_abuse)
         found = [record.getMessage() for record in caplog.records if "ended by a limit" in record.getMessage()]
         assert len(found) == 1
         assert f"src.identity={identity('client')} " in found[0]
