@@ -14,7 +14,7 @@ from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Judgement, judgement
 from ztunnel.proxy.istio.accounting.record import Record
-from ztunnel.proxy.istio.path.denial_lines import DenialLines
+from ztunnel.proxy.istio.path.denial_log import DenialLog
 from ztunnel.proxy.istio.path.node import Node
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Authorizer:
         self._node = node
         self._policies: WorkloadPolicies | None = None
         self._missing: dict[PolicyKey, float] = {}
-        self.lines = DenialLines(node)
+        self.lines = DenialLog(node)
         self._level = logging.INFO if node.config.authz_info_logging else logging.DEBUG
 
     async def authorize(

@@ -36,7 +36,7 @@ from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S, Authorizer, Denied
 from ztunnel.proxy.istio.path.connections import PodConnection
-from ztunnel.proxy.istio.path.denial_lines import DenialLines
+from ztunnel.proxy.istio.path.denial_log import DenialLog
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.outbound import Outbound, OutboundUpstream, PodCall
@@ -120,7 +120,7 @@ class GuardedOutbound(Outbound):
     ) -> None:
         super().__init__(pod, tunnels, resolve)
         self._calico = policies
-        self._lines = DenialLines(pod.node)
+        self._lines = DenialLog(pod.node)
         policies.watch(self._policies_changed)
 
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:

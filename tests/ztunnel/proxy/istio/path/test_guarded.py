@@ -424,9 +424,9 @@ def test_denials_have_their_own_lines_without_access_lines(
         made.handed.apply(inbound(PERMIT), outbound(FORBID))
         assert await made.dial(f"{SERVER}:{APP_PORT}").ask() == b""
 
-    with caplog.at_level("INFO", "ztunnel.proxy.istio.path.denial_lines"):
+    with caplog.at_level("INFO", "ztunnel.proxy.istio.path.denial_log"):
         run(tmp_path, body)
-    said = [each.getMessage() for each in caplog.records if each.name == "ztunnel.proxy.istio.path.denial_lines"]
+    said = [each.getMessage() for each in caplog.records if each.name == "ztunnel.proxy.istio.path.denial_log"]
     told = [[line.split()[1], line.partition(" policy=")[2]] for line in said]
     rule = "rule=0"
     assert told == [

@@ -19,7 +19,7 @@ from xds.model.policy import Always, DestinationPort, SourceIp
 from xds.model.workload import PolicyKey, Workload, WorkloadUid
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
-from ztunnel.proxy.istio.path.denial_lines import deciding_rule
+from ztunnel.proxy.istio.path.denial_log import deciding_rule
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.runtime.line_limit import BURST
 
@@ -67,9 +67,9 @@ def lines(
                     await judge.authorize(LOCAL, facts, Record(node, Direction.INBOUND, SOURCE, TARGET), 0.0)
             then(node, judge, clock)
 
-    with caplog.at_level(logging.INFO, "ztunnel.proxy.istio.path.denial_lines"):
+    with caplog.at_level(logging.INFO, "ztunnel.proxy.istio.path.denial_log"):
         asyncio.run(main())
-    return [each.getMessage() for each in caplog.records if each.name == "ztunnel.proxy.istio.path.denial_lines"]
+    return [each.getMessage() for each in caplog.records if each.name == "ztunnel.proxy.istio.path.denial_log"]
 
 
 BEGIN = (

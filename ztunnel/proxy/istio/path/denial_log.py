@@ -26,7 +26,7 @@ _NONE = "-"
 _MOST_NAMED = 4
 
 
-class DenialLines:
+class DenialLog:
     """Writes the lines about the connections of one pod."""
 
     def __init__(self, node: Node) -> None:
