@@ -193,7 +193,7 @@ async def _measure_mesh(mesh: Mesh, stream: Stream, services: int, workloads: in
         for number in range(services)
     )
     gc.collect()
-    heap.give_back()
+    heap.trim()
     heap.expect_growth()
     before = rss()
     stall = Stall()
@@ -204,7 +204,7 @@ async def _measure_mesh(mesh: Mesh, stream: Stream, services: int, workloads: in
         for _ in range(_LET_GO):
             await asyncio.sleep(0)
     gc.collect()
-    heap.give_back()
+    heap.trim()
     grown = rss() - before
     record: dict[str, Any] = {
         "services": services,

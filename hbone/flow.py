@@ -76,7 +76,7 @@ class WindowPool:
         self.used += size
         return True
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Return bytes that were taken."""
         self.used -= size
 
@@ -141,7 +141,7 @@ class PeerQuota:
         """Take note that a connection's window is smaller by ``size``, or gone."""
         self.window_bytes -= size
         if self._windows is not None:
-            self._windows.give_back(size)
+            self._windows.release(size)
 
 
 class PeerQuotas:

@@ -122,7 +122,7 @@ class ConnectionWindow:
     def _return_window(self, share: PeerQuota, size: int) -> None:
         share.return_window(size)
         if self._pod is not None:
-            self._pod.give_back(size)
+            self._pod.release(size)
 
     def opened(self, streams: int) -> None:
         """Take note that there are ``streams`` now, one more than before."""

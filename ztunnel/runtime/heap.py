@@ -48,7 +48,7 @@ def settle() -> None:
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
-    give_back()
+    trim()
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return lambda pad: int(trim(pad))
 
 
-def give_back() -> bool:
+def trim() -> bool:
     """Return free pages to the system if the C library can; return whether there were any.
 
     glibc by itself returns only memory at the top of the heap. Messages of a big mesh temporarily take tens of
@@ -94,7 +94,7 @@ class MemoryTrimmer:
         """Trim after ``_CALM_S`` without a further change. Called after each change of the configuration."""
         if self._calm is not None:
             self._calm.cancel()
-        self._calm = self._loop.call_later(_CALM_S, give_back)
+        self._calm = self._loop.call_later(_CALM_S, trim)
 
     def _check(self) -> None:
         self._next = self._loop.call_later(_CHECK_S, self._check)
@@ -109,7 +109,7 @@ class MemoryTrimmer:
             self._peak = now
             if now <= _FEW:
                 gc.collect()
-        give_back()
+        trim()
         self._freed = False
         ended_s = time.monotonic()
         self._not_before_s = ended_s + (ended_s - began_s) / _SHARE

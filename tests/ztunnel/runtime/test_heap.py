@@ -20,7 +20,7 @@ def test_free_pages_between_blocks_that_stay_go_back() -> None:
     stays = blocks[::50]
     blocks.clear()
     before = resident_kib()
-    assert heap.give_back()
+    assert heap.trim()
     assert before - resident_kib() > 30 * 1024
     assert all(each.value for each in stays)
 
@@ -77,7 +77,7 @@ def test_memory_goes_back_when_load_has_gone(
     monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, ...]], collected: int, given: int
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(heap, "give_back", lambda: done.append("given"))
+    monkeypatch.setattr(heap, "trim", lambda: done.append("given"))
     monkeypatch.setattr(heap.gc, "collect", lambda: done.append("collected"))
     monkeypatch.setattr(heap, "_SHARE", 1e9)
 
@@ -102,7 +102,7 @@ def test_giving_back_takes_a_thousandth_of_the_time_at_most(monkeypatch: pytest.
         now_s += 0.1
         given.append(now_s)
 
-    monkeypatch.setattr(heap, "give_back", slow)
+    monkeypatch.setattr(heap, "trim", slow)
     monkeypatch.setattr(heap.gc, "collect", lambda: None)
     monkeypatch.setattr(heap.time, "monotonic", lambda: now_s)
 
@@ -122,7 +122,7 @@ def test_giving_back_takes_a_thousandth_of_the_time_at_most(monkeypatch: pytest.
 
 def test_memory_of_unused_buffers_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(heap, "give_back", lambda: done.append("given"))
+    monkeypatch.setattr(heap, "trim", lambda: done.append("given"))
 
     async def main() -> None:
         sockets = _Sockets()
@@ -139,7 +139,7 @@ def test_memory_of_unused_buffers_goes_back(monkeypatch: pytest.MonkeyPatch) -> 
 def test_changes_give_back_once_when_they_have_calmed_down(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     monkeypatch.setattr(heap, "_CALM_S", 0.05)
-    monkeypatch.setattr(heap, "give_back", lambda: given.append(asyncio.get_running_loop().time()))
+    monkeypatch.setattr(heap, "trim", lambda: given.append(asyncio.get_running_loop().time()))
 
     async def main() -> None:
         trimmer = heap.MemoryTrimmer(_Sockets())  # type: ignore[arg-type]

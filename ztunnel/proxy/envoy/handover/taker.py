@@ -139,18 +139,18 @@ async def make(parts: Parts, offer: messages.Offer, socks: list[socket.socket]) 
             assert unit.connection is not None
             key = cluster, _key(cluster, carrier, unit.connection)
         except BaseException:
-            _give_back(unit, socks)
+            _discard(unit, socks)
             raise
     else:
         unit = resumed(offer.unit, socks, settings, parts.poller, requests)
     try:
         return Pending(parts, unit, hops, carrier, served, accepted, requests, key)
     except BaseException:
-        _give_back(unit, socks)
+        _discard(unit, socks)
         raise
 
 
-def _give_back(unit: Resumed, socks: list[socket.socket]) -> None:
+def _discard(unit: Resumed, socks: list[socket.socket]) -> None:
     unit.discard()
     socks.clear()
 

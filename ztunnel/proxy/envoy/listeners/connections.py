@@ -218,8 +218,8 @@ class LiveHop(Life):
         if self.reason:
             info.termination_details = info.termination_details or self.reason
             info.failure = info.failure or reason_of_end(self.reason)
-        for give_back in info.held:
-            give_back()
+        for release in info.held:
+            release()
         try:
             super().close()
         finally:

@@ -36,19 +36,19 @@ class LiveConnectionLimit:
             self._limited.value += 1
             raise TooMany(delay_s=self.model.delay_s)
         self._held += 1
-        info.held = (*info.held, self._give_back)
+        info.held = (*info.held, self._release)
 
     def hold(self, info: StreamInfo) -> None:
         """Reserve a place for a connection admitted by another process, even above the limit."""
         if self.model.enabled:
             self._active.stored += 1
             self._held += 1
-            info.held = (*info.held, self._give_back)
+            info.held = (*info.held, self._release)
 
     def _ended(self) -> None:
         self._active.stored -= 1
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self._held -= 1
         self._ended()
 
