@@ -13,9 +13,9 @@ from ztunnel.kube.informer import Informer
 from ztunnel.node.agent.auditor import Auditor
 from ztunnel.node.agent.cni.installer import Installation, Installer, uninstall
 from ztunnel.node.agent.cni_server import CniServer
-from ztunnel.node.agent.departure import is_last
 from ztunnel.node.agent.enroller import Enroller, annotating, selections
 from ztunnel.node.agent.enrolment import Settings
+from ztunnel.node.agent.last_agent import is_last
 from ztunnel.node.agent.scan import kubelet_user
 from ztunnel.node.agent.status import status_server
 from ztunnel.runtime.console.serving import bound_address

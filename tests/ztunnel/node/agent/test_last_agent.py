@@ -7,7 +7,7 @@ import pytest
 
 from ztunnel.kube.errors import ApiRefused, ApiUnreachable
 from ztunnel.kube.kinds import Kind
-from ztunnel.node.agent.departure import is_last
+from ztunnel.node.agent.last_agent import is_last
 
 
 class Api:
