@@ -21,8 +21,8 @@ from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import MUTATING_WEBHOOK, NAMESPACE, POD, SECRET, Kind
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.sidecar.inject.authority import BadAuthority, OwnCertificates, service_names
+from ztunnel.sidecar.inject.bundle_sync import keep_bundle
 from ztunnel.sidecar.inject.command import _listener
-from ztunnel.sidecar.inject.keeper import keep_bundle
 from ztunnel.sidecar.inject.server import InjectServer
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "injector"

@@ -140,7 +140,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from ztunnel.kube.client import connect
     from ztunnel.runtime.tasks import Tasks
     from ztunnel.sidecar.inject.authority import OwnCertificates, service_names
-    from ztunnel.sidecar.inject.keeper import keep_bundle
+    from ztunnel.sidecar.inject.bundle_sync import keep_bundle
     from ztunnel.sidecar.inject.server import InjectServer
 
     stop = stop_event()

@@ -13,7 +13,7 @@ from tests.ztunnel.kube.certificates import self_signed
 from tests.ztunnel.kube.fake_api import FakeApi
 from ztunnel.kube.client import Client, connect
 from ztunnel.sidecar.inject.authority import BadAuthority, OwnCertificates
-from ztunnel.sidecar.inject.keeper import keep_bundle
+from ztunnel.sidecar.inject.bundle_sync import keep_bundle
 
 PLURAL = "mutatingwebhookconfigurations"
 
