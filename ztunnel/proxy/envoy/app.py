@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.dataplane.handover.service import Handover
-    from ztunnel.proxy.envoy.path.guarded import Enforcer
+    from ztunnel.proxy.envoy.path.calico import Enforcer
     from ztunnel.proxy.flows.settings import HubbleSettings
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.taps import Taps
@@ -187,11 +187,11 @@ class Proxy:
         admit_host: AdmitsHost | None = None
         if settings.policies is not None:
             from ztunnel.proxy.envoy.path import (
-                guarded,  # most proxies have no Calico policies, and save the memory
+                calico,  # most proxies have no Calico policies, and save the memory
             )
 
             self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico)
-            enforcer = self._enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
+            enforcer = self._enforcer = calico.Enforcer(self.policies, self.decisions, self.connections)
             admit_application, admit_host = enforcer.admit_application, enforcer.admit_host
         self.tunnel_rules = TunnelRules(
             own_ports=lambda: table.own_ports,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.path.test_guarded import (
+from tests.ztunnel.proxy.envoy.path.test_calico import (
     BY_CLIENT,
     BY_OTHER,
-    Guarded,
-    guarded,
+    CalicoRig,
+    with_calico,
 )
-from tests.ztunnel.proxy.envoy.path.test_guarded import policies as policies_of_calico
+from tests.ztunnel.proxy.envoy.path.test_calico import policies as policies_of_calico
 from tests.ztunnel.proxy.envoy.rig import (
     CLIENT,
     SERVER,
@@ -92,7 +92,7 @@ def policies(rng: random.Random, *ports: int) -> list[Json]:
 def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -> None:
     """Plain and in a tunnel, where it begins and where it ends, each with some of the identity and the ports."""
 
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rng, rig = random.Random(7), made.rig
         outcomes: set[bool] = set()
         async with application() as port:
@@ -116,7 +116,7 @@ def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -
                 outcomes.add(worked)
         assert outcomes == {True, False}
 
-    guarded(tmp_path, policies_of_calico(ingress=BY_CLIENT), body)
+    with_calico(tmp_path, policies_of_calico(ingress=BY_CLIENT), body)
 
 
 def told(rig: Rig, question: str) -> Json:

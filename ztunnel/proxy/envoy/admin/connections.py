@@ -94,11 +94,11 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         return text(f"{error}\n{_USAGE}", 400)
     calico = None
     if proxy.policies is not None:
-        from ztunnel.proxy.envoy.path.guarded import (
-            told,  # most proxies have no Calico policies, and save the memory
+        from ztunnel.proxy.envoy.path.calico import (
+            explained,  # most proxies have no Calico policies, and save the memory
         )
 
-        calico = partial(told, proxy.policies.guard)
+        calico = partial(explained, proxy.policies.guard)
     configuration = Configuration(
         proxy.listeners.active,
         proxy.clusters.get,

@@ -47,7 +47,7 @@ _MOST_CONNECTIONS: Final = 200
 _MOST_FLOWS: Final = 2_000
 _OTHERS: Final = "others"
 #: The prefixes of termination details after a denial by policy, see LiveRbac and
-#: :mod:`ztunnel.proxy.envoy.path.guarded`.
+#: :mod:`ztunnel.proxy.envoy.path.calico`.
 _POLICY_DENIED: Final = ("rbac_access_denied", "calico_access_denied", POLICY_CHANGE)
 
 

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 _CHANGED = "its filter chain has changed"
 
 #: Registers further judges of a hop with known chain, cluster and host; see
-#: :meth:`ztunnel.proxy.envoy.path.guarded.Enforcer.watch`.
+#: :meth:`ztunnel.proxy.envoy.path.calico.Enforcer.watch`.
 Watch = Callable[[LiveHop, Host], None]
 
 

@@ -98,7 +98,7 @@ class Configuration:
         keep_client_address: tunnels behind an internal listener keep the client's address too.
         saved: a dump's secrets, instead of TLS contexts.
         calico: explains Calico's policies where a socket is opened, see
-            :func:`ztunnel.proxy.envoy.path.guarded.told`. ``None`` without such policies.
+            :func:`ztunnel.proxy.envoy.path.calico.explained`. ``None`` without such policies.
         addons: predicts the addons' verdicts, see
             :meth:`ztunnel.proxy.envoy.path.addons.StreamAddons.explained`. ``None`` without addons.
     """

@@ -76,10 +76,10 @@ class PodProxy:
             self._outbound = Outbound(context, self._tunnels, resolve)
         else:
             # Most meshes have no Calico policies here, and save the memory.
-            from ztunnel.proxy.istio.path.guarded import GuardedInbound, GuardedOutbound
+            from ztunnel.proxy.istio.path.calico import CalicoInbound, CalicoOutbound
 
-            self._inbound = GuardedInbound(context, node.policies)
-            self._outbound = GuardedOutbound(context, self._tunnels, resolve, node.policies)
+            self._inbound = CalicoInbound(context, node.policies)
+            self._outbound = CalicoOutbound(context, self._tunnels, resolve, node.policies)
 
     async def start(self, bound: Sequence[Bound] | None = None) -> None:
         """Start serving the pod's connections, and node-local tunnels to the pod. Stops again on an error.

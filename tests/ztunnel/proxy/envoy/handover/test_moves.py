@@ -8,7 +8,7 @@ import pytest
 
 import ztunnel
 from tests.ztunnel.proxy.envoy.handover.generations import PLACES, Generations, play
-from tests.ztunnel.proxy.envoy.path.test_guarded import BY_OTHER, policies
+from tests.ztunnel.proxy.envoy.path.test_calico import BY_OTHER, policies
 from tests.ztunnel.proxy.envoy.rig import SERVER, Identities, Open, ask, chain, listener, page, rbac, tcp, tls
 from tests.ztunnel.proxy.envoy.test_lives import OTHER, POLICY_CHANGE, WAYS
 from ztunnel.proxy.envoy.admin import metrics

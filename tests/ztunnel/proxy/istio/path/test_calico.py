@@ -43,7 +43,7 @@ from ztunnel.policy.calico.live import GRACE_S, LivePolicies
 from ztunnel.policy.calico.settings import waypoints
 from ztunnel.policy.calico.store import Store
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE
-from ztunnel.proxy.istio.path.guarded import GuardedInbound, GuardedOutbound
+from ztunnel.proxy.istio.path.calico import CalicoInbound, CalicoOutbound
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.outbound import Outbound
 from ztunnel.proxy.istio.path.pod import PodProxy
@@ -89,7 +89,7 @@ class Handed:
         """The test does what is to be done."""
 
 
-class Guarded(Cluster):
+class CalicoCluster(Cluster):
     """A cluster with policies, which both pods have: everything is permitted at first."""
 
     handed: Handed
@@ -97,13 +97,17 @@ class Guarded(Cluster):
 
 
 def run(
-    folder: Path, body: Callable[[Guarded], Awaitable[None]], loop: str = "virtual", *, http_waypoints: str = ""
+    folder: Path,
+    body: Callable[[CalicoCluster], Awaitable[None]],
+    loop: str = "virtual",
+    *,
+    http_waypoints: str = "",
 ) -> None:
     async def with_policies(made: Cluster) -> None:
         policies = LivePolicies(Handed, LoopClock(), http_waypoints=waypoints(http_waypoints))
         made.node.policies = policies
-        made.__class__ = Guarded
-        assert isinstance(made, Guarded)
+        made.__class__ = CalicoCluster
+        assert isinstance(made, CalicoCluster)
         assert isinstance(policies.source, Handed)
         made.handed, made.policies = policies.source, policies
         made.handed.apply(
@@ -123,7 +127,7 @@ def run(
     play(folder, with_policies, loop=loop)
 
 
-async def tunnel_to_server(made: Guarded) -> Connection:
+async def tunnel_to_server(made: CalicoCluster) -> Connection:
     await made.start(POD)
     made.application(SERVER)
     return await made.tunnels_to("server")
@@ -147,7 +151,7 @@ def test_calico_policy_judges_a_tunnel_by_certificate_and_port(tmp_path: Path, l
         destination=c.PeerMatch(ports=((APP_PORT, APP_PORT),)),
     )
 
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         made.handed.apply(inbound(by_account))
         connection = await tunnel_to_server(made)
         try:
@@ -180,7 +184,7 @@ def test_calico_policy_judges_a_tunnel_by_certificate_and_port(tmp_path: Path, l
 
 
 def test_http_rule_allows_no_connection_and_is_logged(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         made.handed.apply(inbound(c.Rule(c.Action.ALLOW, http=c.HttpMatch(methods=("GET",)))))
         connection = await tunnel_to_server(made)
         try:
@@ -196,7 +200,7 @@ def test_plain_connections_are_judged_by_address_and_have_no_identity(tmp_path: 
     by_account = c.Rule(c.Action.ALLOW, source=c.PeerMatch(account_names=("client",)))
     by_address = c.Rule(c.Action.ALLOW, source=c.PeerMatch(nets=(ip_network("127.9.9.9"),)))
 
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         await made.start(POD)
         made.application(SERVER)
         made.handed.apply(inbound(by_account))
@@ -212,7 +216,7 @@ def test_plain_connections_are_judged_by_address_and_have_no_identity(tmp_path: 
 @pytest.mark.parametrize("mesh_allows", [True, False])
 @pytest.mark.parametrize("calico_allows", [True, False])
 def test_mesh_and_calico_policies_must_both_allow(tmp_path: Path, mesh_allows: bool, calico_allows: bool) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         made.handed.apply(inbound(PERMIT if calico_allows else FORBID))
         connection = await tunnel_to_server(made)
         made.mesh.apply([GATED, ALLOW if mesh_allows else DENY])
@@ -228,7 +232,7 @@ def test_mesh_and_calico_policies_must_both_allow(tmp_path: Path, mesh_allows: b
 
 
 def test_live_connections_end_when_policies_change(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         connection = await tunnel_to_server(made)
         try:
             through = Through(made, await connection.open(fields()))
@@ -249,7 +253,7 @@ def test_live_connections_end_when_policies_change(tmp_path: Path) -> None:
 
 
 def test_a_change_while_a_policy_of_the_mesh_is_awaited_is_not_missed(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         connection = await tunnel_to_server(made)
         made.mesh.apply([GATED])  # names a policy that is not there
         opening = made.tasks.create_task(refused(connection))
@@ -266,7 +270,7 @@ def test_a_change_while_a_policy_of_the_mesh_is_awaited_is_not_missed(tmp_path: 
 
 
 def test_pod_unknown_to_calico_policies_waits_and_is_denied(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         made.handed.apply(c.EndpointUpdate(c.EndpointId("k8s", "default/server", "eth0"), None))
         connection = await tunnel_to_server(made)
         try:
@@ -287,7 +291,7 @@ def test_pod_unknown_to_calico_policies_waits_and_is_denied(tmp_path: Path) -> N
 
 
 def test_staged_policies_are_a_field_and_a_count(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         made.handed.apply(inbound(FORBID, of=STAGED))
         connection = await tunnel_to_server(made)
         try:
@@ -310,7 +314,7 @@ TO_APP = c.Rule(
 
 
 def test_the_endpoint_that_is_drawn_is_judged_with_the_ports_of_the_application(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         await made.start(NEAR)
         made.mesh.apply([shop(), endpoint("server", OTHER, node=ELSEWHERE)])
         peer = made.peer("server", OTHER)
@@ -336,7 +340,7 @@ ABOUT_HTTP = c.Rule(c.Action.ALLOW, http=c.HttpMatch(("GET",)))
 def test_http_rule_allows_a_connection_to_a_waypoint_that_judges_requests(tmp_path: Path, known: bool) -> None:
     """In front of it, and only there, a rule that allows by HTTP allows a connection; the line names both."""
 
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         await made.start(NEAR)
         made.mesh.apply([shop(waypoint=BY_ADDRESS), endpoint("server", SERVER, node=ELSEWHERE), waypoint()])
         made.peer("waypoint", WAYPOINT_HOST)
@@ -360,7 +364,7 @@ def test_http_rule_allows_a_connection_to_a_waypoint_that_judges_requests(tmp_pa
 
 
 def test_plain_destinations_have_no_identity(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         await made.start(NEAR)
         made.application(OTHER)
         made.handed.apply(outbound(TO_APP))
@@ -373,7 +377,7 @@ def test_plain_destinations_have_no_identity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_both_ends_close_when_policy_no_longer_allows_the_client(tmp_path: Path, joined: bool) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         await made.start(NEAR, *([POD] if joined else []))
         if joined:
             made.application(SERVER)
@@ -393,7 +397,7 @@ def test_both_ends_close_when_policy_no_longer_allows_the_client(tmp_path: Path,
 
 
 def test_a_joined_tunnel_is_judged_at_both_ends(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         await made.start(NEAR, POD)
         made.application(SERVER)
         made.handed.apply(inbound(c.Rule(c.Action.ALLOW, source=c.PeerMatch(account_names=("client",)))))
@@ -411,7 +415,7 @@ def test_a_joined_tunnel_is_judged_at_both_ends(tmp_path: Path) -> None:
 def test_denials_have_their_own_lines_without_access_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         made.node.logs.change("access=off")
         await made.start(NEAR, POD)
         made.application(SERVER)
@@ -439,11 +443,11 @@ def test_denials_have_their_own_lines_without_access_lines(
 
 
 def test_ended_pods_are_not_reviewed(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoCluster) -> None:
         name = PodName(name="p", namespace="default", service_account="p")
         proxy = PodProxy(made.node, name, WiredSockets(made.node, made.wire, SERVER))
-        assert type(proxy._inbound) is GuardedInbound
-        assert type(proxy._outbound) is GuardedOutbound
+        assert type(proxy._inbound) is CalicoInbound
+        assert type(proxy._outbound) is CalicoOutbound
         assert len(made.policies._reviews) == 2
         await proxy.stop()
         assert made.policies._reviews == {}

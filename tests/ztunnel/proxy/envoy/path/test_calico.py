@@ -25,8 +25,8 @@ from tests.ztunnel.proxy.envoy.rig import (
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.calico.settings import PolicySettings
 from ztunnel.proxy.envoy.config.settings import settings_from
+from ztunnel.proxy.envoy.path.calico import POLICY_CHANGE
 from ztunnel.proxy.envoy.path.connect import Connector
-from ztunnel.proxy.envoy.path.guarded import POLICY_CHANGE
 from ztunnel.runtime.settings import SettingsError
 
 POD = """
@@ -58,7 +58,7 @@ spec: {{selector: app == 'all', order: 1, types: [Ingress], ingress: {staged}}}
     return f"{POD}  ingress: {ingress}\n  egress: {egress}\n{more}"
 
 
-class Guarded:
+class CalicoRig:
     """A rig whose proxy has the policies of a folder."""
 
     def __init__(self, rig: Rig, folder: Path) -> None:
@@ -75,15 +75,15 @@ class Guarded:
         await self.rig.until(lambda: self.policies.changes > before)
 
 
-def guarded(
-    folder: Path, text: str, body: Callable[[Guarded], Awaitable[None]], *resources: tuple[str, Json]
+def with_calico(
+    folder: Path, text: str, body: Callable[[CalicoRig], Awaitable[None]], *resources: tuple[str, Json]
 ) -> None:
     there = folder / "policies"
     there.mkdir()
     (there / "all.yaml").write_text(text)
 
     async def with_policies(rig: Rig) -> None:
-        made = Guarded(rig, there)
+        made = CalicoRig(rig, there)
         await rig.until(lambda: made.policies.source.in_sync)
         await body(made)
 
@@ -95,7 +95,7 @@ BY_OTHER = "[{action: Allow, source: {serviceAccounts: {names: [other]}}}]"
 
 
 def test_calico_policy_judges_a_tunnel_by_its_certificate_at_its_end(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application(b"hi ") as port:
             await tunnel(rig, port, Identities(), access_log=access_log(tmp_path))
@@ -112,23 +112,23 @@ def test_calico_policy_judges_a_tunnel_by_its_certificate_at_its_end(tmp_path: P
             assert dict(results(made.policies.guard.uses))[key] == 1
             assert rig.count("policy.default.end of tier.denied.decisions") == 1
 
-    guarded(tmp_path, policies(ingress=BY_CLIENT), body)
+    with_calico(tmp_path, policies(ingress=BY_CLIENT), body)
 
 
 @pytest.mark.parametrize("calico", [True, False])
 def test_rbac_filters_and_calico_policies_must_both_allow(tmp_path: Path, calico: bool) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         async with application(b"hi ") as port:
             await tunnel(made.rig, port, Identities(), rbac(CLIENT if not calico else "spiffe://td/ns/a/sa/other"))
             assert await ask(made.rig.port("l"), b"there") == b""
 
-    guarded(tmp_path, policies(ingress=BY_CLIENT if calico else BY_OTHER), body)
+    with_calico(tmp_path, policies(ingress=BY_CLIENT if calico else BY_OTHER), body)
 
 
 def test_calico_egress_judges_the_port_named_by_the_connect(tmp_path: Path) -> None:
     to_80 = "[{action: Allow, protocol: TCP, destination: {ports: [80]}}]"
 
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application(b"hi ") as port:
             await tunnel(rig, port, Identities(), access_log=access_log(tmp_path))
@@ -139,11 +139,11 @@ def test_calico_egress_judges_the_port_named_by_the_connect(tmp_path: Path) -> N
             assert line["details"] == "calico_access_denied[default|GlobalNetworkPolicy/both|rule_0]"
             assert rig.count("cluster.tunnel.upstream_cx_connect_fail") == 0
 
-    guarded(tmp_path, policies(egress=to_80), body)
+    with_calico(tmp_path, policies(egress=to_80), body)
 
 
 def test_plain_connection_is_judged_at_both_ends_and_after_changes(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application() as port:
             await rig.published(cluster(port), listener(access_log=access_log(tmp_path)))
@@ -164,11 +164,11 @@ def test_plain_connection_is_judged_at_both_ends_and_after_changes(tmp_path: Pat
             await made.change(policies())
             assert await ask(rig.port("l")) == b"ping"
 
-    guarded(tmp_path, policies(), body)
+    with_calico(tmp_path, policies(), body)
 
 
 def test_live_tunnels_end_when_policies_change(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application() as port:
             await tunnel(rig, port, Identities())
@@ -179,13 +179,13 @@ def test_live_tunnels_end_when_policies_change(tmp_path: Path) -> None:
             await connection.close()
             await rig.until(lambda: rig.count("http.inbound.downstream_rq_active") == 0)
 
-    guarded(tmp_path, policies(), body)
+    with_calico(tmp_path, policies(), body)
 
 
 def test_unknown_pods_are_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ztunnel.policy.calico.live.GRACE_S", 0.05)
 
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application() as port:
             await rig.published(cluster(port), listener(access_log=access_log(tmp_path)))
@@ -193,11 +193,11 @@ def test_unknown_pods_are_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             (line,) = await rig.log()
             assert line["details"] == ("calico_access_denied[the_policies_know_no_pod_with_the_address_127.0.0.1]")
 
-    guarded(tmp_path, policies().replace("ip: 127.0.0.1", "ip: 10.0.0.1"), body)
+    with_calico(tmp_path, policies().replace("ip: 127.0.0.1", "ip: 10.0.0.1"), body)
 
 
 def test_staged_policies_are_counted_and_not_enforced(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application() as port:
             (log,) = access_log(tmp_path)
@@ -218,7 +218,7 @@ def test_staged_policies_are_counted_and_not_enforced(tmp_path: Path) -> None:
             key = ("default", "StagedGlobalNetworkPolicy/soon", "staged denied")
             assert dict(results(made.policies.guard.uses))[key] == 1
 
-    guarded(tmp_path, policies(staged="[{action: Deny}]"), body)
+    with_calico(tmp_path, policies(staged="[{action: Deny}]"), body)
 
 
 def test_proxy_without_calico_policies_has_no_enforcer(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_proxy_without_calico_policies_has_no_enforcer(tmp_path: Path) -> None:
 
 
 def test_policy_pages_show_current_policies_and_explain_them(tmp_path: Path) -> None:
-    async def body(made: Guarded) -> None:
+    async def body(made: CalicoRig) -> None:
         rig = made.rig
         async with application() as port:
             await rig.published(cluster(port), listener())
@@ -248,7 +248,7 @@ def test_policy_pages_show_current_policies_and_explain_them(tmp_path: Path) -> 
             "from: 'x' is neither namespace/pod, an IP address nor a SPIFFE id\n"
         )
 
-    guarded(tmp_path, policies(), body)
+    with_calico(tmp_path, policies(), body)
 
 
 def test_calico_policy_settings_are_parsed() -> None:

@@ -144,7 +144,7 @@ def _denied(decision: Decision) -> Denied:
     return Denied(f"{_DENIED}[{decision.verdict.message.removeprefix('denied by ')}]")
 
 
-def told(
+def explained(
     guard: Guard, info: StreamInfo, proxy: LiveTcpProxy | None, address: SocketAddress, own: Sequence[str]
 ) -> dict[str, Any]:
     """Return the result of Calico's policies for an explanation, without counting.

@@ -55,7 +55,7 @@ from ztunnel.proxy.istio.path.route import (
 log = logging.getLogger(__name__)
 
 
-class GuardedAuthorizer(Authorizer):
+class CalicoAuthorizer(Authorizer):
     """Evaluates Calico's policies before the mesh's policies."""
 
     def __init__(self, node: Node, policies: LivePolicies) -> None:
@@ -93,11 +93,11 @@ class GuardedAuthorizer(Authorizer):
         return super().verdict(workload, facts)
 
 
-class GuardedInbound(Inbound):
+class CalicoInbound(Inbound):
     """Connections that come to one pod, reviewed after each change until :meth:`close`."""
 
     def __init__(self, pod: PodContext, policies: LivePolicies) -> None:
-        super().__init__(pod, GuardedAuthorizer(pod.node, policies))
+        super().__init__(pod, CalicoAuthorizer(pod.node, policies))
         self._calico = policies
         policies.watch(self._policies_changed)
 
@@ -112,7 +112,7 @@ class GuardedInbound(Inbound):
         super().close()
 
 
-class GuardedOutbound(Outbound):
+class CalicoOutbound(Outbound):
     """Connections that one pod opens, judged when their endpoint is drawn; reviewed until :meth:`close`."""
 
     def __init__(
