@@ -102,7 +102,7 @@ def _outbound_notes(info: StreamInfo, last: StreamInfo, end: End) -> Iterator[st
         authority = last.tunnel_authority
         yield f"HBONE connection {own} -> {last.upstream_host}, stream {end.stream_id}, authority {authority}"
     elif last.authority:
-        yield f"joined within the node, no tunnel on the wire, authority {last.authority}"
+        yield f"node-local tunnel, nothing sent over the network, authority {last.authority}"
     else:
         yield f"plain TCP, no tunnel; to {last.upstream_host}"
 
@@ -116,7 +116,7 @@ def _inbound_notes(info: StreamInfo, address: SocketAddress, tunnel: End | None)
         ends = f"{info.source} -> {SocketAddress(*tunnel.connection.local_name)}"
         yield f"HBONE connection {ends}, stream {tunnel.stream_id}, authority {info.authority}"
     elif info.authority:
-        yield f"joined within the node, no tunnel on the wire, authority {info.authority}"
+        yield f"node-local tunnel, nothing sent over the network, authority {info.authority}"
     else:
         yield "plain TCP, no tunnel"
 

@@ -169,7 +169,7 @@ class WorkloadCertificate:
 
     @property
     def credentials(self) -> Credentials:
-        """The certificate as an end of a join, which is checked without a handshake; made once."""
+        """The certificate as an end of a node-local tunnel, checked without a handshake. Created once."""
         if self._credentials is None:
             revoked = self._revoked
             self._credentials = Credentials(

@@ -74,8 +74,8 @@ from ztunnel.proxy.istio.path.inbound_target import (
     inbound_target,
     plain_target,
 )
-from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_client, enter_pod, workload_of
@@ -167,7 +167,7 @@ def _seen(
 
 
 class Inbound:
-    """Inbound connections of one pod. Also the ``JoinTarget`` for node-local tunnels to the pod."""
+    """Inbound connections of one pod. Also the ``NodeLocalTarget`` for node-local tunnels to the pod."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         self._pod = pod
@@ -511,7 +511,7 @@ class Inbound:
 
     # Tunnels of this very node
 
-    async def join(self, request: JoinRequest) -> Joined | None:
+    async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
         """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
 
         The two certificates must accept each other. All other checks are the same as over the network.
@@ -543,17 +543,17 @@ class Inbound:
         record.source_identity = identity
         labels = node.labels_of(here)
         enter_pod(record, labels)
-        opening = self._open_joined(record, own, labels, request.tunnel, peer)
-        return await run_apart(pod.tasks, node.poller, opening, "inbound joined", _discard_joined)
+        opening = self._open_half(record, own, labels, request.tunnel, peer)
+        return await run_apart(pod.tasks, node.poller, opening, "inbound node-local", _discard_half)
 
-    async def _open_joined(
+    async def _open_half(
         self,
         record: Record,
         client: WorkloadCertificate,
         labels: WorkloadLabels,
         tunnel: TunnelRequest,
         peer: Peer,
-    ) -> Joined:
+    ) -> InboundHalf:
         """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Args:
@@ -585,7 +585,7 @@ class Inbound:
             entry.own(application.close)
             entry.state = State.JOINED
             capture = self._pod.tap
-            return Joined(application if capture is None else _seen(capture, entry, application), entry)
+            return InboundHalf(application if capture is None else _seen(capture, entry, application), entry)
         finally:
             if entry.state is not State.JOINED:
                 entry.close()
@@ -693,8 +693,8 @@ class Inbound:
         self._limiter.close()
 
 
-def _discard_joined(joined: Joined) -> None:
-    joined.finish(of_reason(""))
+def _discard_half(half: InboundHalf) -> None:
+    half.finish(of_reason(""))
 
 
 def _address(name: tuple[str, int]) -> SocketAddress:

@@ -26,8 +26,8 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels, labels_of
 from ztunnel.proxy.istio.certificates.manager import Certificates, Revocations
 from ztunnel.proxy.istio.path.failed_endpoints import FailedEndpoints
-from ztunnel.proxy.istio.path.join import JoinTarget
 from ztunnel.proxy.istio.path.names import Names
+from ztunnel.proxy.istio.path.node_local import NodeLocalTarget
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
@@ -99,7 +99,7 @@ class Node:
     ask: Callable[[str], Awaitable[None]] | None = None
     rng: random.Random = field(default_factory=random.Random)
     failed_endpoints: FailedEndpoints = field(init=False, default_factory=FailedEndpoints)
-    pods: dict[PodKey, JoinTarget] = field(init=False, default_factory=dict)
+    pods: dict[PodKey, NodeLocalTarget] = field(init=False, default_factory=dict)
     asked: set[str] = field(init=False, default_factory=set)
     live: LiveTable = field(init=False, default_factory=LiveTable)
     client_settings: ConnectionSettings = field(init=False)
@@ -191,11 +191,11 @@ class Node:
 
     # Pods
 
-    def register(self, name: PodName, pod: JoinTarget) -> None:
+    def register(self, name: PodName, pod: NodeLocalTarget) -> None:
         """Let other pods of this node open node-local tunnels to this one."""
         self.pods[pod_key(name)] = pod
 
-    def unregister(self, name: PodName, pod: JoinTarget) -> None:
+    def unregister(self, name: PodName, pod: NodeLocalTarget) -> None:
         """Remove a pod from :attr:`pods`. Idempotent, and without effect if a successor has its name."""
         if self.pods.get(pod_key(name)) is pod:
             del self.pods[pod_key(name)]

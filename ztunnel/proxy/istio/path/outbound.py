@@ -56,8 +56,8 @@ from ztunnel.proxy.istio.certificates.manager import IdentityError
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.balance import Labels
 from ztunnel.proxy.istio.path.connections import PodConnection
-from ztunnel.proxy.istio.path.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
 from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.path.plans import Plan, Plans, enter_route
 from ztunnel.proxy.istio.path.pod_context import PodContext
@@ -91,16 +91,16 @@ class OutboundUpstream(Upstream[Life]):
     """An open upstream of a pod's connection.
 
     Attributes:
-        joined: the inbound half, when the tunnel never left this node.
+        inbound_half: the inbound half, when the tunnel never left this node.
         flush_inner: delivers bytes that have left ``end`` and are still inside this process. ``None`` if there can
             be none.
     """
 
-    __slots__ = ("flush_inner", "joined")
+    __slots__ = ("flush_inner", "inbound_half")
 
-    def __init__(self, end: End, joined: Joined | None = None) -> None:
+    def __init__(self, end: End, inbound_half: InboundHalf | None = None) -> None:
         super().__init__(end)
-        self.joined = joined
+        self.inbound_half = inbound_half
         self.flush_inner: Callable[[], Awaitable[None]] | None = None
 
 
@@ -316,7 +316,7 @@ class Outbound:
         call = PodCall(entry, labels, client if capture is None else None, client)
         upstream = await self._open(call, destination, begun)
         record.settled()
-        joined = upstream.joined
+        inbound_half = upstream.inbound_half
         failure = None
         try:
             near: End = client
@@ -330,8 +330,8 @@ class Outbound:
             # A node-local tunnel has two entries and one relay. Either half can be ended on purpose (a policy, its
             # pod's drain). The other half then ends as if CANCEL had arrived over the network.
             entry.carried_by(running)
-            if joined is not None:
-                joined.entry.carried_by(running, state=State.JOINED)
+            if inbound_half is not None:
+                inbound_half.entry.carried_by(running, state=State.JOINED)
             ended = await running
             if ended.error is not None:
                 failure = of_relay(ended.error, from_client=ended.first is near)
@@ -341,8 +341,8 @@ class Outbound:
             # Half closes are over by now: the relay has passed each side's end on as END_STREAM or FIN, and has
             # returned when both were through. A side that is still open is so for an error, which closing reports.
             upstream.close()
-            if joined is not None:
-                failure = joined.finish(failure)
+            if inbound_half is not None:
+                failure = inbound_half.finish(failure)
         return failure
 
     # Where to
@@ -481,9 +481,9 @@ class Outbound:
             case Direct():
                 return OutboundUpstream(await self._pod.sockets.dial(target))
             case Tunnel():
-                joined = await self._join(call, route, target)
-                if joined is not None:
-                    return OutboundUpstream(joined.end, joined)
+                inbound_half = await self._open_node_local(call, route, target)
+                if inbound_half is not None:
+                    return OutboundUpstream(inbound_half.end, inbound_half)
                 return OutboundUpstream(await self._tunnel(call, route, target, call.client))
             case DoubleTunnel():
                 return await self._double(call, route, target)
@@ -551,7 +551,7 @@ class Outbound:
         upstream.flush_inner = flush_inner
         return upstream
 
-    async def _join(self, call: PodCall, route: Tunnel, target: SocketAddress) -> Joined | None:
+    async def _open_node_local(self, call: PodCall, route: Tunnel, target: SocketAddress) -> InboundHalf | None:
         """Ask a pod of this node for a node-local tunnel's inbound half. ``None``: use the network."""
         node = self._node
         if not node.config.node_local_shortcut or target.port != HBONE_PORT:
@@ -563,7 +563,9 @@ class Outbound:
         certificate = await self._pod.certificate(call.labels.workload)
         service = route.service.hostname if route.service is not None else None
         tunnel = TunnelRequest(route.authority, service)
-        return await pod.join(JoinRequest(call.entry, call.labels, certificate, route.identities, target, tunnel))
+        return await pod.open_node_local(
+            NodeLocalRequest(call.entry, call.labels, certificate, route.identities, target, tunnel)
+        )
 
 
 async def _flush_before_close(inner: Connection, near: socket.SocketType, carrying: Relay) -> None:

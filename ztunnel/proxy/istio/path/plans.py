@@ -69,9 +69,9 @@ class Plan:
         self.labels = labels
         self.original = str(destination)
         workload, service = route.workload, route.service
-        joins = node.config.node_local_shortcut and target.port == HBONE_PORT
+        can_be_local = node.config.node_local_shortcut and target.port == HBONE_PORT
         self.here: PodKey | None = None
-        if joins and target.host in workload.addresses:
+        if can_be_local and target.host in workload.addresses:
             self.here = (workload.namespace, workload.name, workload.service_account)
         sample = Record(node, Direction.OUTBOUND, destination, destination)
         sample.source_workload = labels.workload

@@ -97,7 +97,7 @@ def _notes(entry: PodConnection, tunnel: End | None) -> Iterator[str]:
     if isinstance(tunnel, Tunnel):
         yield _wire(record, tunnel)
     elif record.hbone_authority:
-        yield f"joined within the node, no tunnel on the wire, authority {record.hbone_authority}"
+        yield f"node-local tunnel, nothing sent over the network, authority {record.hbone_authority}"
     else:
         yield f"plain TCP, no tunnel; {_towards(record)}"
 

@@ -286,7 +286,7 @@ def test_tap_captures_a_node_local_tunnel(tmp_path: Path, tapped: tuple[str, ...
             found = await tap.end()
             assert list(found.streams().values()) == [(BLOB, BLOB)]
             assert {packet.interface for packet in found.packets} == {0 if name == "client" else 1}
-            assert "joined within the node, no tunnel on the wire" in notes(found)[0]
+            assert "node-local tunnel, nothing sent over the network" in notes(found)[0]
 
     play(tmp_path, body)
 

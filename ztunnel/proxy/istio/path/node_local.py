@@ -1,7 +1,7 @@
 """Node-local tunnels between two pods: the values that the two halves exchange.
 
-The outbound half sends a :class:`JoinRequest`, and the inbound half of the other pod answers with an open end
-(:class:`Joined`). Policies, baggage, log lines and metrics are the same as between two proxies over the network.
+The outbound half sends a :class:`NodeLocalRequest`, and the inbound half of the other pod answers with an open end
+(:class:`InboundHalf`). Policies, baggage, log lines and metrics are the same as over the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TunnelRequest(NamedTuple):
     service: str | None
 
 
-class JoinRequest(NamedTuple):
+class NodeLocalRequest(NamedTuple):
     """The request of an outbound half.
 
     Attributes:
@@ -48,8 +48,8 @@ class JoinRequest(NamedTuple):
     tunnel: TunnelRequest
 
 
-class Joined:
-    """The inbound half of a joined tunnel.
+class InboundHalf:
+    """The inbound half of a node-local tunnel.
 
     Attributes:
         end: the application's end.
@@ -75,12 +75,12 @@ class Joined:
         return None if ended_here else failure
 
 
-class JoinTarget(Protocol):
+class NodeLocalTarget(Protocol):
     """A pod of this node as the target of node-local tunnels:
     :class:`ztunnel.proxy.istio.path.inbound.Inbound`.
     """
 
-    async def join(self, request: JoinRequest) -> Joined | None:
+    async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
         """Open the inbound half. ``None``: the tunnel must go over the network.
 
         Raises:

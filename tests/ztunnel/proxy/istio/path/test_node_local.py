@@ -1,4 +1,4 @@
-"""Tunnels between two pods of a node, which are joined without a wire."""
+"""Node-local tunnels between two pods, without a network connection."""
 
 import asyncio
 from dataclasses import replace
@@ -37,7 +37,7 @@ from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOKED
 from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
 
-# Joined tunnels
+# InboundHalf tunnels
 
 
 async def both(cluster: Cluster) -> None:
