@@ -47,8 +47,8 @@ class Flow:
 
     Attributes:
         source, destination: keys of workloads.
-        service: the service that the client addressed, by host name, or by address if no name is known. Empty without
-            one.
+        service: the service that the client addressed, by host name, or by address if no name is known. Empty
+            without one.
         service_namespace: the service's namespace. Empty if unknown.
         reporter: ``source`` if the proxy carries the client's side, ``destination`` for the server's side.
         open: currently open connections.
