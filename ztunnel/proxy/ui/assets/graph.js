@@ -6,7 +6,8 @@ import { HEIGHT, layout } from "./layout.js";
 import { short } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const LINE = 15;  // of a label
+const LINE = 15;      // of a label
+const CROWDED = 24;   // edges from which only those with trouble are labelled, or those of the chosen node
 
 function make(tag, attributes, parent) {
   const element = document.createElementNS(SVG, tag);
@@ -144,7 +145,9 @@ export function graphIn(box, { describe, explain, choose }) {
   const linesOf = (edge) => [...(edge.rate ? [[edge.rate, "rate"]] : []), ...edge.trouble.map((line) => [line, "trouble"])];
 
   function labelsFor(found, drawnEdges, { chosen }) {
-    const wanted = drawnEdges.filter((edge) => linesOf(edge).length && (!chosen || edge.source === chosen || edge.target === chosen));
+    const crowded = drawnEdges.length > CROWDED;
+    const wanted = drawnEdges.filter((edge) => linesOf(edge).length
+      && (chosen ? edge.source === chosen || edge.target === chosen : !crowded || edge.trouble.length));
     wanted.sort((a, b) => b.trouble.length - a.trouble.length || (b.connections_per_s || 0) - (a.connections_per_s || 0));
     const taken = [...found.nodes.values()].map(({ x, y }) => ({ x, y, width: found.node, height: HEIGHT }));
     taken.push(...found.boxes.map((each) => ({ x: each.x, y: each.y, width: Math.min(each.width, 160), height: 18 })));

@@ -52,7 +52,7 @@ export function showMesh(data) {
   showPast($("past"), data.past);
   tiles("tiles", [
     ["Open connections", number(data.connections.shown.length + data.connections.left_out)],
-    ["In plain text", `${edges.filter((edge) => ["plain", "mixed"].includes(edge.security)).length} of ${edges.length} pairs`],
+    ["In plain text", `${pairsOf(flows.filter((flow) => flow.security === "plain"))} of ${pairsOf(flows)} pairs`],
     ["Next certificate expires", soonest === null ? "–" : soonest > 0 ? `in ${span(soonest).replace(/^(\d+ \S+) .*/, "$1")}` : "expired",
       soonest !== null && soonest < 3600],
   ]);
@@ -60,6 +60,8 @@ export function showMesh(data) {
   showIdle(data, nodes);
   showFlows(data, flows, selected);
 }
+
+const pairsOf = (flows) => number(new Set(flows.map((flow) => JSON.stringify([flow.source, flow.destination]))).size);
 
 function showIdle(data, nodes) {
   const busy = new Set(nodes.map((node) => node.key));

@@ -13,6 +13,7 @@ from xds.model.policy import Always
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from ztunnel.policy.ledger import Use
+from ztunnel.proxy.flows.history import STEP_S, Totals
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels, traffic_labels
 from ztunnel.proxy.istio.accounting.outcome import Flags
@@ -71,7 +72,11 @@ def test_traffic_is_a_graph_of_workloads() -> None:
             series.refused += 1
         plain_text = traffic_labels("destination", PeerLabels(), back, None, secured=False)
         metrics.opened(plain_text, [], moved(7, 0), 1.0)
+        now_s = rig.proxy.clock.monotonic()
+        for place in (0, 1):
+            metrics.history.sample(now_s + place * STEP_S, Totals(connections=7 * place))
         shown = await data(rig)
+        assert shown["past"]["connections"] == [7]
         told = {(each["source"], each["destination"]): each for each in shown["flows"]["shown"]}
         client_key, back_key = "shop/client", "shop/back"
         secured, plain = told[client_key, back_key], told["?", back_key]

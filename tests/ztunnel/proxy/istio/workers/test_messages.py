@@ -40,6 +40,7 @@ from xds.model.workload import (
 )
 from xds.proto.istio.security import authorization_pb2 as security
 from ztunnel.policy.ledger import TierPolicy, Use
+from ztunnel.proxy.flows.history import Totals
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.outcome import Flags
@@ -301,6 +302,8 @@ def test_counts_survive_encoding() -> None:
     metrics.ledger.early.note("inbound", Use.REFUSED_EARLY, 1.5)
     metrics.ledger.denials.note(Pair("inbound", "a", "", "b:80", "no"), "10.0.0.1:1", 1.5)
     metrics.crl_rejections["source"] = 4
+    for now_s in (100.0, 110.0):
+        metrics.history.sample(now_s, Totals(connections=int(now_s)))
     for part in metrics.counts():
         response = Response(number=1, value=CountsPart(part))
         assert decoded(encode(response)) == [(response, 0)]
