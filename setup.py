@@ -25,6 +25,7 @@ COMPILED = (
     "hbone/hpack_pieces.py",
     "hbone/output.py",
     "hbone/reader.py",
+    "hbone/sender.py",
     "hbone/stream_state.py",
     "hbone/tls.py",
     "hbone/tls_records.py",

@@ -6,7 +6,8 @@ caller's loop.
 
 DATA never becomes an object of its own. On the way in, its payload is handed out as views of the received bytes,
 also while the frame is incomplete. On the way out the caller reads from its socket straight into the output buffer
-(:meth:`Engine.reserve`), and :meth:`Engine.commit` writes the frame header in front of the payload.
+(:meth:`Engine.reserve`), and :meth:`Engine.commit` writes the frame header in front of the payload. These and all
+other methods that send are in :mod:`hbone.sender`; this module has the frames of the peer.
 
 Flow control follows delivery. A received byte counts against the windows of its stream and of the connection until
 :meth:`Engine.acknowledge` reports that it has left this proxy. A stream's credit is returned when half of its
@@ -25,18 +26,15 @@ priorities are not implemented. Field sections are validated in :mod:`hbone.head
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from hbone import frames
-from hbone.cost_budget import CostBudget
-from hbone.errors import ErrorCode, LocalProtocolError
+from hbone.errors import ErrorCode
 from hbone.events import (
     ConnectionFailed,
     DataReceived,
     Event,
     GoawayReceived,
-    Header,
     Headers,
     PingAcknowledged,
     RequestHead,
@@ -48,9 +46,9 @@ from hbone.events import (
     WindowOpened,
 )
 from hbone.flow import Budget, PeerQuota, WindowPool
-from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
+from hbone.frames import MAX_STREAM_ID, MAX_WINDOW, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
-from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, BlockEncoder, HeaderBlockError
+from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, HeaderBlockError
 from hbone.limits import (
     DROPPED_DATA_UNITS,
     FIELD_UNITS,
@@ -61,66 +59,21 @@ from hbone.limits import (
     REFUND_UNITS,
     REQUEST_UNITS,
 )
-from hbone.output import Buffers, Output, OwnBuffers
-from hbone.reader import Failure, FrameReader
+from hbone.output import Buffers
+from hbone.reader import Failure
+from hbone.sender import DEFAULT_FRAME, DRAIN_PING, Sender, Stream
 from hbone.settings import Http2Settings, Role
-from hbone.stream_state import (
-    HALF_CLOSED_LOCAL,
-    HALF_CLOSED_REMOTE,
-    OPEN,
-    RECEIVED,
-    SENT,
-    Scope,
-    StreamFrame,
-    StreamState,
-    Violation,
-)
-from hbone.windows import ConnectionWindow, StreamWindow
+from hbone.stream_state import HALF_CLOSED_LOCAL, OPEN, RECEIVED, Scope, StreamFrame, StreamState, Violation
 
-_DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
-_DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
-_DEFAULT_TABLE: Final = 4096  # RFC 9113, 6.5.2
-_REMEMBERED_RESETS: Final = 512
 _EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
 _NO_LIMIT: Final = 1 << 62
-_DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
 
 _OVERSIZED: Final = Malformed("header list over the limit")
-
-_ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
-
-
-def field(name: bytes, value: bytes) -> bytes:
-    """Return one header field for :meth:`Engine.open_tunnel` of any connection; ``name`` is in lower case."""
-    return _ENCODER.field((name, value))
-
-
-def fields(headers: Iterable[Header]) -> bytes:
-    """Return header fields for :meth:`Engine.open_tunnel` of any connection, in their order."""
-    return b"".join([_ENCODER.field(header) for header in headers])
 
 
 def _block_units(fields: int, octets: int) -> int:
     """Return the cost of a header block of this decoded length."""
     return HEADERS_UNITS + fields * FIELD_UNITS + octets // OCTETS_PER_UNIT
-
-
-class _Stream(StreamWindow):
-    __slots__ = ("answered", "blocked", "cost", "send_window", "state", "tunnel")
-
-    def __init__(self, state: StreamState, send_window: int, receive_window: int, now_s: float) -> None:
-        super().__init__(receive_window, now_s)
-        self.state = state
-        self.send_window = send_window
-        self.answered = False
-        self.tunnel = True
-        self.blocked = False
-        self.cost = 0  # units that an answer of 200 returns
-
-
-def new_stream(state: StreamState, granted_s: float) -> _Stream:
-    """Return a stream whose other attributes the caller sets, for :mod:`hbone.engine_state`."""
-    return _Stream(state, 0, 0, granted_s)
 
 
 class _LongBlock:
@@ -138,47 +91,17 @@ def _failure(error: HeaderBlockError) -> Failure:
     return Failure(ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR, str(error))
 
 
-class Engine:
+class Engine(Sender):
     """One connection. ``buffers`` lends output buffers; without it the engine allocates its own."""
 
     def __init__(self, role: Role, settings: Http2Settings, buffers: Buffers | None = None) -> None:
-        self.role = role
-        self.settings = settings
-        self.output = Output(buffers if buffers is not None else OwnBuffers())
-        self.failed = False
-        """No more input is accepted; send the output and close."""
-        self.going_away = False
-        """The peer sent GOAWAY."""
-        self.draining = False
-        """We announced or sent GOAWAY: no new streams."""
-        self.drain_seen = False
-        """The peer has answered the PING of :meth:`drain`: its HTTP/2 knows, its callers perhaps not yet."""
-        self.peer_max_frame_bytes = _DEFAULT_FRAME
-        self.peer_max_streams: int | None = None
-        """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None while it has not limited us."""
-        self.peer_early_bytes = 0
-        """Client: bytes of a stream that the peer holds before its answer; 0: it has announced none."""
-        self.peer_settings_seen = False
+        super().__init__(role, settings, buffers)
         self.pause_s = 0.0
         """How long to stop reading from the peer, because it caused more work than its budget allows."""
         limits = settings.limits
-        self._server = role is Role.SERVER
         self._received = RECEIVED[role]
-        self._streams: dict[int, _Stream] = {}
-        self._next_id = 1
-        self._last_peer_id = 0
-        self._goaway_limit: int | None = None
-        self._reset_here: dict[int, None] = {}
-        self._encoder_table_bytes = _DEFAULT_TABLE
-        self._block_prefix = b""
-        self._peer_initial_window = _DEFAULT_WINDOW
-        self._send_window = _DEFAULT_WINDOW
-        self._send_blocked = False
-        self._window = ConnectionWindow(settings)
-        self._earned = 0
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
-        self._costs = CostBudget(limits)
         self._unparsed: memoryview | None = None
         self._slice_units = _NO_LIMIT
         self._long_block: _LongBlock | None = None
@@ -188,259 +111,9 @@ class Engine:
         self._responses: BlockDecoder[ResponseHead | Trailers | Malformed] = BlockDecoder(
             settings.max_header_list_bytes, parse_response, _OVERSIZED
         )
-        self._reader = FrameReader(settings, expect_preface=self._server)
         self._data_stream_id = 0
-        self._data_stream: _Stream | None = None
         self._data_ended = False
         self._events: list[Event] = []
-        self._now = 0.0
-
-    # What we start
-
-    @property
-    def opening(self) -> bytes:
-        """The first bytes of the connection: the preface of a client, SETTINGS, WINDOW_UPDATE."""
-        opening = b"" if self._server else PREFACE
-        opening += frames.settings_frame(self.settings.wire(self.role))
-        raise_by = self.settings.first_connection_window_bytes - _DEFAULT_WINDOW
-        if raise_by:
-            # SETTINGS_INITIAL_WINDOW_SIZE moves stream windows only (RFC 9113, 6.9.2).
-            opening += frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(raise_by))
-        return opening
-
-    def start(self) -> None:
-        """Queue :attr:`opening`."""
-        self.output.append(self.opening)
-
-    @property
-    def goaway_sent(self) -> bool:
-        """Whether the final GOAWAY was sent. True for a client, which can close without a GOAWAY."""
-        return not self._server or self._goaway_limit is not None
-
-    @property
-    def open_streams(self) -> int:
-        """Number of streams that are not ended by both sides."""
-        return len(self._streams)
-
-    @property
-    def unused(self) -> bool:
-        """Client: whether no stream was ever opened."""
-        return self._next_id == 1
-
-    @property
-    def exhausted(self) -> bool:
-        """Client: whether no stream identifier is left."""
-        return self._next_id > MAX_STREAM_ID
-
-    @property
-    def accepts_streams(self) -> bool:
-        """Client: whether :meth:`open_stream` can be called now."""
-        return (
-            not (self.failed or self.going_away or self.draining)
-            and self._next_id <= MAX_STREAM_ID
-            and (self.peer_max_streams is None or len(self._streams) < self.peer_max_streams)
-        )
-
-    def open_stream(self, headers: Iterable[Header], *, ended: bool = False, tunnel: bool = True) -> int:
-        """Client: send a request, pseudo-header fields first, in the order given; CONNECT makes a ``tunnel``.
-
-        Raises:
-            LocalProtocolError: no stream can be opened now, see :attr:`accepts_streams`.
-        """
-        if self._server or not self.accepts_streams:
-            raise LocalProtocolError("no stream may be opened on this connection")
-        return self._open(_ENCODER.encode(headers), ended=ended, tunnel=tunnel)
-
-    def open_tunnel(self, block: bytes) -> int:
-        """Client: like :meth:`open_stream`, with the header block of a CONNECT from :func:`field` and
-        :func:`fields`.
-
-        Raises:
-            LocalProtocolError: no stream can be opened now, see :attr:`accepts_streams`.
-        """
-        if self._server or not self.accepts_streams:
-            raise LocalProtocolError("no stream may be opened on this connection")
-        return self._open(block, ended=False, tunnel=True)
-
-    def _open(self, block: bytes, *, ended: bool, tunnel: bool) -> int:
-        stream_id = self._next_id
-        self._next_id += 2
-        state = SENT[StreamState.IDLE][StreamFrame.HEADERS_END if ended else StreamFrame.HEADERS]
-        stream = _Stream(state, self._peer_initial_window, self._window.initial, self._now)
-        stream.tunnel = tunnel
-        self._streams[stream_id] = stream
-        self._window.opened(len(self._streams))
-        self._send_block(stream_id, block, ended=ended)
-        return stream_id
-
-    def respond(
-        self,
-        stream_id: int,
-        status: int,
-        headers: Iterable[Header] = (),
-        *,
-        body: bytes = b"",
-        ended: bool = False,
-        reset_code: int | None = None,
-    ) -> None:
-        """Server: answer a request.
-
-        ``ended`` without a body puts END_STREAM on the HEADERS. ``body`` (within the windows: a few hundred bytes)
-        is one DATA frame that ends the stream. ``reset_code`` then resets a stream whose request side is still
-        open. After an answer without any of these the stream is a tunnel.
-
-        Raises:
-            LocalProtocolError: the stream is gone or already answered.
-        """
-        stream = self._known(stream_id)
-        if not self._server or stream.answered or StreamFrame.HEADERS not in SENT[stream.state]:
-            raise LocalProtocolError(f"stream {stream_id} cannot be answered")
-        stream.answered = True
-        if status == 200:
-            self._costs.refund(stream.cost)
-        ends = ended and not body
-        self._send_headers(stream_id, ((b":status", b"%d" % status), *headers), ended=ends)
-        if body:
-            size = min(len(body), stream.send_window, self._send_window, self.peer_max_frame_bytes)
-            if size == len(body):
-                stream.send_window -= size
-                self._send_window -= size
-                self.output.append(frames.frame(DATA, END_STREAM, stream_id, body))
-            else:  # the body explains the status and may be lost; it is not worth a queue of its own
-                self.output.append(frames.frame(DATA, END_STREAM, stream_id))
-        if ended or body:
-            self._local_ended(stream_id, stream)
-        if reset_code is not None and stream_id in self._streams:
-            self.reset_stream(stream_id, reset_code)
-
-    def reset_stream(self, stream_id: int, code: int) -> None:
-        """Send RST_STREAM. Idempotent, and without effect on a closed stream."""
-        stream = self._streams.pop(stream_id, None)
-        if stream is not None:
-            # The rest of a DATA frame that the network has split is treated like later frames: dropped, with its
-            # credit returned.
-            if stream is self._data_stream:
-                self._data_stream = None
-            self._window.closed(stream, len(self._streams))
-            self._send_reset(stream_id, code)
-
-    def end_stream(self, stream_id: int, trailers: Headers = ()) -> None:
-        """Send END_STREAM on an empty DATA frame, or on ``trailers``; the other direction stays open.
-
-        Raises:
-            LocalProtocolError: the stream is gone, or was ended before.
-        """
-        stream = self._known(stream_id)
-        if StreamFrame.DATA_END not in SENT[stream.state]:
-            raise LocalProtocolError(f"stream {stream_id} has been ended")
-        if trailers:
-            self._send_headers(stream_id, trailers, ended=True)
-        else:
-            self.output.append(frames.frame(DATA, END_STREAM, stream_id))
-        self._local_ended(stream_id, stream)
-
-    def ping(self, payload: bytes) -> None:
-        """Send PING with 8 bytes of ``payload``; :class:`PingAcknowledged` reports the answer."""
-        self.output.append(frames.frame(frames.PING, 0, 0, payload))
-
-    def drain(self) -> None:
-        """Server: announce the end with a GOAWAY for all streams and a PING (RFC 9113, 6.8); idempotent.
-
-        Requests that cross this GOAWAY are still accepted. The PONG shows that the peer has seen it
-        (:attr:`drain_seen`). The caller sends the final GOAWAY later, by :meth:`goaway`.
-        """
-        if not self.draining and not self.failed:
-            self.draining = True
-            self.output.append(
-                frames.frame(frames.GOAWAY, 0, 0, frames.TWO_U32.pack(MAX_STREAM_ID, ErrorCode.NO_ERROR))
-                + frames.frame(frames.PING, 0, 0, _DRAIN_PING)
-            )
-
-    def goaway(self, code: int = ErrorCode.NO_ERROR) -> None:
-        """Send the final GOAWAY with the peer's last stream that was taken; later ones are not answered."""
-        self.draining = True
-        if self._goaway_limit is None or code != ErrorCode.NO_ERROR:
-            self._goaway_limit = self._last_peer_id
-            self.output.append(frames.frame(frames.GOAWAY, 0, 0, frames.TWO_U32.pack(self._last_peer_id, code)))
-
-    # Payload out
-
-    def reserve(self, stream_id: int, limit: int) -> memoryview | None:
-        """Return room in the output for up to ``limit`` bytes of the stream's payload.
-
-        None means no room before a :class:`WindowOpened` of this stream or of stream 0 or, if ``output.full``,
-        before the output was sent. Do not call other methods between this and :meth:`commit`. A reservation
-        without commit has no effect.
-
-        Raises:
-            LocalProtocolError: the stream is gone, or we have ended it.
-        """
-        allowed = self._allowed(stream_id, limit)
-        if allowed == 0:
-            return None
-        return self.output.reserve(allowed if allowed < self.peer_max_frame_bytes else self.peer_max_frame_bytes)
-
-    def reserve_many(self, stream_id: int, limit: int) -> list[memoryview] | None:
-        """Like :meth:`reserve`, but with one view per frame, so that one read can fill several frames.
-
-        For peers with small frames, where one view would mean one system call per 16 KiB.
-        """
-        allowed = self._allowed(stream_id, limit)
-        return self.output.reserve_many(allowed, self.peer_max_frame_bytes) if allowed else None
-
-    def commit(self, stream_id: int, size: int) -> None:
-        """Send the first ``size`` bytes, at least 1, of what was put into the reserved room."""
-        stream = self._streams[stream_id]
-        stream.send_window -= size
-        self._send_window -= size
-        self._earned += size
-        self.output.commit(stream_id, size, self.peer_max_frame_bytes)
-
-    def send_data(self, stream_id: int, data: bytes | memoryview) -> int:
-        """Copy ``data`` into the output, up to the limits of windows and room. Return the number of bytes."""
-        sent = 0
-        while sent < len(data):
-            room = self.reserve(stream_id, len(data) - sent)
-            if room is None:
-                break
-            size = len(room)
-            room[:] = data[sent : sent + size]
-            self.commit(stream_id, size)
-            sent += size
-        return sent
-
-    def acknowledge(self, stream_id: int, size: int) -> None:
-        """Return the credit of ``size`` received bytes of the stream, which were delivered or dropped.
-
-        Also called for closed streams, because their bytes count against the connection's window. Without this
-        call the window would shrink with every aborted stream.
-        """
-        window = self._window
-        window.unacknowledged += size
-        if window.unacknowledged >= window.credit:
-            self._renew_connection()
-        stream = self._streams.get(stream_id)
-        # A peer that has ended needs no credit for the stream; the connection's has gone back above.
-        if stream is not None and (stream.state is OPEN or stream.state is HALF_CLOSED_LOCAL):
-            stream.unacknowledged += size
-            if stream.unacknowledged >= stream.step:
-                credit = window.renew(stream, self._now, len(self._streams))
-                if credit > 0:
-                    self._grant(stream_id, credit)
-                if window.unacknowledged >= window.credit:
-                    self._renew_connection()
-
-    def _renew_connection(self) -> None:
-        """Return the connection's credit; called when no less is due than the peer has left.
-
-        Relative to the remaining window, not to the whole: if slow streams pin most of the window, live ones use
-        the rest, however small. So this is checked when bytes arrive, not only when they leave.
-        """
-        window = self._window
-        if window.unacknowledged > 0:
-            self._grant(0, window.unacknowledged)
-            window.credit += window.unacknowledged
-            window.unacknowledged = 0
 
     # Bytes in
 
@@ -706,7 +379,7 @@ class Engine:
             self._charge_reset()
             self._send_reset(stream_id, ErrorCode.PROTOCOL_ERROR)
             return
-        stream = _Stream(state, self._peer_initial_window, self._window.initial, self._now)
+        stream = Stream(state, self._peer_initial_window, self._window.initial, self._now)
         stream.tunnel = head.is_tunnel
         self._reader.work += REQUEST_UNITS
         stream.cost = min(cost + REQUEST_UNITS, REFUND_UNITS)
@@ -734,7 +407,7 @@ class Engine:
             if ended:
                 self._remote_ended(stream_id, stream)
 
-    def _trailers(self, stream_id: int, stream: _Stream, head: object, *, ended: bool) -> None:
+    def _trailers(self, stream_id: int, stream: Stream, head: object, *, ended: bool) -> None:
         """Take a second header block: trailers, but on a tunnel only DATA may follow (RFC 9113, 8.5)."""
         if stream.tunnel or not ended or not isinstance(head, Trailers):
             self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
@@ -838,7 +511,7 @@ class Engine:
                 self._encoder_table_bytes = 0
                 self._block_prefix = EMPTY_TABLE
         elif key == Setting.MAX_FRAME_SIZE:
-            if not _DEFAULT_FRAME <= value < 2**24:
+            if not DEFAULT_FRAME <= value < 2**24:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE out of range")
             self.peer_max_frame_bytes = value
         elif key == Setting.MAX_CONCURRENT_STREAMS:
@@ -855,7 +528,7 @@ class Engine:
         if not flags & frames.ACK:
             self.output.append(frames.frame(frames.PING, frames.ACK, 0, payload))
             return
-        if payload == _DRAIN_PING and self.draining:
+        if payload == DRAIN_PING and self.draining:
             self.drain_seen = True
         self._events.append(PingAcknowledged(payload))
 
@@ -874,12 +547,6 @@ class Engine:
 
     # Shared
 
-    def _known(self, stream_id: int) -> _Stream:
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            raise LocalProtocolError(f"stream {stream_id} is not open")
-        return stream
-
     def stream_state(self, stream_id: int) -> StreamState:
         """Return the state of any stream. A closed stream is RESET only while that reset is remembered."""
         stream = self._streams.get(stream_id)
@@ -897,57 +564,7 @@ class Engine:
             return StreamState.IDLE
         return StreamState.RESET if stream_id in self._reset_here else StreamState.CLOSED
 
-    def _allowed(self, stream_id: int, limit: int) -> int:
-        stream = self._streams.get(stream_id)
-        # As SENT has it; written out, because it is asked per chunk.
-        if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
-            raise LocalProtocolError(f"stream {stream_id} cannot send")
-        # The exhausted window decides which WINDOW_UPDATE reports room again (WindowOpened). Only a sender that
-        # has asked for room is notified, so idle streams cause no work.
-        allowed = stream.send_window
-        if allowed <= 0:
-            stream.blocked = True
-            return 0
-        if self._send_window < allowed:
-            allowed = self._send_window
-            if allowed <= 0:
-                self._send_blocked = True
-                return 0
-        return limit if limit < allowed else allowed
-
-    def _send_headers(self, stream_id: int, headers: Iterable[Header], *, ended: bool) -> None:
-        self._send_block(stream_id, _ENCODER.encode(headers), ended=ended)
-
-    def _send_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        # The prefix belongs to this connection. Blocks are shared by all connections.
-        if self._block_prefix:
-            block, self._block_prefix = self._block_prefix + block, b""
-        self.output.append(
-            frames.header_frames(stream_id, block, ended=ended, max_frame_bytes=self.peer_max_frame_bytes)
-        )
-
-    def _grant(self, stream_id: int, size: int) -> None:
-        self.output.append(frames.frame(frames.WINDOW_UPDATE, 0, stream_id, frames.U32.pack(size)))
-
-    def _send_reset(self, stream_id: int, code: int) -> None:
-        self.output.append(frames.frame(frames.RST_STREAM, 0, stream_id, frames.U32.pack(code)))
-        self._reset_here[stream_id] = None
-        if len(self._reset_here) > _REMEMBERED_RESETS:
-            del self._reset_here[next(iter(self._reset_here))]
-
-    def _local_ended(self, stream_id: int, stream: _Stream) -> None:
-        stream.state = SENT[stream.state][StreamFrame.DATA_END]
-        if stream.state is StreamState.CLOSED:
-            self._forget(stream_id, stream)
-
-    def _forget(self, stream_id: int, stream: _Stream) -> None:
-        """Drop a stream that both sides have ended, or the peer has reset."""
-        del self._streams[stream_id]
-        self._window.closed(stream, len(self._streams))
-        if self._server and stream.tunnel and stream.answered and not stream.used:
-            self._reader.work += IDLE_STREAM_UNITS
-
-    def _remote_ended(self, stream_id: int, stream: _Stream, trailers: Headers = ()) -> None:
+    def _remote_ended(self, stream_id: int, stream: Stream, trailers: Headers = ()) -> None:
         verdict = self._received[stream.state][StreamFrame.DATA_END]
         assert isinstance(verdict, StreamState)
         stream.state = verdict

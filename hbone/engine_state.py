@@ -15,11 +15,12 @@ from typing import Any, Final
 
 import msgspec
 
-from hbone.engine import Engine, new_stream
+from hbone.engine import Engine
 from hbone.flow import Budget
 from hbone.hpack_cache import BlockDecoder
 from hbone.output import Buffers
 from hbone.reader import FrameReader
+from hbone.sender import Stream
 from hbone.settings import Http2Settings, Role
 from hbone.stream_state import StreamState
 from hbone.windows import ConnectionWindow
@@ -235,7 +236,7 @@ def engine_of(state: EngineState, buffers: Buffers | None, now_s: float) -> Engi
     engine._now = now_s
     engine._reset_here = dict.fromkeys(state.reset_here)
     for each in state.streams:
-        stream = new_stream(StreamState(each.state), now_s - each.granted_age_s)
+        stream = Stream(StreamState(each.state), 0, 0, now_s - each.granted_age_s)
         for name in _STREAM:
             setattr(stream, name, getattr(each, name))
         engine._streams[each.stream_id] = stream

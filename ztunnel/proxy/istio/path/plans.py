@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from hbone.engine import field, fields
 from hbone.headers import format_forwarded, format_traceparent
+from hbone.sender import field, fields
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.istio.accounting.record import Described, Direction, Record
