@@ -33,6 +33,8 @@ COMPILED = (
     "hbone/cost_budget.py",
     "hbone/aio/answers.py",
     "hbone/aio/connection.py",
+    "hbone/aio/connection_settings.py",
+    "hbone/aio/connection_tunnels.py",
     "hbone/aio/end.py",
     "hbone/aio/keepalive.py",
     "hbone/aio/link.py",

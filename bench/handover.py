@@ -20,7 +20,8 @@ import msgspec
 import uvloop
 
 from bench.tunnel_micro import identity
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.handover import Frozen, UnitState, resumed
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay

@@ -26,7 +26,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from hbone.aio.connection import ConnectionSettings, connect, default_client
+from hbone.aio.connection import connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection

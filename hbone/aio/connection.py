@@ -13,17 +13,16 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
 from hbone.aio import waits
-from hbone.aio.answers import OnAnswer, PendingAnswers
-from hbone.aio.fiber import OneShotFuture
+from hbone.aio.connection_settings import ConnectionSettings, MovedConnection, Progress
+from hbone.aio.connection_tunnels import ConnectionTunnels
 from hbone.aio.keepalive import Keepalive
-from hbone.aio.link import Link, LinkClosed
+from hbone.aio.link import Link, LinkClosed, network_error
 from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
-from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
+from hbone.aio.tunnel import Tunnel
 from hbone.engine import Engine
 from hbone.errors import (
     ConnectionBroken,
@@ -41,7 +40,6 @@ from hbone.events import (
     DataReceived,
     Event,
     GoawayReceived,
-    Header,
     PingAcknowledged,
     RequestHead,
     RequestReceived,
@@ -51,8 +49,8 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.flow import PeerQuota, WindowPool
-from hbone.settings import Http2Settings, Role, client_settings, server_settings
+from hbone.flow import PeerQuota
+from hbone.settings import Role
 from hbone.tls import TlsSession, TlsStream, Unmovable
 from hbone.tls_context import TlsContext
 
@@ -67,59 +65,6 @@ of its request.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionSettings:
-    """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
-
-    ``first_request_timeout_s``: a server closes a connection without a request after this time. None disables it.
-    ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
-    server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
-    disables keepalive. The two ping times are kept to a quarter of the shorter timeout. They differ from the Rust
-    ztunnel's 10 and 20 s: a peer gone without a FIN is detected within 20 s instead of 35, and a peer that paused
-    for 10 s is kept.
-    """
-
-    http2: Http2Settings = field(default_factory=server_settings)
-    handshake_timeout_s: float = 10.0
-    first_request_timeout_s: float | None = 10.0
-    drain_grace_s: float = 1.0
-    windows: WindowPool | None = None
-    ping_interval_s: float | None = 5.0
-    ping_timeout_s: float = 12.0
-
-
-def default_client() -> ConnectionSettings:
-    """Settings of an outbound connection."""
-    return ConnectionSettings(http2=client_settings())
-
-
-@dataclass(slots=True, kw_only=True)
-class MovedConnection:
-    """The parts of a connection that another process has established."""
-
-    engine: Engine
-    tls: TlsStream | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The state of a connection outside its engine, its TLS and its tunnels.
-
-    Attributes:
-        waiting: streams that wait for room, in their order.
-        room: set when there can be some.
-        closing: it takes no new streams.
-        grace: the time between the announcement of the end and the final GOAWAY runs.
-        unsent: sealed bytes that the network has not taken.
-    """
-
-    waiting: tuple[int, ...]
-    room: bool
-    closing: bool
-    grace: bool
-    unsent: bytes
-
-
 class RequestSink(Protocol):
     """Server: takes the requests of a connection."""
 
@@ -130,16 +75,12 @@ class RequestSink(Protocol):
         """Stop handling, because the stream is closed. Idempotent, and has no effect after the answer."""
 
 
-class Connection(TunnelCarrier):
+class Connection(ConnectionTunnels):
     """See the module. Made by :func:`connect` or :func:`hbone.aio.server.serve_connection`."""
 
     __slots__ = (
-        "_answers",
         "_closed",
-        "_closing",
-        "_established",
         "_first",
-        "_flushing",
         "_grace",
         "_greedy",
         "_keepalive",
@@ -148,13 +89,7 @@ class Connection(TunnelCarrier):
         "_pause",
         "_recent_bytes",
         "_requests",
-        "_room",
         "_share",
-        "_to_flush",
-        "_tunnels",
-        "_waiting",
-        "link",
-        "settings",
     )
 
     def __init__(
@@ -169,10 +104,7 @@ class Connection(TunnelCarrier):
         on_established: Callable[[Connection], None] | None = None,
         moved: MovedConnection | None = None,
     ) -> None:
-        self.role = role
-        self.settings = settings
-        self.poller = poller
-        self.engine = Engine(role, settings.http2, poller) if moved is None else moved.engine
+        engine = Engine(role, settings.http2, poller) if moved is None else moved.engine
         tls: TlsStream | None = None
         if moved is not None:
             tls = moved.tls
@@ -181,26 +113,13 @@ class Connection(TunnelCarrier):
             # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They reveal no other information to an
             # unauthenticated client.
             early = role is Role.SERVER and settings.http2.early_data
-            tls = TlsSession(tls_context, self.engine.opening if early else b"")
-        self.link = Link(sock, tls, poller)
-        self.facts = None
-        self.error = None
-        name = sock.getsockname()  # of two parts, of four for IPv6, a path for a socket pair
-        self.local_name = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
-        self.dirty = False
+            tls = TlsSession(tls_context, engine.opening if early else b"")
+        super().__init__(role, settings, poller, engine, Link(sock, tls, poller))
         self._requests = requests
         self._on_established = on_established
         self._on_change: Callable[[Connection], None] | None = None
-        self._tunnels: dict[int, Tunnel] = {}
-        self._answers = PendingAnswers(poller)
-        self._waiting: dict[int, Tunnel] = {}
-        self._to_flush: list[Tunnel] = []
-        self._room = False
         self._greedy = role is Role.SERVER  # until the end of the handshake
         self._recent_bytes = 0
-        self._flushing = False
-        self._closing = False
-        self._established: OneShotFuture[None] = OneShotFuture(poller)
         self._closed: asyncio.Future[None] = poller.loop.create_future()
         self._keepalive: Keepalive | None = None
         self._first: asyncio.TimerHandle | None = None
@@ -278,7 +197,7 @@ class Connection(TunnelCarrier):
         try:
             self.link.send_tls()
         except OSError as error:  # the peer has sent RST meanwhile
-            raise _broken(error, _IN_HANDSHAKE) from error
+            raise network_error(error, _IN_HANDSHAKE) from error
 
     # Events of the poller
 
@@ -389,7 +308,7 @@ class Connection(TunnelCarrier):
         try:
             size = link.receive_raw(buffer)
         except (OSError, LinkClosed) as error:
-            self._end(_broken(error, _IN_HANDSHAKE))
+            self._end(network_error(error, _IN_HANDSHAKE))
             return
         if size and link.tls is not None:
             link.tls.receive(buffer[:size])
@@ -402,7 +321,7 @@ class Connection(TunnelCarrier):
             self._end(error)
             return
         except (OSError, LinkClosed) as error:
-            self._end(_broken(error, ""))
+            self._end(network_error(error, ""))
             return
         if data is not None:
             if self.link.overhead:
@@ -481,115 +400,6 @@ class Connection(TunnelCarrier):
                 self._requests.cancel(tunnel)
         self._changed()
 
-    # Output
-
-    def flush(self) -> None:
-        """Send all queued output as one TLS write, then resume the tunnels that waited for room."""
-        self.dirty = False
-        if self.error is not None or self._flushing:
-            return
-        self._flushing = True
-        try:
-            self._write()
-            if self._room and self._waiting and not self.link.blocked:
-                self._room = False
-                # Tunnels send in the order of running out of room. A tunnel without room goes back to the end of
-                # the queue, so that tunnels share a small window in turn.
-                waiting, self._waiting = self._waiting, {}
-                for tunnel in waiting.values():
-                    if self.link.unsent_bytes:
-                        self._waiting.setdefault(tunnel.stream_id, tunnel)
-                    else:
-                        tunnel.on_room()
-                self._write()
-        finally:
-            self._flushing = False
-
-    def _write(self) -> None:
-        if not self._established.done():
-            return
-        output = self.engine.output
-        if output.borrows and not self.link.blocked and self.error is None:
-            try:
-                self.link.send(output.views())
-            except (OSError, TlsError) as error:
-                self._end(_broken(error, "while sending"))
-                return
-            output.taken()
-
-    def _unblock(self) -> None:
-        try:
-            if self.link.retry():
-                self._room = True
-                self.flush()
-        except OSError as error:
-            self._end(_broken(error, "while sending"))
-
-    # For tunnels
-
-    @property
-    def early_limit(self) -> int:
-        """Return the limit of early bytes: low at a server, which has not accepted the tunnel yet."""
-        http2 = self.settings.http2
-        return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
-
-    def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
-        if not self.link.blocked:
-            if not self.dirty:
-                # Also if the following read returns no bytes, because flush() releases the borrowed buffer.
-                self.poller.schedule_flush(self)
-            room = self.engine.reserve(tunnel.stream_id, limit)
-            if room is None and self._made_room():
-                room = self.engine.reserve(tunnel.stream_id, limit)
-            if room is not None:
-                return room
-        self._waiting[tunnel.stream_id] = tunnel
-        return None
-
-    def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
-        if not self.link.blocked:
-            if not self.dirty:
-                self.poller.schedule_flush(self)
-            rooms = self.engine.reserve_many(tunnel.stream_id, limit)
-            if rooms is None and self._made_room():
-                rooms = self.engine.reserve_many(tunnel.stream_id, limit)
-            if rooms is not None:
-                return rooms
-        self._waiting[tunnel.stream_id] = tunnel
-        return None
-
-    def _made_room(self) -> bool:
-        """Send a full output buffer before the end of the turn; return whether that made room."""
-        if not self.engine.output.full:
-            return False
-        self._write()
-        return self.error is None and not self.link.blocked
-
-    def flush_after_read(self, tunnel: Tunnel) -> None:
-        self._to_flush.append(tunnel)
-
-    def acknowledge(self, stream_id: int, size: int) -> None:
-        if self.error is None:
-            self.engine.acknowledge(stream_id, size)
-            if self.engine.output and not self.dirty:
-                self.poller.schedule_flush(self)
-
-    def end_stream(self, tunnel: Tunnel) -> None:
-        if self.error is None:
-            self.engine.end_stream(tunnel.stream_id)
-            self.poller.schedule_flush(self)
-
-    def reset(self, tunnel: Tunnel, code: int) -> None:
-        if self.error is None:
-            self.engine.reset_stream(tunnel.stream_id, code)
-            self.poller.schedule_flush(self)
-
-    def release(self, tunnel: Tunnel) -> None:
-        self._tunnels.pop(tunnel.stream_id, None)
-        self._waiting.pop(tunnel.stream_id, None)
-        self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
-        self._changed()
-
     # For owners
 
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
@@ -606,73 +416,6 @@ class Connection(TunnelCarrier):
     def ended_by_limit(self) -> bool:
         """Whether it was ended because its peer overdrew a budget (ENHANCE_YOUR_CALM)."""
         return isinstance(self.error, RemoteProtocolError) and self.error.code == ErrorCode.ENHANCE_YOUR_CALM
-
-    @property
-    def open_streams(self) -> int:
-        """Number of tunnels that still have an owner or a stream."""
-        return max(len(self._tunnels), self.engine.open_streams)
-
-    @property
-    def accepts_streams(self) -> bool:
-        """Client: whether :meth:`open` can succeed now."""
-        return self.error is None and not self._closing and self.engine.accepts_streams
-
-    def open(
-        self, headers: Iterable[Header], client: EarlySource | None = None
-    ) -> Coroutine[object, object, Tunnel]:
-        """Client: send CONNECT, wait for its 200.
-
-        Args:
-            headers: of the request.
-            client: its first bytes leave with the request, if the peer has announced that it holds them until its
-                answer (Setting.EARLY_BYTES): one round trip less. They are consumed when the 200 arrives;
-                without a 200 they stay for another attempt.
-
-        Raises:
-            ConnectRefused: another status.
-            TunnelBroken: the stream or the connection ended before the answer. ``unprocessed`` is also set if no
-                stream could be opened (see :attr:`accepts_streams`), but not if the connection ended before its
-                first stream.
-            TlsError: the peer refused our certificate, which a client of TLS 1.3 learns after its handshake.
-        """
-        if not self.accepts_streams:
-            if isinstance(self.error, TlsError):
-                raise self.error
-            if self.error is not None and self.engine.unused:
-                # A server that judges after the handshake ends so. A retry would only meet the same verdict, hence
-                # not ``unprocessed``.
-                raise ConnectionBroken(f"connection ended: {self.error}")
-            raise ConnectionBroken("connection takes no new streams", unprocessed=True)
-        tunnel = self._requested(self.engine.open_stream(headers), client)
-        return waits.answer(tunnel, self._answers.expect(tunnel))
-
-    def open_now(self, block: bytes, client: EarlySource | None, on_answer: OnAnswer) -> Tunnel:
-        """Client: like :meth:`open`, without a coroutine. The caller closes the tunnel, with or without an answer.
-
-        Args:
-            block: the CONNECT, an argument of :meth:`hbone.engine.Engine.open_tunnel`.
-            client: see :meth:`open`.
-            on_answer: gets the errors that :meth:`open` raises. A tunnel that is closed before gets no answer.
-
-        Raises:
-            LocalProtocolError: no stream can be opened, see :attr:`accepts_streams`.
-        """
-        tunnel = self._requested(self.engine.open_tunnel(block), client)
-        self._answers.tell(tunnel, on_answer)
-        return tunnel
-
-    def _requested(self, stream_id: int, client: EarlySource | None) -> Tunnel:
-        tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
-        if client is not None and self.engine.peer_early_bytes:
-            self._send_early(tunnel, client)
-        self.poller.schedule_flush(self)
-        return tunnel
-
-    def _send_early(self, tunnel: Tunnel, client: EarlySource) -> None:
-        room = self.engine.reserve(tunnel.stream_id, self.engine.peer_early_bytes)
-        if room is not None and (size := client.peek_into(room)):
-            self.engine.commit(tunnel.stream_id, size)
-            tunnel.early_sent = (client, size)
 
     def drain(self) -> None:
         """Take no new streams, and close with the last open one; idempotent.
@@ -758,7 +501,7 @@ class Connection(TunnelCarrier):
         try:
             self.link.send_tls()
         except (OSError, TlsError) as error:
-            self._end(_broken(error, "while sending"))
+            self._end(network_error(error, "while sending"))
 
     @property
     def progress(self) -> Progress:
@@ -888,13 +631,6 @@ class Connection(TunnelCarrier):
             self.engine.goaway(ErrorCode.NO_ERROR)
             self.flush()
         self._end(PeerSilent("HBONE ping timeout"))
-
-
-def _broken(error: Exception, when: str) -> HboneError:
-    if isinstance(error, HboneError):
-        return error
-    what = "peer closed the connection" if isinstance(error, LinkClosed) else f"network failed: {error}"
-    return ConnectionBroken(f"{what} {when}".rstrip())
 
 
 async def connect(

@@ -21,7 +21,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from hbone.aio.connection import Connection, ConnectionSettings, MovedConnection, Progress, RequestSink
+from hbone.aio.connection import Connection, RequestSink
+from hbone.aio.connection_settings import ConnectionSettings, MovedConnection, Progress
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, MovedRelay, Relay, continued
@@ -94,7 +95,7 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CarrierState(msgspec.Struct, frozen=True, kw_only=True):
-    """An HTTP/2 connection, of cleartext if ``tls`` is None; see :class:`hbone.aio.connection.Progress`."""
+    """An HTTP/2 connection, of cleartext if ``tls`` is None; see :class:`hbone.aio.connection_settings.Progress`."""
 
     engine: EngineState
     tls: RecordState | None

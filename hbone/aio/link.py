@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from hbone.aio.poller import BULK_BYTES, Poller
+from hbone.errors import ConnectionBroken, HboneError
 from hbone.output import BUFFER_BYTES
 from hbone.tls import TlsStream
 
@@ -17,6 +18,14 @@ class LinkClosed(Exception):
     def __init__(self, *, notified: bool) -> None:
         super().__init__(notified)
         self.notified = notified
+
+
+def network_error(error: Exception, when: str) -> HboneError:
+    """Return the error of a connection whose :class:`Link` failed with ``error``; ``when`` ends the message."""
+    if isinstance(error, HboneError):
+        return error
+    what = "peer closed the connection" if isinstance(error, LinkClosed) else f"network failed: {error}"
+    return ConnectionBroken(f"{what} {when}".rstrip())
 
 
 class Link:

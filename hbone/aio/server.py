@@ -8,7 +8,8 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeAlias
 
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import LINGER_S

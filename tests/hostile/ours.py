@@ -19,7 +19,8 @@ from pathlib import Path
 import uvloop
 
 from bench.scale_istio import service_message
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay

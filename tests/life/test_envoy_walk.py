@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from hbone.aio.connection import Connection, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import default_client
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from hbone.aio.connection import Connection, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import default_client
 from hbone.aio.server import Request
 from hbone.errors import HboneError
 from tests.life.copying import both_ways

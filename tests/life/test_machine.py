@@ -13,7 +13,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hbone.aio.connection import Connection, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import default_client
 from hbone.errors import HboneError
 from tests.generated import examples
 from tests.ztunnel.proxy.istio.inbound_case import (

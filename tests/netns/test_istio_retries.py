@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.settings import Http2Settings
 from tests.netns.hbone_ends import HboneEnds, greeting
 from tests.netns.istio import HELLO, AmbientMesh, ask, eventually, mesh_of, refused

@@ -19,7 +19,7 @@ import dns.rrset
 import pytest
 
 from deploy.lab import Place
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.settings import server_settings
 from tests.netns.hbone_ends import HboneEnds, greeting
 from tests.netns.istio import HELLO, ROOT, AmbientMesh, NodeProxy, ask, eventually, mesh_of, refused

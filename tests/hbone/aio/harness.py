@@ -12,7 +12,8 @@ from typing import Any
 import uvloop
 
 from hbone import frames
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.server import Request, serve_connection

@@ -15,7 +15,8 @@ import h2.events
 import pytest
 
 from hbone import frames
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay

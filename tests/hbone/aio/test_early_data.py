@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hbone.aio.connection import ConnectionSettings, default_client
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request

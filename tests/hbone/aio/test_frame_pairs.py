@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from hbone import frames
-from hbone.aio.connection import connect, default_client
+from hbone.aio.connection import connect
+from hbone.aio.connection_settings import default_client
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.handover import Frozen, Resumed, UnitState, Unmovable, resumed
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay

@@ -12,7 +12,8 @@ import pytest
 
 import hbone
 from hbone.aio import poller as poller_module
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.tls_socket import TlsSocket

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.keepalive import Keepalive
 from hbone.aio.poller import Poller
 from tests.hbone import virtual_time

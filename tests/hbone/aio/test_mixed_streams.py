@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from hbone import frames
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.end import End
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import pytest
 
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hbone import frames
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES
 from hbone.hpack_cache import TOLERATED_LIST_BYTES
 from hbone.limits import Limits

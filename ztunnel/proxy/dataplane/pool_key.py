@@ -4,7 +4,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from hbone.aio.connection import Connection, ConnectionSettings, connect
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.tls_context import TlsContext
 from xds.model.address import SocketAddress

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ztunnel
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from hbone.settings import server_settings

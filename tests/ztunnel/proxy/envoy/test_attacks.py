@@ -15,7 +15,7 @@ import h2.exceptions
 import pytest
 
 from hbone.aio.connection import connect as tunnel_connection
-from hbone.aio.connection import default_client
+from hbone.aio.connection_settings import default_client
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.socket import PlainSocket

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection

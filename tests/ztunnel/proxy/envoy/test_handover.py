@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hbone.aio.connection import connect, default_client
+from hbone.aio.connection import connect
+from hbone.aio.connection_settings import default_client
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.rig import (
     CLIENT,

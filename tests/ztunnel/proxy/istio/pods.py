@@ -20,7 +20,8 @@ from typing import Any
 import uvloop
 from cryptography import x509
 
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection

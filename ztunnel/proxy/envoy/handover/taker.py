@@ -15,7 +15,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hbone.aio.connection import Connection, ConnectionSettings, default_client
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.handover import Resumed, resumed
 from hbone.aio.poller import Poller

@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
-from hbone.aio.connection import Connection, ConnectionSettings, default_client
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.end import End
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller

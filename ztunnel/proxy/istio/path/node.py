@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.settings import Http2Settings, client_settings, server_settings
 from tproxy.aio import sockets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.flow import WindowPool
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate

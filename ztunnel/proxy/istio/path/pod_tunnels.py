@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Hashable, Iterable
 from functools import partial
 
-from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.connection import Connection
+from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel

@@ -1,0 +1,63 @@
+"""The settings of a connection, and the parts of a connection that moves between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hbone.engine import Engine
+from hbone.flow import WindowPool
+from hbone.settings import Http2Settings, client_settings, server_settings
+from hbone.tls import TlsStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
+
+    ``first_request_timeout_s``: a server closes a connection without a request after this time. None disables it.
+    ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
+    server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
+    disables keepalive. The two ping times are kept to a quarter of the shorter timeout. They differ from the Rust
+    ztunnel's 10 and 20 s: a peer gone without a FIN is detected within 20 s instead of 35, and a peer that paused
+    for 10 s is kept.
+    """
+
+    http2: Http2Settings = field(default_factory=server_settings)
+    handshake_timeout_s: float = 10.0
+    first_request_timeout_s: float | None = 10.0
+    drain_grace_s: float = 1.0
+    windows: WindowPool | None = None
+    ping_interval_s: float | None = 5.0
+    ping_timeout_s: float = 12.0
+
+
+def default_client() -> ConnectionSettings:
+    """Settings of an outbound connection."""
+    return ConnectionSettings(http2=client_settings())
+
+
+@dataclass(slots=True, kw_only=True)
+class MovedConnection:
+    """The parts of a connection that another process has established."""
+
+    engine: Engine
+    tls: TlsStream | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The state of a connection outside its engine, its TLS and its tunnels.
+
+    Attributes:
+        waiting: streams that wait for room, in their order.
+        room: set when there can be some.
+        closing: it takes no new streams.
+        grace: the time between the announcement of the end and the final GOAWAY runs.
+        unsent: sealed bytes that the network has not taken.
+    """
+
+    waiting: tuple[int, ...]
+    room: bool
+    closing: bool
+    grace: bool
+    unsent: bytes

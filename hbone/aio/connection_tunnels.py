@@ -1,0 +1,248 @@
+"""The sending half of a connection: its tunnels, how they are opened, and how their payload leaves.
+
+:class:`ConnectionTunnels` is the base of :class:`hbone.aio.connection.Connection`, which reads from the network.
+A tunnel writes into the engine's output. All output of a loop iteration leaves in one TLS write
+(:meth:`ConnectionTunnels.flush`). Tunnels that ran out of room then continue in their order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Coroutine, Iterable
+
+from hbone.aio import waits
+from hbone.aio.answers import OnAnswer, PendingAnswers
+from hbone.aio.connection_settings import ConnectionSettings
+from hbone.aio.fiber import OneShotFuture
+from hbone.aio.link import Link, network_error
+from hbone.aio.poller import Poller
+from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
+from hbone.engine import Engine
+from hbone.errors import ConnectionBroken, TlsError
+from hbone.events import Header
+from hbone.settings import Role
+
+
+class ConnectionTunnels(TunnelCarrier):
+    """See the module."""
+
+    __slots__ = (
+        "_answers",
+        "_closing",
+        "_established",
+        "_flushing",
+        "_room",
+        "_to_flush",
+        "_tunnels",
+        "_waiting",
+        "link",
+        "settings",
+    )
+
+    def __init__(
+        self, role: Role, settings: ConnectionSettings, poller: Poller, engine: Engine, link: Link
+    ) -> None:
+        self.role = role
+        self.settings = settings
+        self.poller = poller
+        self.engine = engine
+        self.link = link
+        self.facts = None
+        self.error = None
+        name = link.sock.getsockname()  # of two parts, of four for IPv6, a path for a socket pair
+        self.local_name = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
+        self.dirty = False
+        self._tunnels: dict[int, Tunnel] = {}
+        self._answers = PendingAnswers(poller)
+        self._waiting: dict[int, Tunnel] = {}
+        self._to_flush: list[Tunnel] = []
+        self._room = False
+        self._flushing = False
+        self._closing = False
+        self._established: OneShotFuture[None] = OneShotFuture(poller)
+
+    @abstractmethod
+    def _end(self, error: Exception) -> None:
+        """End the connection. Idempotent."""
+
+    @abstractmethod
+    def _changed(self) -> None:
+        """Notify the owner of a change, and close the connection if it is drained."""
+
+    # Output
+
+    def flush(self) -> None:
+        """Send all queued output as one TLS write, then resume the tunnels that waited for room."""
+        self.dirty = False
+        if self.error is not None or self._flushing:
+            return
+        self._flushing = True
+        try:
+            self._write()
+            if self._room and self._waiting and not self.link.blocked:
+                self._room = False
+                # Tunnels send in the order of running out of room. A tunnel without room goes back to the end of
+                # the queue, so that tunnels share a small window in turn.
+                waiting, self._waiting = self._waiting, {}
+                for tunnel in waiting.values():
+                    if self.link.unsent_bytes:
+                        self._waiting.setdefault(tunnel.stream_id, tunnel)
+                    else:
+                        tunnel.on_room()
+                self._write()
+        finally:
+            self._flushing = False
+
+    def _write(self) -> None:
+        if not self._established.done():
+            return
+        output = self.engine.output
+        if output.borrows and not self.link.blocked and self.error is None:
+            try:
+                self.link.send(output.views())
+            except (OSError, TlsError) as error:
+                self._end(network_error(error, "while sending"))
+                return
+            output.taken()
+
+    def _unblock(self) -> None:
+        try:
+            if self.link.retry():
+                self._room = True
+                self.flush()
+        except OSError as error:
+            self._end(network_error(error, "while sending"))
+
+    # For tunnels
+
+    @property
+    def early_limit(self) -> int:
+        """Return the limit of early bytes: low at a server, which has not accepted the tunnel yet."""
+        http2 = self.settings.http2
+        return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
+
+    def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
+        if not self.link.blocked:
+            if not self.dirty:
+                # Also if the following read returns no bytes, because flush() releases the borrowed buffer.
+                self.poller.schedule_flush(self)
+            room = self.engine.reserve(tunnel.stream_id, limit)
+            if room is None and self._made_room():
+                room = self.engine.reserve(tunnel.stream_id, limit)
+            if room is not None:
+                return room
+        self._waiting[tunnel.stream_id] = tunnel
+        return None
+
+    def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
+        if not self.link.blocked:
+            if not self.dirty:
+                self.poller.schedule_flush(self)
+            rooms = self.engine.reserve_many(tunnel.stream_id, limit)
+            if rooms is None and self._made_room():
+                rooms = self.engine.reserve_many(tunnel.stream_id, limit)
+            if rooms is not None:
+                return rooms
+        self._waiting[tunnel.stream_id] = tunnel
+        return None
+
+    def _made_room(self) -> bool:
+        """Send a full output buffer before the end of the turn; return whether that made room."""
+        if not self.engine.output.full:
+            return False
+        self._write()
+        return self.error is None and not self.link.blocked
+
+    def flush_after_read(self, tunnel: Tunnel) -> None:
+        self._to_flush.append(tunnel)
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        if self.error is None:
+            self.engine.acknowledge(stream_id, size)
+            if self.engine.output and not self.dirty:
+                self.poller.schedule_flush(self)
+
+    def end_stream(self, tunnel: Tunnel) -> None:
+        if self.error is None:
+            self.engine.end_stream(tunnel.stream_id)
+            self.poller.schedule_flush(self)
+
+    def reset(self, tunnel: Tunnel, code: int) -> None:
+        if self.error is None:
+            self.engine.reset_stream(tunnel.stream_id, code)
+            self.poller.schedule_flush(self)
+
+    def release(self, tunnel: Tunnel) -> None:
+        self._tunnels.pop(tunnel.stream_id, None)
+        self._waiting.pop(tunnel.stream_id, None)
+        self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
+        self._changed()
+
+    # Requests
+
+    @property
+    def open_streams(self) -> int:
+        """Number of tunnels that still have an owner or a stream."""
+        return max(len(self._tunnels), self.engine.open_streams)
+
+    @property
+    def accepts_streams(self) -> bool:
+        """Client: whether :meth:`open` can succeed now."""
+        return self.error is None and not self._closing and self.engine.accepts_streams
+
+    def open(
+        self, headers: Iterable[Header], client: EarlySource | None = None
+    ) -> Coroutine[object, object, Tunnel]:
+        """Client: send CONNECT, wait for its 200.
+
+        Args:
+            headers: of the request.
+            client: its first bytes leave with the request, if the peer has announced that it holds them until its
+                answer (Setting.EARLY_BYTES): one round trip less. They are consumed when the 200 arrives;
+                without a 200 they stay for another attempt.
+
+        Raises:
+            ConnectRefused: another status.
+            TunnelBroken: the stream or the connection ended before the answer. ``unprocessed`` is also set if no
+                stream could be opened (see :attr:`accepts_streams`), but not if the connection ended before its
+                first stream.
+            TlsError: the peer refused our certificate, which a client of TLS 1.3 learns after its handshake.
+        """
+        if not self.accepts_streams:
+            if isinstance(self.error, TlsError):
+                raise self.error
+            if self.error is not None and self.engine.unused:
+                # A server that judges after the handshake ends so. A retry would only meet the same verdict, hence
+                # not ``unprocessed``.
+                raise ConnectionBroken(f"connection ended: {self.error}")
+            raise ConnectionBroken("connection takes no new streams", unprocessed=True)
+        tunnel = self._requested(self.engine.open_stream(headers), client)
+        return waits.answer(tunnel, self._answers.expect(tunnel))
+
+    def open_now(self, block: bytes, client: EarlySource | None, on_answer: OnAnswer) -> Tunnel:
+        """Client: like :meth:`open`, without a coroutine. The caller closes the tunnel, with or without an answer.
+
+        Args:
+            block: the CONNECT, an argument of :meth:`hbone.engine.Engine.open_tunnel`.
+            client: see :meth:`open`.
+            on_answer: gets the errors that :meth:`open` raises. A tunnel that is closed before gets no answer.
+
+        Raises:
+            LocalProtocolError: no stream can be opened, see :attr:`accepts_streams`.
+        """
+        tunnel = self._requested(self.engine.open_tunnel(block), client)
+        self._answers.tell(tunnel, on_answer)
+        return tunnel
+
+    def _requested(self, stream_id: int, client: EarlySource | None) -> Tunnel:
+        tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
+        if client is not None and self.engine.peer_early_bytes:
+            self._send_early(tunnel, client)
+        self.poller.schedule_flush(self)
+        return tunnel
+
+    def _send_early(self, tunnel: Tunnel, client: EarlySource) -> None:
+        room = self.engine.reserve(tunnel.stream_id, self.engine.peer_early_bytes)
+        if room is not None and (size := client.peek_into(room)):
+            self.engine.commit(tunnel.stream_id, size)
+            tunnel.early_sent = (client, size)
