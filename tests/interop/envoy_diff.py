@@ -9,7 +9,8 @@ not each thing that a field could change. The table says how a field is in a sce
 ``observed``
     What happened was compared, as above.
 ``served``
-    Both accept a cluster that sets it, and serve with it; its effect is not seen by a client (`beside.SERVED`).
+    Both accept a cluster that sets it, and serve with it (`scenario_clusters.SERVED`). A client does not see its
+    effect.
 ``judged``
     No proxy ran with it, but both accept, or both refuse, a bootstrap that sets it.
 
@@ -32,7 +33,7 @@ from unittest import mock
 
 from google.protobuf.message import Message
 
-from tests.interop import authorization, beside, loopback, sources
+from tests.interop import authorization, beside, loopback, scenario_clusters, scenarios, sources
 from tests.interop.__main__ import print_table, run_table
 from tests.interop.loopback import COLUMNS, Running
 from tests.interop.proxies import ENVOY
@@ -115,7 +116,7 @@ class Recorder:
     def note(self, bootstrap: Json) -> None:
         """Count a bootstrap for the scenario that runs. Its node is for a control plane: no client sees it."""
         static = bootstrap.get("static_resources", {})
-        clusters = [each for each in static.get("clusters", ()) if each["name"] not in beside.SERVED]
+        clusters = [each for each in static.get("clusters", ()) if each["name"] not in scenario_clusters.SERVED]
         seen = {**bootstrap, "static_resources": {**static, "clusters": clusters}}
         for field in fields_of({name: value for name, value in seen.items() if name != "node"}):
             self.scenarios[field].add(self.name)
@@ -177,7 +178,7 @@ def run_scenarios(recorder: Recorder) -> int:
     """Run everything; how many scenarios end otherwise than expected."""
     failures = 0
     with recorder.recording():
-        for name, suite in (("one field each", beside.SUITE), ("requests and sources", sources.SUITE)):
+        for name, suite in (("one field each", scenarios.SUITE), ("requests and sources", sources.SUITE)):
             recorder.name = name
             failures += _print_differences(beside.compared(suite))
         recorder.name = "log services"

@@ -1,4 +1,4 @@
-"""Requests, and configuration that comes from elsewhere, beside Envoy: the second bootstrap of ``beside``.
+"""Scenarios of requests, and of configuration that comes from elsewhere: the second suite of ``beside``.
 
 Here are routes and connection managers, files and control planes that discovery reads, secrets, health checks by
 HTTP and gRPC, formats of logs, and what stands between: filter state, metadata, headers of tunnels.
@@ -20,10 +20,11 @@ import grpc
 import h2.connection
 import h2.events
 
-from tests.interop import beside
-from tests.interop.beside import CHECK, Client, Scenario, Suite, plain, rest, tls, to
+from tests.interop import beside, scenario_clusters
+from tests.interop.beside import Client, Scenario, Suite, plain, rest, tls, to
 from tests.interop.loopback import Tunnels, application, tunnels_then
 from tests.interop.request_headers import answer
+from tests.interop.scenario_clusters import CHECK
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.rig import Json, T, chain, cluster, connection_manager, endpoint, http2, tcp
 
@@ -529,7 +530,7 @@ def _at_a_path(path: Path, stack: contextlib.ExitStack) -> None:
 
 
 def applications(stack: contextlib.ExitStack, folder: Path) -> dict[str, int]:
-    """As ``beside.applications``, and what these scenarios reach."""
+    """As ``scenario_clusters.applications``, and what these scenarios reach."""
     _at_a_path(folder / "unix", stack)
     more = {
         "mute": application(_mute, stack),
@@ -539,7 +540,7 @@ def applications(stack: contextlib.ExitStack, folder: Path) -> dict[str, int]:
         "serving": _health(stack, 1),
         "not serving": _health(stack, 2),
     }
-    apps = beside.applications(stack, folder) | more
+    apps = scenario_clusters.applications(stack, folder) | more
     (folder / "ports.json").write_text(json.dumps(apps))
     return apps
 
@@ -686,14 +687,17 @@ def bootstrap(apps: dict[str, int], folder: Path) -> Json:
                 ),
                 *(unix, half, inside),
                 cluster(apps["one"], name="ALPN decides", **alpn)[1],
-                beside.resolving(
-                    "rotates", apps["one"], "udp.test", typed_dns_resolver_config=beside.cares(server, **resolves)
+                scenario_clusters.resolving(
+                    "rotates",
+                    apps["one"],
+                    "udp.test",
+                    typed_dns_resolver_config=scenario_clusters.cares(server, **resolves),
                 ),
-                beside.resolving(
+                scenario_clusters.resolving(
                     "resolvers as fallback",
                     apps["one"],
                     "localhost",
-                    typed_dns_resolver_config=beside.cares(server, use_resolvers_as_fallback=True),
+                    typed_dns_resolver_config=scenario_clusters.cares(server, use_resolvers_as_fallback=True),
                 ),
             ],
         },
@@ -708,7 +712,7 @@ DIFFERENT = {
     "named endpoint": "Envoy knows the field and does not obey it",
 }
 _EARLY = "Envoy chooses a cluster and dials while the client is still in its handshake or not yet allowed"
-#: As ``beside.DIFFERENT_LOGS``.
+#: As ``scenarios.DIFFERENT_LOGS``.
 DIFFERENT_LOGS = {
     "transport_socket_connect_timeout": _EARLY,
     "metadata": _EARLY,

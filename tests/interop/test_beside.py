@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.interop import beside, sources
+from tests.interop import beside, scenarios, sources
 from tests.interop.proxies import ENVOY
 
 pytestmark = pytest.mark.interop
 
 
-@pytest.mark.parametrize("suite", [beside.SUITE, sources.SUITE], ids=["beside", "sources"])
+@pytest.mark.parametrize("suite", [scenarios.SUITE, sources.SUITE], ids=["beside", "sources"])
 def test_each_scenario_ends_like_envoys(suite: beside.Suite) -> None:
     if not ENVOY.exists():
         pytest.skip("NOT TESTED: no Envoy here")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.interop import beside
+from tests.interop import beside, scenario_clusters, scenarios
 from tests.interop.envoy_diff import Recorder
 from tests.ztunnel.proxy.envoy.rig import cluster
 
-_SERVED = next(iter(beside.SERVED))
+_SERVED = next(iter(scenario_clusters.SERVED))
 
 
 def test_fields_that_only_served_clusters_set_are_not_called_observed() -> None:
@@ -29,6 +29,6 @@ def test_fields_that_only_served_clusters_set_are_not_called_observed() -> None:
     ],
 )
 def test_only_the_expected_difference_of_logs_is_none(envoy: str, ours: str, differs: bool) -> None:
-    (name,) = beside.DIFFERENT_LOGS
-    assert bool(beside.differences({name: envoy}, {name: ours})) is differs
-    assert bool(beside.differences({"x": envoy}, {"x": ours})) is (envoy != ours)
+    (name,) = scenarios.DIFFERENT_LOGS
+    assert bool(beside.differences({name: envoy}, {name: ours}, scenarios.DIFFERENT_LOGS)) is differs
+    assert bool(beside.differences({"x": envoy}, {"x": ours}, scenarios.DIFFERENT_LOGS)) is (envoy != ours)
