@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import pages
+from tests.ztunnel.ask.inspect.harness import pages
 from ztunnel.ask.flows import command
 from ztunnel.ask.flows.model import BadFilter, Filter, chosen, make, read
 from ztunnel.cli import main

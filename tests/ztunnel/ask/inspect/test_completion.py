@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import pages
+from tests.ztunnel.ask.inspect.harness import pages
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT, cart
 from ztunnel.ask.inspect.completion import SCRIPTS, candidates, names_for

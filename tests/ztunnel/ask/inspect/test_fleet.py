@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import RUST, pages
+from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.ask.inspect.test_kubectl import pod
 from ztunnel.ask.inspect.fleet import MOST_AT_ONCE, ask_all
 from ztunnel.ask.inspect.kubectl import PROXY, Kubectl

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import RUST, pages
+from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.node.agent.test_audit import audited
 from ztunnel.ask.inspect.kubectl import PROXY, Kubectl, Unreachable
 from ztunnel.cli import main

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.hbone.certificates import Authority
-from tests.ztunnel.ask.inspect.test_commands import Said, pages
+from tests.ztunnel.ask.inspect.harness import Said, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import write_reference
 from ztunnel.cli import main

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import pages
+from tests.ztunnel.ask.inspect.harness import pages
 from ztunnel.ask.inspect.source import AskFailed
 from ztunnel.ask.inspect.watch import changes, watch
 from ztunnel.cli import main

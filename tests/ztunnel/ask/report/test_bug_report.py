@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import RUST, pages
+from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.ask.inspect.test_kubectl import pod
 from tests.ztunnel.ask.report.test_scrub import KEY, TOKEN
 from ztunnel.ask.inspect.archive import Archive, BadArchive

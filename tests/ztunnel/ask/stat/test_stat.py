@@ -10,7 +10,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from tests.ztunnel.ask.inspect.test_commands import pages
+from tests.ztunnel.ask.inspect.harness import pages
 from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
 from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
