@@ -16,7 +16,7 @@ from hbone.limits import Limits
 from hbone.settings import Role, client_settings, server_settings
 from hbone.windows import FAST_S, PROVEN_BYTES, SLOW_S, ConnectionWindow, StreamWindow
 from tests.generated import at_night
-from tests.hbone.test_engine import CONNECT, take
+from tests.hbone.wire import CONNECT, take
 
 KERNEL = 3 << 20  # bytes that sockets take from a stream which nothing reads
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from hbone.flow import PeerQuota, PeerQuotas
 from hbone.frames import frame
 from hbone.limits import Limits
 from hbone.settings import Http2Settings, Role
-from tests.hbone.test_engine import OPENING, plain, request, server, split, take
+from tests.hbone.wire import OPENING, plain, request, server, split, take
 
 SMALL = frame(frames.DATA, 0, 1, b"x")
 SLICE = Limits().slice_units
