@@ -1,32 +1,31 @@
-"""The current mesh: workloads, services and authorization, indexed for a node proxy's questions.
+"""The current mesh: workloads, services and authorization policies, with the indexes that a node proxy needs.
 
-A mutable store that values are put into; every change costs in proportion to the change, every look-up the same
-however large the mesh is. Nothing here waits, reads a clock or draws a random number.
+:class:`Mesh` is a mutable store. A change costs in proportion to its size. The cost of a look-up does not depend
+on the size of the mesh. Nothing here waits, reads a clock or draws a random number.
 
-How it is laid out, since memory is most of what a big mesh costs:
+Its layout saves memory, because indexes are most of the memory of a large mesh:
 
-* A workload is the value its dialect made; indexes hold that value itself, not its name. A key that one value
-  has, which is nearly every address, holds it bare (:class:`_Shared`).
-* A service and its endpoints share one :class:`_Entry`, which exists as soon as either came. Endpoints of a
-  service that is not (or no longer) known are called staged in dumps.
+* A workload is stored as the value that its dialect made, and indexes hold this value instead of its name. Nearly
+  all keys of an index have a single value, which is stored without a list (:class:`xds.model.mesh_index.Shared`).
+* A service and its endpoints share one :class:`xds.model.mesh_index.ServiceEntry`. It exists from the first of
+  them on. Endpoints whose service is not known are called staged in dumps.
 * Unhealthy endpoints are stored beside the healthy ones, so that a service can start to accept unhealthy endpoints
   at once (the Rust ztunnel drops them until their workloads are sent again).
 """
 
 import ipaddress
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Generic, TypeVar
 
-from xds.model.address import IpAddress, IpNetwork
-from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.address import IpAddress
+from xds.model.authorization import AuthorizationPolicy
 from xds.model.identity import SpiffeId
-from xds.model.policy import Always, Policy, PolicyList, Tier, Verdict
-from xds.model.service import HealthPolicy, Service, Visibility
+from xds.model.mesh_index import Blocks, Endpoint, ServiceEntry, Shared
+from xds.model.mesh_policies import Authorization, WorkloadPolicies
+from xds.model.service import Service, Visibility
 from xds.model.workload import (
-    Health,
     NamespacedHostname,
     NetworkMode,
     PolicyKey,
@@ -36,27 +35,7 @@ from xds.model.workload import (
     WorkloadUid,
 )
 
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value", Workload, Service)
-
-#: Different (namespace, selected policies) pairs whose policies are remembered. Workloads of one node ask, a few
-#: hundred at most; the limit only keeps a mesh that renames its policies for ever from growing this.
-_REMEMBERED_POLICIES = 4096
-
 _NOTHING: Mapping[WorkloadUid, "Endpoint"] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One workload behind one service.
-
-    Attributes:
-        ports: service port to target port, of this endpoint's entry.
-    """
-
-    uid: WorkloadUid
-    ports: Mapping[int, int]
-    status: Health
 
 
 @dataclass(slots=True)
@@ -79,305 +58,6 @@ class Changes:
         return bool(self.workloads or self.services or self.policies)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadPolicies:
-    """Everything that judges connections to one workload.
-
-    Attributes:
-        enforced: deny policies, then allow policies, in Istio's order. A missing policy denies every connection,
-        in its own name. dry_run_deny, dry_run_allow: policies that are only reported. missing: policies named by
-        the workload but not yet received. Until they arrive, no connection is
-            allowed.
-    """
-
-    enforced: PolicyList
-    dry_run_deny: tuple[AuthorizationPolicy, ...] = ()
-    dry_run_allow: tuple[AuthorizationPolicy, ...] = ()
-    missing: tuple[PolicyKey, ...] = ()
-
-    @property
-    def arrived(self) -> PolicyList:
-        """``enforced`` without what stands for missing policies.
-
-        The policies that have arrived. A DENY among them applies whether or not a policy is missing. Their end
-        verdict does not.
-        """
-        if not self.missing:
-            return self.enforced
-        return PolicyList(self.enforced.tiers[1:], self.enforced.end)
-
-
-class _Shared(Generic[Key, Value]):
-    """Values by a key that is nearly always used by a single value, which is then stored without a list. Several
-    values are stored in order of arrival.
-    """
-
-    __slots__ = ("_found",)
-
-    def __init__(self) -> None:
-        self._found: dict[Key, Value | list[Value]] = {}
-
-    def put(self, key: Key, value: Value, before: Value | None) -> None:
-        """Add a value, replacing ``before`` if it is present."""
-        found = self._found.get(key)
-        if found is None or found is before:
-            self._found[key] = value
-        elif isinstance(found, list):
-            for place, other in enumerate(found):
-                if other is before:
-                    found[place] = value
-                    return
-            found.append(value)
-        else:
-            self._found[key] = [found, value]
-
-    def remove(self, key: Key, value: Value) -> None:
-        """Remove a value that is present."""
-        found = self._found[key]
-        if not isinstance(found, list):
-            del self._found[key]
-            return
-        # By identity: comparing values of this size takes longer than finding the one.
-        found[:] = [other for other in found if other is not value]
-        if len(found) == 1:
-            self._found[key] = found[0]
-
-    def get(self, key: Key) -> Value | list[Value] | None:
-        return self._found.get(key)
-
-    def each(self, key: Key) -> Collection[Value]:
-        """All values of a key, first come first."""
-        found = self._found.get(key)
-        if found is None:
-            return ()
-        return found if isinstance(found, list) else (found,)
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A service, or the place one would take, and its endpoints.
-
-    ``serving`` are the endpoints that can be chosen. ``unhealthy`` are all unhealthy endpoints, whether or not
-    they can be chosen.
-    """
-
-    key: ServiceKey
-    service: Service | None = None
-    serving: dict[WorkloadUid, Endpoint] = field(default_factory=dict)
-    unhealthy: dict[WorkloadUid, Endpoint] | None = None
-
-    @property
-    def serves_unhealthy(self) -> bool:
-        balancing = self.service.load_balancing if self.service is not None else None
-        return balancing is not None and balancing.health is HealthPolicy.ALLOW_ALL
-
-    def put(self, endpoint: Endpoint) -> None:
-        if endpoint.status is Health.UNHEALTHY:
-            if self.unhealthy is None:
-                self.unhealthy = {}
-            self.unhealthy[endpoint.uid] = endpoint
-            if not self.serves_unhealthy:
-                return
-        self.serving[endpoint.uid] = endpoint
-
-    def remove(self, uid: WorkloadUid) -> None:
-        self.serving.pop(uid, None)
-        if self.unhealthy is not None:
-            self.unhealthy.pop(uid, None)
-            if not self.unhealthy:
-                self.unhealthy = None
-
-    def become(self, service: Service | None) -> None:
-        before = self.serves_unhealthy
-        self.service = service
-        if self.unhealthy is None or before is self.serves_unhealthy:
-            return
-        if before:
-            for uid in self.unhealthy:
-                del self.serving[uid]
-        else:
-            self.serving.update(self.unhealthy)
-
-    def all(self) -> Mapping[WorkloadUid, Endpoint]:
-        return self.serving if self.unhealthy is None else {**self.serving, **self.unhealthy}
-
-    @property
-    def is_empty(self) -> bool:
-        return self.service is None and not self.serving and self.unhealthy is None
-
-
-class _Blocks:
-    """Services by address blocks of one network, with a dictionary for each prefix length in use."""
-
-    __slots__ = ("_lengths",)
-
-    def __init__(self) -> None:
-        self._lengths: dict[tuple[int, int], _Shared[int, Service]] = {}
-
-    def put(self, block: IpNetwork, value: Service, old: Service | None) -> None:
-        length = (block.version, block.prefixlen)
-        self._lengths.setdefault(length, _Shared()).put(int(block.network_address), value, old)
-
-    def remove(self, block: IpNetwork, value: Service) -> None:
-        length = (block.version, block.prefixlen)
-        self._lengths[length].remove(int(block.network_address), value)
-        if not self._lengths[length]:
-            del self._lengths[length]
-
-    def holding(self, address: IpAddress) -> Iterator[tuple[int, Service]]:
-        """Yield each service whose block contains the address, with the block's prefix length."""
-        number = int(address)
-        for (version, length), blocks in self._lengths.items():
-            if version == address.version:
-                spare = address.max_prefixlen - length
-                for service in blocks.each(number >> spare << spare):
-                    yield length, service
-
-    def __bool__(self) -> bool:
-        return bool(self._lengths)
-
-
-#: A workload's namespace and the policies it names: all that decides which policies apply to it.
-_Pair = tuple[str, tuple[PolicyKey, ...]]
-
-
-class _Authorization:
-    """The policies by scope, and their compiled values."""
-
-    def __init__(self) -> None:
-        self.policies: dict[PolicyKey, AuthorizationPolicy] = {}
-        self._judged: dict[PolicyKey, Policy] = {}
-        self._by_scope: dict[str | None, dict[PolicyKey, AuthorizationPolicy]] = {}
-        self._shared: dict[str | None, tuple[Tier, Tier]] = {}
-        self._remembered: dict[_Pair, WorkloadPolicies] = {}
-        self._by_namespace: dict[str, set[_Pair]] = {}
-        self._by_name: dict[PolicyKey, set[_Pair]] = {}
-
-    def put(self, policy: AuthorizationPolicy) -> bool:
-        key = policy.key
-        before = self.policies.get(key)
-        if before == policy:
-            return False
-        if before is not None:
-            self._forget(before)
-            if (before.scope, _reach(before)) != (policy.scope, _reach(policy)):
-                self._leave(before)
-        self.policies[key] = policy
-        if policy.scope is not PolicyScope.WORKLOAD_SELECTOR:
-            self._by_scope.setdefault(_reach(policy), {})[key] = policy
-        verdict = Verdict.DENY if policy.action is Action.DENY else Verdict.ALLOW
-        self._judged[key] = Policy(key, verdict, policy.condition)
-        self._forget(policy)
-        return True
-
-    def remove(self, key: PolicyKey) -> bool:
-        policy = self.policies.pop(key, None)
-        if policy is None:
-            return False
-        del self._judged[key]
-        self._leave(policy)
-        self._forget(policy)
-        return True
-
-    def _leave(self, policy: AuthorizationPolicy) -> None:
-        reach = _reach(policy)
-        if policy.scope is not PolicyScope.WORKLOAD_SELECTOR:
-            del self._by_scope[reach][policy.key]
-            if not self._by_scope[reach]:
-                del self._by_scope[reach]
-
-    def _forget(self, policy: AuthorizationPolicy) -> None:
-        """Drop the values compiled from a policy."""
-        reach = _reach(policy)
-        if policy.scope is not PolicyScope.WORKLOAD_SELECTOR and reach is None:
-            self._shared.pop(reach, None)
-            self._forget_all()
-            return
-        gone = set(self._by_name.get(policy.key, ()))
-        if policy.scope is PolicyScope.NAMESPACE:
-            self._shared.pop(reach, None)
-            gone |= self._by_namespace.get(policy.namespace, set())
-        for pair in gone:
-            del self._remembered[pair]
-            _discard(self._by_namespace, pair[0], pair)
-            for name in set(pair[1]):
-                _discard(self._by_name, name, pair)
-
-    def _forget_all(self) -> None:
-        self._remembered.clear()
-        self._by_namespace.clear()
-        self._by_name.clear()
-
-    def policies_for(self, workload: Workload) -> WorkloadPolicies:
-        pair = (workload.namespace, workload.authorization_policies)
-        found = self._remembered.get(pair)
-        if found is None:
-            if len(self._remembered) >= _REMEMBERED_POLICIES:
-                self._forget_all()
-            found = self._remembered[pair] = self._collect(*pair)
-            self._by_namespace.setdefault(pair[0], set()).add(pair)
-            for name in pair[1]:
-                self._by_name.setdefault(name, set()).add(pair)
-        return found
-
-    def _collect(self, namespace: str, names: tuple[PolicyKey, ...]) -> WorkloadPolicies:
-        scopes = (None, namespace)
-        everywhere = [self._by_scope.get(scope, {}) for scope in scopes]
-        named: dict[PolicyKey, AuthorizationPolicy] = {}
-        missing = []
-        for name in dict.fromkeys(names):
-            policy = self.policies.get(name)
-            if policy is None:
-                missing.append(name)
-            elif not any(name in policies for policies in everywhere):
-                named[name] = policy
-        tiers = [self._tiers(scope) for scope in scopes] + [self._made(named.values())]
-        closed = Tier(tuple(Policy(name, Verdict.DENY, Always()) for name in missing))
-        chosen = [closed, *(deny for deny, _ in tiers), *(allow for _, allow in tiers)]
-        allows = any(allow.policies for _, allow in tiers)
-        all_policies = [policy for group in (*everywhere, named) for policy in group.values() if policy.dry_run]
-        return WorkloadPolicies(
-            enforced=PolicyList(
-                tuple(tier for tier in chosen if tier.policies), Verdict.DENY if allows else Verdict.ALLOW
-            ),
-            dry_run_deny=tuple(policy for policy in all_policies if policy.action is Action.DENY),
-            dry_run_allow=tuple(policy for policy in all_policies if policy.action is Action.ALLOW),
-            missing=tuple(missing),
-        )
-
-    def _tiers(self, scope: str | None) -> tuple[Tier, Tier]:
-        """The deny and the allow tier of a scope, the same objects for every workload in it."""
-        found = self._shared.get(scope)
-        if found is None:
-            policies = self._by_scope.get(scope)
-            found = self._made(policies.values() if policies is not None else ())
-            if policies is not None:
-                self._shared[scope] = found
-        return found
-
-    def _made(self, policies: Iterable[AuthorizationPolicy]) -> tuple[Tier, Tier]:
-        enforced = [policy for policy in policies if not policy.dry_run]
-        deny = tuple(self._judged[policy.key] for policy in enforced if policy.action is Action.DENY)
-        allow = tuple(self._judged[policy.key] for policy in enforced if policy.action is Action.ALLOW)
-        return Tier(deny), Tier(allow)
-
-
-def _discard(index: dict[Key, set[_Pair]], key: Key, pair: _Pair) -> None:
-    index[key].discard(pair)
-    if not index[key]:
-        del index[key]
-
-
-def _reach(policy: AuthorizationPolicy) -> str | None:
-    """Return the namespace whose workloads the policy applies to. None means all, like in the Rust ztunnel also
-    for an empty namespace.
-    """
-    return None if policy.scope is PolicyScope.GLOBAL else policy.namespace or None
-
-
 class Mesh:
     """See the module.
 
@@ -388,17 +68,17 @@ class Mesh:
     def __init__(self, *, node: str = "") -> None:
         self._node = node
         self._workloads: dict[WorkloadUid, Workload] = {}
-        self._by_address: dict[str, _Shared[str, Workload]] = {}
-        self._by_name: _Shared[tuple[str, str], Workload] = _Shared()
-        self._local: _Shared[tuple[str, str, str], Workload] = _Shared()
+        self._by_address: dict[str, Shared[str, Workload]] = {}
+        self._by_name: Shared[tuple[str, str], Workload] = Shared()
+        self._local: Shared[tuple[str, str, str], Workload] = Shared()
         self._local_identities: dict[SpiffeId, int] = {}
-        self._entries: dict[ServiceKey, _Entry] = {}
+        self._entries: dict[ServiceKey, ServiceEntry] = {}
         self._services: dict[ServiceKey, Service] = {}
-        self._staged: dict[ServiceKey, _Entry] = {}
-        self._by_hostname: _Shared[str, Service] = _Shared()
-        self._by_vip: dict[str, _Shared[str, Service]] = {}
-        self._by_block: dict[str, _Blocks] = {}
-        self._authorization = _Authorization()
+        self._staged: dict[ServiceKey, ServiceEntry] = {}
+        self._by_hostname: Shared[str, Service] = Shared()
+        self._by_vip: dict[str, Shared[str, Service]] = {}
+        self._by_block: dict[str, Blocks] = {}
+        self._authorization = Authorization()
         self._watchers: dict[int, Callable[[Changes], None]] = {}
         self._watched = 0
         #: Of the whole mesh: a new number after each batch that changed it.
@@ -472,7 +152,7 @@ class Mesh:
         self._workloads[uid] = workload
         if workload.network_mode is not NetworkMode.HOST_NETWORK:
             for host in dict.fromkeys(workload.addresses):
-                self._by_address.setdefault(workload.network, _Shared()).put(host, workload, before)
+                self._by_address.setdefault(workload.network, Shared()).put(host, workload, before)
         if workload.hostname:
             self._by_name.put((workload.namespace, workload.hostname), workload, before)
         if self._is_local(workload):
@@ -486,7 +166,7 @@ class Mesh:
         for key, ports in workload.services.items():
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = self._staged[key] = _Entry(key)
+                entry = self._entries[key] = self._staged[key] = ServiceEntry(key)
             entry.put(Endpoint(uid, ports, workload.status))
             changes.endpoints.setdefault(key, set()).add(uid)
 
@@ -538,15 +218,15 @@ class Mesh:
         if before is not None:
             self._unindex_service(before, service)
         if entry is None:
-            entry = self._entries[key] = _Entry(key)
+            entry = self._entries[key] = ServiceEntry(key)
         self._staged.pop(key, None)
         self._services[entry.key] = service
         entry.become(service)
         self._by_hostname.put(service.hostname, service, before)
         for vip in dict.fromkeys(service.vips):
-            self._by_vip.setdefault(vip.network, _Shared()).put(vip.host, service, before)
+            self._by_vip.setdefault(vip.network, Shared()).put(vip.host, service, before)
         for cidr in dict.fromkeys(service.cidr_vips):
-            self._by_block.setdefault(cidr.network, _Blocks()).put(cidr.block, service, before)
+            self._by_block.setdefault(cidr.network, Blocks()).put(cidr.block, service, before)
 
     def _remove_service(self, key: ServiceKey, changes: Changes) -> None:
         changes.services.add(key)

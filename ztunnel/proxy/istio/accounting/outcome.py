@@ -17,7 +17,7 @@ from hbone.errors import (
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
 from xds.model.facts import ConnectionFacts
-from xds.model.mesh import WorkloadPolicies
+from xds.model.mesh_policies import WorkloadPolicies
 from ztunnel.policy.engine import judge
 from ztunnel.proxy.dataplane.lives import UNJUDGED
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason, is_ordinary, reason_of

@@ -5,7 +5,8 @@ import logging
 from typing import Final
 
 from xds.model.facts import ConnectionFacts
-from xds.model.mesh import Changes, WorkloadPolicies
+from xds.model.mesh import Changes
+from xds.model.mesh_policies import WorkloadPolicies
 from xds.model.workload import PolicyKey, Workload
 from ztunnel.policy.engine import holds, judge
 from ztunnel.policy.ledger import Use

@@ -12,7 +12,8 @@ from enum import Enum, auto
 from typing import NamedTuple, Self, assert_never
 from weakref import WeakKeyDictionary
 
-from xds.model.mesh import Changes, Endpoint, Mesh
+from xds.model.mesh import Changes, Mesh
+from xds.model.mesh_index import Endpoint
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
 from xds.model.workload import ServiceKey, Workload, WorkloadUid
 from ztunnel.proxy.istio.path.addon_labels import addon_labels

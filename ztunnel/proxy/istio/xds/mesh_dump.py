@@ -9,7 +9,8 @@ from typing import Any
 
 from xds.dialects.istio.local_file import LocalMesh
 from xds.model.authorization import AuthorizationPolicy
-from xds.model.mesh import Changes, Endpoint, Mesh
+from xds.model.mesh import Changes, Mesh
+from xds.model.mesh_index import Endpoint
 from xds.model.service import Service
 from xds.model.workload import GatewayAddress, Locality, Workload, WorkloadUid
 from ztunnel.policy.effect import without_effect

@@ -1,0 +1,165 @@
+"""Indexes of :class:`xds.model.mesh.Mesh`: values by a key that is rarely shared, by address block, and a service
+with its endpoints.
+"""
+
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from xds.model.address import IpAddress, IpNetwork
+from xds.model.service import HealthPolicy, Service
+from xds.model.workload import (
+    Health,
+    ServiceKey,
+    Workload,
+    WorkloadUid,
+)
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value", Workload, Service)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One workload behind one service.
+
+    Attributes:
+        ports: service port to target port, of this endpoint's entry.
+    """
+
+    uid: WorkloadUid
+    ports: Mapping[int, int]
+    status: Health
+
+
+class Shared(Generic[Key, Value]):
+    """Values by a key that is nearly always used by a single value, which is then stored without a list. Several
+    values are stored in order of arrival.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Value | list[Value]] = {}
+
+    def put(self, key: Key, value: Value, before: Value | None) -> None:
+        """Add a value, replacing ``before`` if it is present."""
+        found = self._found.get(key)
+        if found is None or found is before:
+            self._found[key] = value
+        elif isinstance(found, list):
+            for place, other in enumerate(found):
+                if other is before:
+                    found[place] = value
+                    return
+            found.append(value)
+        else:
+            self._found[key] = [found, value]
+
+    def remove(self, key: Key, value: Value) -> None:
+        """Remove a value that is present."""
+        found = self._found[key]
+        if not isinstance(found, list):
+            del self._found[key]
+            return
+        # By identity: comparing values of this size takes longer than finding the one.
+        found[:] = [other for other in found if other is not value]
+        if len(found) == 1:
+            self._found[key] = found[0]
+
+    def get(self, key: Key) -> Value | list[Value] | None:
+        return self._found.get(key)
+
+    def each(self, key: Key) -> Collection[Value]:
+        """All values of a key, first come first."""
+        found = self._found.get(key)
+        if found is None:
+            return ()
+        return found if isinstance(found, list) else (found,)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+
+@dataclass(slots=True)
+class ServiceEntry:
+    """A service and its endpoints. ``service`` is None while the service itself is not known.
+
+    ``serving`` are the endpoints that can be chosen. ``unhealthy`` are all unhealthy endpoints, whether or not
+    they can be chosen.
+    """
+
+    key: ServiceKey
+    service: Service | None = None
+    serving: dict[WorkloadUid, Endpoint] = field(default_factory=dict)
+    unhealthy: dict[WorkloadUid, Endpoint] | None = None
+
+    @property
+    def serves_unhealthy(self) -> bool:
+        balancing = self.service.load_balancing if self.service is not None else None
+        return balancing is not None and balancing.health is HealthPolicy.ALLOW_ALL
+
+    def put(self, endpoint: Endpoint) -> None:
+        if endpoint.status is Health.UNHEALTHY:
+            if self.unhealthy is None:
+                self.unhealthy = {}
+            self.unhealthy[endpoint.uid] = endpoint
+            if not self.serves_unhealthy:
+                return
+        self.serving[endpoint.uid] = endpoint
+
+    def remove(self, uid: WorkloadUid) -> None:
+        self.serving.pop(uid, None)
+        if self.unhealthy is not None:
+            self.unhealthy.pop(uid, None)
+            if not self.unhealthy:
+                self.unhealthy = None
+
+    def become(self, service: Service | None) -> None:
+        before = self.serves_unhealthy
+        self.service = service
+        if self.unhealthy is None or before is self.serves_unhealthy:
+            return
+        if before:
+            for uid in self.unhealthy:
+                del self.serving[uid]
+        else:
+            self.serving.update(self.unhealthy)
+
+    def all(self) -> Mapping[WorkloadUid, Endpoint]:
+        return self.serving if self.unhealthy is None else {**self.serving, **self.unhealthy}
+
+    @property
+    def is_empty(self) -> bool:
+        return self.service is None and not self.serving and self.unhealthy is None
+
+
+class Blocks:
+    """Services by address blocks of one network, with a dictionary for each prefix length in use."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[int, int], Shared[int, Service]] = {}
+
+    def put(self, block: IpNetwork, value: Service, old: Service | None) -> None:
+        length = (block.version, block.prefixlen)
+        self._lengths.setdefault(length, Shared()).put(int(block.network_address), value, old)
+
+    def remove(self, block: IpNetwork, value: Service) -> None:
+        length = (block.version, block.prefixlen)
+        self._lengths[length].remove(int(block.network_address), value)
+        if not self._lengths[length]:
+            del self._lengths[length]
+
+    def holding(self, address: IpAddress) -> Iterator[tuple[int, Service]]:
+        """Yield each service whose block contains the address, with the block's prefix length."""
+        number = int(address)
+        for (version, length), blocks in self._lengths.items():
+            if version == address.version:
+                spare = address.max_prefixlen - length
+                for service in blocks.each(number >> spare << spare):
+                    yield length, service
+
+    def __bool__(self) -> bool:
+        return bool(self._lengths)

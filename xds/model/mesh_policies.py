@@ -1,0 +1,185 @@
+"""The authorization policies of a mesh by scope, and those of each workload, compiled for the policy engine.
+
+The compiled value of a workload depends on its namespace and on the policies that it names. It is remembered until
+one of these policies changes, and is the same object for all workloads with the same pair.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.mesh_index import Key
+from xds.model.policy import Always, Policy, PolicyList, Tier, Verdict
+from xds.model.workload import (
+    PolicyKey,
+    Workload,
+)
+
+#: The limit of remembered (namespace, selected policies) pairs. The workloads of one node have a few hundred. The
+#: limit bounds the memory of a mesh that keeps renaming its policies.
+_REMEMBERED_POLICIES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadPolicies:
+    """The policies that decide about connections to one workload.
+
+    Attributes:
+        enforced: deny policies, then allow policies, in Istio's order. A missing policy is a rule that denies
+            every connection in its own name.
+        dry_run_deny, dry_run_allow: policies that are only reported.
+        missing: policies named by the workload but not yet received. Until they arrive, no connection is allowed.
+    """
+
+    enforced: PolicyList
+    dry_run_deny: tuple[AuthorizationPolicy, ...] = ()
+    dry_run_allow: tuple[AuthorizationPolicy, ...] = ()
+    missing: tuple[PolicyKey, ...] = ()
+
+    @property
+    def arrived(self) -> PolicyList:
+        """``enforced`` without the denials of missing policies.
+
+        A DENY of a received policy is final whether or not another policy is missing. The end verdict is not.
+        """
+        if not self.missing:
+            return self.enforced
+        return PolicyList(self.enforced.tiers[1:], self.enforced.end)
+
+
+#: A workload's namespace and the policies it names: all that decides which policies apply to it.
+_Pair = tuple[str, tuple[PolicyKey, ...]]
+
+
+class Authorization:
+    """The policies by scope, and their compiled values."""
+
+    def __init__(self) -> None:
+        self.policies: dict[PolicyKey, AuthorizationPolicy] = {}
+        self._judged: dict[PolicyKey, Policy] = {}
+        self._by_scope: dict[str | None, dict[PolicyKey, AuthorizationPolicy]] = {}
+        self._shared: dict[str | None, tuple[Tier, Tier]] = {}
+        self._remembered: dict[_Pair, WorkloadPolicies] = {}
+        self._by_namespace: dict[str, set[_Pair]] = {}
+        self._by_name: dict[PolicyKey, set[_Pair]] = {}
+
+    def put(self, policy: AuthorizationPolicy) -> bool:
+        key = policy.key
+        before = self.policies.get(key)
+        if before == policy:
+            return False
+        if before is not None:
+            self._forget(before)
+            if (before.scope, _reach(before)) != (policy.scope, _reach(policy)):
+                self._leave(before)
+        self.policies[key] = policy
+        if policy.scope is not PolicyScope.WORKLOAD_SELECTOR:
+            self._by_scope.setdefault(_reach(policy), {})[key] = policy
+        verdict = Verdict.DENY if policy.action is Action.DENY else Verdict.ALLOW
+        self._judged[key] = Policy(key, verdict, policy.condition)
+        self._forget(policy)
+        return True
+
+    def remove(self, key: PolicyKey) -> bool:
+        policy = self.policies.pop(key, None)
+        if policy is None:
+            return False
+        del self._judged[key]
+        self._leave(policy)
+        self._forget(policy)
+        return True
+
+    def _leave(self, policy: AuthorizationPolicy) -> None:
+        reach = _reach(policy)
+        if policy.scope is not PolicyScope.WORKLOAD_SELECTOR:
+            del self._by_scope[reach][policy.key]
+            if not self._by_scope[reach]:
+                del self._by_scope[reach]
+
+    def _forget(self, policy: AuthorizationPolicy) -> None:
+        """Drop the values compiled from a policy."""
+        reach = _reach(policy)
+        if policy.scope is not PolicyScope.WORKLOAD_SELECTOR and reach is None:
+            self._shared.pop(reach, None)
+            self._forget_all()
+            return
+        gone = set(self._by_name.get(policy.key, ()))
+        if policy.scope is PolicyScope.NAMESPACE:
+            self._shared.pop(reach, None)
+            gone |= self._by_namespace.get(policy.namespace, set())
+        for pair in gone:
+            del self._remembered[pair]
+            _discard(self._by_namespace, pair[0], pair)
+            for name in set(pair[1]):
+                _discard(self._by_name, name, pair)
+
+    def _forget_all(self) -> None:
+        self._remembered.clear()
+        self._by_namespace.clear()
+        self._by_name.clear()
+
+    def policies_for(self, workload: Workload) -> WorkloadPolicies:
+        pair = (workload.namespace, workload.authorization_policies)
+        found = self._remembered.get(pair)
+        if found is None:
+            if len(self._remembered) >= _REMEMBERED_POLICIES:
+                self._forget_all()
+            found = self._remembered[pair] = self._collect(*pair)
+            self._by_namespace.setdefault(pair[0], set()).add(pair)
+            for name in pair[1]:
+                self._by_name.setdefault(name, set()).add(pair)
+        return found
+
+    def _collect(self, namespace: str, names: tuple[PolicyKey, ...]) -> WorkloadPolicies:
+        scopes = (None, namespace)
+        everywhere = [self._by_scope.get(scope, {}) for scope in scopes]
+        named: dict[PolicyKey, AuthorizationPolicy] = {}
+        missing = []
+        for name in dict.fromkeys(names):
+            policy = self.policies.get(name)
+            if policy is None:
+                missing.append(name)
+            elif not any(name in policies for policies in everywhere):
+                named[name] = policy
+        tiers = [self._tiers(scope) for scope in scopes] + [self._made(named.values())]
+        closed = Tier(tuple(Policy(name, Verdict.DENY, Always()) for name in missing))
+        chosen = [closed, *(deny for deny, _ in tiers), *(allow for _, allow in tiers)]
+        allows = any(allow.policies for _, allow in tiers)
+        all_policies = [policy for group in (*everywhere, named) for policy in group.values() if policy.dry_run]
+        return WorkloadPolicies(
+            enforced=PolicyList(
+                tuple(tier for tier in chosen if tier.policies), Verdict.DENY if allows else Verdict.ALLOW
+            ),
+            dry_run_deny=tuple(policy for policy in all_policies if policy.action is Action.DENY),
+            dry_run_allow=tuple(policy for policy in all_policies if policy.action is Action.ALLOW),
+            missing=tuple(missing),
+        )
+
+    def _tiers(self, scope: str | None) -> tuple[Tier, Tier]:
+        """The deny and the allow tier of a scope, the same objects for every workload in it."""
+        found = self._shared.get(scope)
+        if found is None:
+            policies = self._by_scope.get(scope)
+            found = self._made(policies.values() if policies is not None else ())
+            if policies is not None:
+                self._shared[scope] = found
+        return found
+
+    def _made(self, policies: Iterable[AuthorizationPolicy]) -> tuple[Tier, Tier]:
+        enforced = [policy for policy in policies if not policy.dry_run]
+        deny = tuple(self._judged[policy.key] for policy in enforced if policy.action is Action.DENY)
+        allow = tuple(self._judged[policy.key] for policy in enforced if policy.action is Action.ALLOW)
+        return Tier(deny), Tier(allow)
+
+
+def _discard(index: dict[Key, set[_Pair]], key: Key, pair: _Pair) -> None:
+    index[key].discard(pair)
+    if not index[key]:
+        del index[key]
+
+
+def _reach(policy: AuthorizationPolicy) -> str | None:
+    """Return the namespace whose workloads the policy applies to. None means all, like in the Rust ztunnel also
+    for an empty namespace.
+    """
+    return None if policy.scope is PolicyScope.GLOBAL else policy.namespace or None
