@@ -13,7 +13,7 @@ from ztunnel.proxy.dataplane import server_name as client_hello
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.stats.stats import Scope
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
-from ztunnel.proxy.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE
+from ztunnel.proxy.envoy.upstream.original_dst import ORIGINAL_DST_OVERRIDE
 
 _LOCAL_METADATA = "envoy.filters.listener.original_dst"
 _BAGGAGE_METADATA = "envoy.filters.listener.workload_metadata"

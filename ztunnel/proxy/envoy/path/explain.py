@@ -537,7 +537,7 @@ def _candidates(
 
 def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
     before = cluster.stats.original_dst_host_invalid.value
-    address = cluster.original_address(info)
+    address = cluster.original.address(info)
     cluster.stats.original_dst_host_invalid.value = before  # a question is no connection
     if address is None:
         return [], "ORIGINAL_DST: the connection has no original destination"

@@ -3,19 +3,16 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
-from hbone.tls import PeerFacts
 from xds.dialects.envoy import compile_assignment
 from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
-from xds.model.address import InternalAddress, NamedAddress, SocketAddress
+from xds.model.address import InternalAddress, NamedAddress
 from xds.model.cluster import (
     Cluster,
     Discovery,
@@ -42,30 +39,23 @@ from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, hardened
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import (
-    Counter,
-    Declared,
-    Gauge,
-    Histogram,
-    OnTouch,
     Stats,
-    cluster_scope,
-    count_parameters,
-    declared_in,
 )
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.upstream.assignments import resolved, with_hosts
 from ztunnel.proxy.envoy.upstream.balancer import Balancer, in_subset, source_hash
+from ztunnel.proxy.envoy.upstream.cluster_stats import STATE, UPDATES, Breaker, ClusterStats, remaining
 from ztunnel.proxy.envoy.upstream.health_checker import HealthChecker
 from ztunnel.proxy.envoy.upstream.health_state import CheckResult
 from ztunnel.proxy.envoy.upstream.host import Host, HostSet
+from ztunnel.proxy.envoy.upstream.original_dst import OriginalHosts
 from ztunnel.proxy.envoy.upstream.outlier import OutlierDetector, Result
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.latch import Latch
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
-
 EDS_URL = registry.type_url(endpoint_pb2.ClusterLoadAssignment)
-ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
 
 
 class Asks(Protocol):
@@ -88,101 +78,6 @@ class Surround:
     resolver: Resolver
     prober: Asks
     strict_tls: bool
-
-
-class ClusterStats:
-    """Counters of one cluster, each created on first use, because most clusters of a big mesh never
-    carry bytes.
-    """
-
-    __slots__ = ("__dict__", "scope")
-
-    cx_total = OnTouch(Counter, "upstream_cx_total")
-    cx_active = OnTouch(Gauge, "upstream_cx_active")
-    cx_destroy = OnTouch(Counter, "upstream_cx_destroy")
-    cx_destroy_local = OnTouch(Counter, "upstream_cx_destroy_local")
-    cx_destroy_remote = OnTouch(Counter, "upstream_cx_destroy_remote")
-    cx_destroy_active = OnTouch(Counter, "upstream_cx_destroy_with_active_rq")
-    cx_destroy_local_active = OnTouch(Counter, "upstream_cx_destroy_local_with_active_rq")
-    cx_destroy_remote_active = OnTouch(Counter, "upstream_cx_destroy_remote_with_active_rq")
-    cx_connect_ms = OnTouch(Histogram, "upstream_cx_connect_ms")
-    cx_length_ms = OnTouch(Histogram, "upstream_cx_length_ms")
-    cx_http2 = OnTouch(Counter, "upstream_cx_http2_total")
-    cx_connect_fail = OnTouch(Counter, "upstream_cx_connect_fail")
-    cx_attempts_exceeded = OnTouch(Counter, "upstream_cx_connect_attempts_exceeded")
-    cx_connect_timeout = OnTouch(Counter, "upstream_cx_connect_timeout")
-    cx_overflow = OnTouch(Counter, "upstream_cx_overflow")
-    cx_none_healthy = OnTouch(Counter, "upstream_cx_none_healthy")
-    cx_rx_bytes = OnTouch(Counter, "upstream_cx_rx_bytes_total")
-    cx_tx_bytes = OnTouch(Counter, "upstream_cx_tx_bytes_total")
-    rq_total = OnTouch(Counter, "upstream_rq_total")
-    rq_active = OnTouch(Gauge, "upstream_rq_active")
-    rq_pending_overflow = OnTouch(Counter, "upstream_rq_pending_overflow")
-    rq_timeout = OnTouch(Counter, "upstream_rq_timeout")
-    retry_overflow = OnTouch(Counter, "upstream_rq_retry_overflow")
-    original_dst_host_invalid = OnTouch(Counter, "original_dst_host_invalid")
-    secrets_not_ready = OnTouch(Counter, "client_ssl_socket_factory.upstream_context_secrets_not_ready")
-    sds_updates = OnTouch(Counter, "client_ssl_socket_factory.ssl_context_update_by_sds")
-    handshakes = OnTouch(Counter, "ssl.handshake")
-    ssl_errors = OnTouch(Counter, "ssl.connection_error")
-    ssl_fail_verify = OnTouch(Counter, "ssl.fail_verify_error")
-    ssl_fail_verify_san = OnTouch(Counter, "ssl.fail_verify_san")
-    drop_overload = OnTouch(Counter, "upstream_rq_drop_overload")
-    bind_errors = OnTouch(Counter, "bind_errors")
-    lb_healthy_panic = OnTouch(Counter, "lb_healthy_panic")
-
-    def __init__(self, stats: Stats, model: Cluster) -> None:
-        self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
-
-    def negotiated(self, facts: PeerFacts) -> None:
-        """Count a finished handshake and its parameters."""
-        self.handshakes.value += 1
-        count_parameters(self.scope.scope("ssl"), facts.version, facts.cipher, facts.group)
-
-    def ssl_failed(self, error: TlsError) -> None:
-        """Count a failed handshake by its reason."""
-        if error.by_peer:
-            self.ssl_errors.value += 1
-        elif error.reason is TlsReason.SAN:
-            self.ssl_fail_verify_san.value += 1
-        elif error.reason in (TlsReason.CHAIN, TlsReason.EXPIRED, TlsReason.REVOKED):
-            self.ssl_fail_verify.value += 1
-        else:
-            self.ssl_errors.value += 1
-
-    def declare(self) -> None:
-        """Show the counters on pages, in place of an earlier version's."""
-        self.scope.declare(_COUNTED, self)
-
-
-_COUNTED = declared_in(ClusterStats)
-
-
-class Breaker:
-    """Counts resources in use, and compares them with the limits of priority DEFAULT."""
-
-    __slots__ = ("connections", "limits", "pending", "requests")
-
-    def __init__(self, model: Cluster) -> None:
-        self.limits = model.breakers[0]
-        self.connections = 0
-        self.pending = 0
-        self.requests = 0
-
-    @property
-    def connections_open(self) -> bool:
-        """Whether the limit of connections is reached: "open" as an electric circuit is."""
-        return self.connections >= self.limits.max_connections
-
-    @property
-    def pending_open(self) -> bool:
-        """Whether the limit of waiting requests is reached."""
-        return self.pending >= self.limits.max_pending_requests
-
-    @property
-    def requests_open(self) -> bool:
-        """Whether the limit of requests is reached."""
-        return self.requests >= self.limits.max_requests
 
 
 class LiveTransport(NamedTuple):
@@ -216,7 +111,6 @@ class LiveCluster:
         "_contexts",
         "_dropping",
         "_have_endpoints",
-        "_original",
         "_subscription",
         "_subsets",
         "_surround",
@@ -231,6 +125,7 @@ class LiveCluster:
         "hosts",
         "last_updated",
         "model",
+        "original",
         "outlier",
         "stats",
         "unchanged_updates",
@@ -266,7 +161,7 @@ class LiveCluster:
         self._tasks: Tasks | None = None
         self._balancer = Balancer(model.balancing, self.hosts, surround.rng)
         self._subsets: dict[Hashable, Balancer] = {}
-        self._original: dict[str, tuple[Host, float]] = {}
+        self.original = OriginalHosts(model, self.hosts, self.stats)
         self._have_endpoints = Latch()
         self._assigned: AnyMessage | None = None
         self._dropping: tuple[tuple[str, float], ...] = ()
@@ -289,10 +184,10 @@ class LiveCluster:
                 chance=surround.rng.random,
                 scope=self.stats.scope,
             )
-        self.stats.scope.declare(_STATE, self)
+        self.stats.scope.declare(STATE, self)
         for priority, limits in zip(("default", "high"), model.breakers, strict=True):
             if limits.track_remaining:
-                self.stats.scope.declare(_remaining(priority), self)
+                self.stats.scope.declare(remaining(priority), self)
         self.empty_updates = self.unchanged_updates = 0
         self.updates = _NO_UPDATES
         if model.discovery in (Discovery.STRICT_DNS, Discovery.LOGICAL_DNS):
@@ -325,10 +220,10 @@ class LiveCluster:
         model = self.model
         # An earlier version of the cluster can have been discovered in another way.
         if model.discovery is Discovery.EDS:
-            self.stats.scope.withdraw(_UPDATES)
+            self.stats.scope.withdraw(UPDATES)
         else:
             self._surround.sources.forget(self.stats.scope)
-            self.stats.scope.declare(_UPDATES, self)
+            self.stats.scope.declare(UPDATES, self)
         match model.discovery:
             case Discovery.STATIC:
                 assert model.assignment is not None
@@ -420,7 +315,7 @@ class LiveCluster:
             wanted = {endpoint.address for endpoint in assignment.endpoints}
             gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
             leaving = [host for host in gone if self.checker.checks(host) and not host.failed_check]
-            assignment = _with(assignment, leaving)
+            assignment = with_hosts(assignment, leaving)
         for host in self.hosts.assign(assignment, self._surround.clock.monotonic()):
             if self.outlier is not None:
                 self.outlier.forget(host)
@@ -471,7 +366,7 @@ class LiveCluster:
         assert self.model.assignment is not None
         found = {name: addresses for name, addresses in known.items() if addresses is not None}
         if len(found) == len(known):
-            self._assign(_resolved(self.model.assignment, found))
+            self._assign(resolved(self.model.assignment, found))
 
     async def _resolve_for_ever(
         self, name: str, known: dict[str, tuple[str, ...] | None], resolver: Resolver
@@ -518,27 +413,21 @@ class LiveCluster:
 
     async def _clean_up_for_ever(self) -> None:
         """Drop hosts unused for one to two intervals, unless a connection to them is open."""
-        interval = self.model.cleanup_interval_s
         while True:
-            await asyncio.sleep(interval)
-            now = self._surround.clock.monotonic()
-            before = len(self._original)
-            for key, (host, used) in list(self._original.items()):
-                if now - used >= interval and not host.active:
-                    del self._original[key]
-            self.hosts.changes += len(self._original) < before
+            await asyncio.sleep(self.model.cleanup_interval_s)
+            self.original.remove_unused(self._surround.clock.monotonic())
 
     @property
     def healthy_count(self) -> int:
         """The number of healthy hosts, ``membership_healthy``. Hosts of ORIGINAL_DST count as healthy."""
-        return self.hosts.healthy_count or len(self._original)
+        return self.hosts.healthy_count or len(self.original)
 
     # Choice
 
     @property
     def all_hosts(self) -> list[Host]:
         """Return all hosts, including ORIGINAL_DST hosts."""
-        return [*self.hosts.hosts, *(host for host, _ in self._original.values())]
+        return [*self.hosts.hosts, *self.original]
 
     def context(self, model: ContextModel) -> LiveContext:
         """Return the live TLS context of a transport socket."""
@@ -569,7 +458,7 @@ class LiveCluster:
         """
         now = self._surround.clock.monotonic()
         if self.model.discovery is Discovery.ORIGINAL_DST:
-            return self._original_host(info, now)
+            return self.original.choose(info, now)
         for _category, share in self._dropping if drops else ():
             if self._surround.rng.random() < share:
                 self.stats.drop_overload.value += 1
@@ -613,52 +502,11 @@ class LiveCluster:
     def _any_in(self, subset: Mapping[str, object]) -> bool:
         return any(in_subset(host, subset) for host in self.hosts.hosts)
 
-    def _original_host(self, info: StreamInfo, now: float) -> Host | None:
-        address = self.original_address(info)
-        if address is None:
-            return None
-        key = str(address)
-        found = self._original.get(key)
-        if found is None:
-            endpoint = Endpoint(address=address, hostname=f"{self.model.name}{key}")
-            found = (Host(endpoint, added_at=now), now)
-            self.hosts.changes += 1
-        self._original[key] = (found[0], now)
-        return found[0]
-
-    def original_address(self, info: StreamInfo) -> SocketAddress | None:
-        """Return an ORIGINAL_DST cluster's address for a connection, or None.
-
-        The first available source is used: filter state, metadata, request header, restored destination. The port
-        can be overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
-        """
-        config = self.model.original_dst
-        assert config is not None
-        address = _parsed(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
-        if address is None and config.metadata_key is not None:
-            address = _parsed(_metadata_text(info, *config.metadata_key))
-        if address is None and config.use_http_header:
-            values = [value for name, value in info.request_headers if name == config.http_header_name]
-            address = _parsed(values[0]) if values else None
-            if values and address is None:
-                self.stats.original_dst_host_invalid.value += 1
-        if address is None and info.restored:
-            address = info.destination
-        if address is not None and config.port_override:
-            address = SocketAddress(address.host, config.port_override)
-        return address
-
     def host_at(self, endpoint: Endpoint) -> Host:
         """Return the host of a moved connection. An unknown address gets a new host."""
         if self.model.discovery is not Discovery.ORIGINAL_DST:
             return self.hosts.get(endpoint.address) or Host(endpoint)
-        now = self._surround.clock.monotonic()
-        found, _ = self._original.get(endpoint.key, (None, now))
-        if found is None:
-            found = Host(replace(endpoint, hostname=f"{self.model.name}{endpoint.key}"), added_at=now)
-            self.hosts.changes += 1
-        self._original[endpoint.key] = (found, now)
-        return found
+        return self.original.host_at(endpoint, self._surround.clock.monotonic())
 
     def transport(self, host: Host) -> LiveTransport:
         """Return the transport socket for a host, and count the match that chose it."""
@@ -685,50 +533,6 @@ class LiveCluster:
             self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
 
 
-_STATE = (
-    Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
-    Declared("membership_change", Counter, lambda cluster: cluster.hosts.changes),
-    Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
-    Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
-    Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
-    Declared("update_empty", Counter, lambda cluster: cluster.empty_updates),
-    Declared("update_no_rebuild", Counter, lambda cluster: cluster.unchanged_updates),
-    Declared("circuit_breakers.default.cx_open", Gauge, lambda cluster: int(cluster.breaker.connections_open)),
-    Declared("circuit_breakers.default.rq_open", Gauge, lambda cluster: int(cluster.breaker.requests_open)),
-    Declared("circuit_breakers.default.rq_pending_open", Gauge, lambda cluster: int(cluster.breaker.pending_open)),
-)
-
-
-def _remaining(priority: str) -> tuple[Declared, ...]:
-    """Return the values of ``track_remaining``. All connections here have the priority DEFAULT."""
-    used = {"cx": "connections", "pending": "pending", "rq": "requests"}
-    limits = {"cx": "max_connections", "pending": "max_pending_requests", "rq": "max_requests"}
-    place = ("default", "high").index(priority)
-
-    def left(cluster: LiveCluster, short: str) -> int:
-        limit: int = getattr(cluster.model.breakers[place], limits[short])
-        return max(0, limit - (getattr(cluster.breaker, used[short]) if place == 0 else 0))
-
-    shown = [
-        Declared(f"circuit_breakers.{priority}.remaining_{short}", Gauge, partial(left, short=short))
-        for short in used
-    ]
-    retries = Declared(
-        f"circuit_breakers.{priority}.remaining_retries",
-        Gauge,
-        lambda cluster: cluster.model.breakers[place].max_retries,
-    )
-    return (*shown, retries)
-
-
-#: Envoy's values for a cluster without a subscription. For DNS clusters each resolution is an update.
-_UPDATES = (
-    *(
-        Declared(name, Counter, attrgetter(f"updates.{name}"))
-        for name in ("update_attempt", "update_success", "update_failure")
-    ),
-    Declared("version", Gauge),
-)
 _NO_UPDATES = SubscriptionStats()
 
 
@@ -743,59 +547,6 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
             place, socket = f"{place}.typed_config.transport_socket", socket.inner
         if isinstance(socket, ContextModel):
             yield f"{place}.typed_config", socket
-
-
-def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
-    """Return ``assignment`` with each name replaced by its addresses."""
-    groups = []
-    for group in assignment.groups:
-        endpoints: list[Endpoint] = []
-        for endpoint in group.endpoints:
-            address = endpoint.address
-            if not isinstance(address, NamedAddress):
-                endpoints.append(endpoint)
-                continue
-            hostname = endpoint.hostname or address.name
-            found = (SocketAddress(host, address.port) for host in known.get(address.name, ()))
-            endpoints.extend(replace(endpoint, address=each, hostname=hostname) for each in found)
-        groups.append(replace(group, endpoints=tuple(endpoints)))
-    return replace(assignment, groups=tuple(groups))
-
-
-def _with(assignment: LoadAssignment, hosts: Iterable[Host]) -> LoadAssignment:
-    """Return an assignment with the endpoints of more hosts, each where it was."""
-    groups = list(assignment.groups)
-    for host in hosts:
-        endpoint = host.endpoint
-        for index, group in enumerate(groups):
-            if (group.locality, group.priority) == (endpoint.locality, endpoint.priority):
-                groups[index] = replace(group, endpoints=(*group.endpoints, endpoint))
-                break
-        else:
-            groups.append(
-                LocalityGroup(
-                    locality=endpoint.locality, priority=endpoint.priority, weight=0, endpoints=(endpoint,)
-                )
-            )
-    return replace(assignment, groups=tuple(groups))
-
-
-def _parsed(text: str | None) -> SocketAddress | None:
-    if text is None:
-        return None
-    try:
-        return SocketAddress.parse(text)
-    except ValueError:
-        return None
-
-
-def _metadata_text(info: StreamInfo, namespace: str, path: tuple[str, ...]) -> str | None:
-    value: object = info.facts.metadata.get(namespace)
-    for step in path:
-        value = value.get(step) if isinstance(value, Mapping) else None
-    if isinstance(value, list) and value:
-        value = value[0]
-    return value if isinstance(value, str) else None
 
 
 def live_assignment(cluster: LiveCluster) -> LoadAssignment:

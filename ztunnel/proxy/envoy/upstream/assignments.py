@@ -1,0 +1,47 @@
+"""Load assignments derived from others: with resolved names, and with hosts that discovery has removed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from xds.model.address import NamedAddress, SocketAddress
+from xds.model.cluster import (
+    Endpoint,
+    LoadAssignment,
+    LocalityGroup,
+)
+from ztunnel.proxy.envoy.upstream.host import Host
+
+
+def resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
+    """Return ``assignment`` with each name replaced by its addresses."""
+    groups = []
+    for group in assignment.groups:
+        endpoints: list[Endpoint] = []
+        for endpoint in group.endpoints:
+            address = endpoint.address
+            if not isinstance(address, NamedAddress):
+                endpoints.append(endpoint)
+                continue
+            hostname = endpoint.hostname or address.name
+            found = (SocketAddress(host, address.port) for host in known.get(address.name, ()))
+            endpoints.extend(replace(endpoint, address=each, hostname=hostname) for each in found)
+        groups.append(replace(group, endpoints=tuple(endpoints)))
+    return replace(assignment, groups=tuple(groups))
+
+
+def with_hosts(assignment: LoadAssignment, hosts: Iterable[Host]) -> LoadAssignment:
+    """Return an assignment with the endpoints of more hosts, each where it was."""
+    groups = list(assignment.groups)
+    for host in hosts:
+        endpoint = host.endpoint
+        for index, group in enumerate(groups):
+            if (group.locality, group.priority) == (endpoint.locality, endpoint.priority):
+                groups[index] = replace(group, endpoints=(*group.endpoints, endpoint))
+                break
+        else:
+            groups.append(
+                LocalityGroup(
+                    locality=endpoint.locality, priority=endpoint.priority, weight=0, endpoints=(endpoint,)
+                )
+            )
+    return replace(assignment, groups=tuple(groups))

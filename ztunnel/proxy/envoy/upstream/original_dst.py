@@ -1,0 +1,104 @@
+"""The hosts of an ORIGINAL_DST cluster, and the address to which it sends a connection."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from xds.model.address import SocketAddress
+from xds.model.cluster import (
+    Cluster,
+    Endpoint,
+)
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.proxy.envoy.upstream.cluster_stats import ClusterStats
+from ztunnel.proxy.envoy.upstream.host import Host, HostSet
+
+ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
+
+
+class OriginalHosts:
+    """The hosts of an ORIGINAL_DST cluster, one for each address to which a connection was opened."""
+
+    __slots__ = ("_found", "_hosts", "_model", "_stats")
+
+    def __init__(self, model: Cluster, hosts: HostSet, stats: ClusterStats) -> None:
+        self._model = model
+        self._hosts = hosts
+        self._stats = stats
+        self._found: dict[str, tuple[Host, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[Host]:
+        return (host for host, _ in self._found.values())
+
+    def choose(self, info: StreamInfo, now: float) -> Host | None:
+        """Return the host for a connection, a new one for a new address; None without an address."""
+        address = self.address(info)
+        if address is None:
+            return None
+        key = str(address)
+        found = self._found.get(key)
+        if found is None:
+            endpoint = Endpoint(address=address, hostname=f"{self._model.name}{key}")
+            found = (Host(endpoint, added_at=now), now)
+            self._hosts.changes += 1
+        self._found[key] = (found[0], now)
+        return found[0]
+
+    def address(self, info: StreamInfo) -> SocketAddress | None:
+        """Return an ORIGINAL_DST cluster's address for a connection, or None.
+
+        The first available source is used: filter state, metadata, request header, restored destination. The port
+        can be overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
+        """
+        config = self._model.original_dst
+        assert config is not None
+        address = _parsed(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
+        if address is None and config.metadata_key is not None:
+            address = _parsed(_metadata_text(info, *config.metadata_key))
+        if address is None and config.use_http_header:
+            values = [value for name, value in info.request_headers if name == config.http_header_name]
+            address = _parsed(values[0]) if values else None
+            if values and address is None:
+                self._stats.original_dst_host_invalid.value += 1
+        if address is None and info.restored:
+            address = info.destination
+        if address is not None and config.port_override:
+            address = SocketAddress(address.host, config.port_override)
+        return address
+
+    def host_at(self, endpoint: Endpoint, now: float) -> Host:
+        """Return the host at the endpoint's address, a new one for a new address."""
+        found, _ = self._found.get(endpoint.key, (None, now))
+        if found is None:
+            found = Host(replace(endpoint, hostname=f"{self._model.name}{endpoint.key}"), added_at=now)
+            self._hosts.changes += 1
+        self._found[endpoint.key] = (found, now)
+        return found
+
+    def remove_unused(self, now: float) -> None:
+        """Remove hosts unused for the clean-up interval, unless a connection to them is open."""
+        before = len(self._found)
+        for key, (host, used) in list(self._found.items()):
+            if now - used >= self._model.cleanup_interval_s and not host.active:
+                del self._found[key]
+        self._hosts.changes += len(self._found) < before
+
+
+def _parsed(text: str | None) -> SocketAddress | None:
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        return None
+
+
+def _metadata_text(info: StreamInfo, namespace: str, path: tuple[str, ...]) -> str | None:
+    value: object = info.facts.metadata.get(namespace)
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else None
