@@ -15,7 +15,7 @@ from ztunnel.proxy.istio.accounting import outcome
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 #: Exceptions whose text becomes the ``error`` of an access line.
-_ENDS = {"EarlyDeny", "Failed", "RouteRefused", "RequestRefused", "IdentityError", "_Refusal"}
+_ENDS = {"EarlyDeny", "Failed", "RouteRefused", "RequestRefused", "IdentityError", "Refusal"}
 
 
 def reasons() -> Iterator[str]:

@@ -34,6 +34,7 @@ _FLUSH_S = 0.05
 _TARGETS = (
     ("ztunnel.proxy.istio.path.outbound", "ztunnel::proxy::outbound"),
     ("ztunnel.proxy.istio.path.inbound", "ztunnel::proxy::inbound"),
+    ("ztunnel.proxy.istio.path.early_denials", "ztunnel::proxy::inbound"),
     ("ztunnel.proxy.istio.xds.mesh_feed", "ztunnel::xds"),
     ("ztunnel.proxy.istio.app", "ztunnel::app"),
     ("ztunnel.proxy.istio.zds", "ztunnel::inpod"),

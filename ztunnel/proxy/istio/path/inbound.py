@@ -1,7 +1,8 @@
 """START HERE for connections to a pod: tunnels on 15008, captured plain connections on 15006.
 
 Both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each is a life
-(:mod:`ztunnel.proxy.dataplane.lives`) from its accept on. :meth:`Inbound.verdict` judges live ones again.
+(:mod:`ztunnel.proxy.dataplane.lives`) from its accept on. :mod:`ztunnel.proxy.istio.path.admission` decides about
+requests, and :meth:`Inbound.verdict` judges live connections again.
 """
 
 from __future__ import annotations
@@ -29,24 +30,20 @@ from hbone.errors import (
     TunnelBroken,
 )
 from hbone.events import Headers
-from hbone.headers import first, forwarded_host, parse_baggage
+from hbone.headers import forwarded_host
 from tproxy.errors import TproxyError
-from xds.model.address import SocketAddress, canonical
-from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.address import SocketAddress
+from xds.model.facts import PeerCertificate
 from xds.model.identity import SpiffeId
-from xds.model.workload import AppProtocol, Workload
-from ztunnel.policy.ledger import Use
+from xds.model.workload import Workload
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.life import Event, State, Verdict
 from ztunnel.proxy.dataplane.lives import Life
-from ztunnel.proxy.dataplane.proxy_protocol import encode_header
-from ztunnel.proxy.dataplane.reasons import Reason, Stage
-from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
     POLICY_CHANGE,
-    REJECTED,
     REVOKED,
     EarlyDeny,
     Failed,
@@ -59,97 +56,32 @@ from ztunnel.proxy.istio.accounting.outcome import (
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
-from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
+from ztunnel.proxy.istio.path.admission import Admission, Refusal
+from ztunnel.proxy.istio.path.authorizer import Authorizer
 from ztunnel.proxy.istio.path.connections import (
     Carrier,
     Phase,
     PodConnection,
     is_listed,
 )
+from ztunnel.proxy.istio.path.early_denials import EarlyDenials, account_rejected, address_of, handshake_error
 from ztunnel.proxy.istio.path.inbound_target import (
-    InboundTarget,
-    RequestRefused,
     inbound_facts,
     inbound_service,
-    inbound_target,
     plain_target,
 )
-from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.pod_context import PodContext
-from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_client, enter_pod, workload_of
+from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_pod
 from ztunnel.proxy.istio.path.route import source_host
-from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
-from ztunnel.runtime.line_limit import LineLimit
+from ztunnel.proxy.istio.settings.config import PLAINTEXT_PORT
 
 if TYPE_CHECKING:
     from ztunnel.proxy.tap.capture import Capture
 
 log = logging.getLogger(__name__)
-
 _NO_CERTIFICATE: Final = PeerCertificate()
-
-
-def _denials_left_out(count: int) -> None:
-    log.warning("connections denied before their handshake have no line left_out=%d", count)
-
-
-class _EarlyDenials:
-    """The access lines of connections that are denied before their handshake, at the pod's own rate.
-
-    Any address can cause any number of these lines.
-    """
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self.limit = LineLimit(node.clock, _denials_left_out)
-
-    def write(self, source: SocketAddress, local: SocketAddress, denial: EarlyDeny) -> None:
-        """Count the connection, and write a line if the rate admits one."""
-        node = self._node
-        if self.limit.admits():
-            Record(node, Direction.INBOUND, source, local).denied_early(denial)
-        else:
-            node.metrics.ledger.early.note(str(Direction.INBOUND), Use.REFUSED_EARLY, node.clock.wall())
-            node.metrics.failed(Direction.INBOUND.reporter, Stage.EARLY, denial.reason)
-
-
-def _rejected(denials: _EarlyDenials, pending: PendingHandshake, reason: str) -> None:
-    """Account for a connection that ends before its handshake, or has been too slow in it."""
-    if not pending.in_handshake:  # else its fiber does
-        pending.owner.close()
-    if reason:
-        try:
-            source, local = _address(pending.peer), _address(pending.sock.getsockname())
-        except OSError:
-            return
-        denials.write(source, local, _handshake_error(reason))
-
-
-def _handshake_error(reason: object) -> EarlyDeny:
-    return EarlyDeny(f"tls handshake error: {reason}", Reason.TLS)
-
-
-class _Refusal(Exception):
-    """A request gets an answer instead of a tunnel.
-
-    Attributes:
-        status: the answer's status.
-        failure: the reason.
-    """
-
-    def __init__(self, status: int, failure: Failed | EarlyDeny) -> None:
-        super().__init__(status, str(failure))
-        self.status = status
-        self.failure = failure
-
-    def entered(self, record: Record) -> Failed | None:
-        """Count an early denial. Otherwise return the failure that completes an opened record."""
-        if isinstance(self.failure, Failed):
-            return self.failure
-        record.denied_early(self.failure)
-        return None
 
 
 def _seen(
@@ -174,10 +106,11 @@ class Inbound:
         self._node = pod.node
         self._illegal_ports = pod.node.config.illegal_ports
         self.authorizer = authorizer or Authorizer(pod.node)
-        self._denials = _EarlyDenials(pod.node)
+        self._admission = Admission(pod, self.authorizer)
+        self._denials = EarlyDenials(pod.node)
         self._plans = RequestPlans(pod, self.authorizer, self._illegal_ports)
         # The limiter outlives this pod's last connection, and a method here would create a reference cycle.
-        rejected = partial(_rejected, self._denials)
+        rejected = partial(account_rejected, self._denials)
         self._limiter = pod.node.half_open.limiter(self._handshake_begins, rejected)
         pod.local.watch(self._mesh_changed)
 
@@ -213,7 +146,7 @@ class Inbound:
         owned: socket.SocketType | None = sock
         try:
             try:
-                source, local = _address(pending.peer), _address(sock.getsockname())
+                source, local = address_of(pending.peer), address_of(sock.getsockname())
             except OSError:
                 return
             certificate = await pod.certificate((await pod.local.get()).workload)
@@ -250,12 +183,12 @@ class Inbound:
         except TlsError as error:
             if error.reason is TlsReason.REVOKED and not error.by_peer:
                 self._rejected()
-            self._denials.write(source, local, _handshake_error(error))
+            self._denials.write(source, local, handshake_error(error))
         except PeerSilent as error:
-            self._denials.write(source, local, _handshake_error(error))
+            self._denials.write(source, local, handshake_error(error))
         except HboneError as error:
             if here.connection is None:
-                self._denials.write(source, local, _handshake_error(error))
+                self._denials.write(source, local, handshake_error(error))
             else:
                 log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
@@ -368,13 +301,13 @@ class Inbound:
         try:
             if head.method != b"CONNECT" or head.protocol is not None:
                 method = head.method.decode("latin-1")
-                raise _Refusal(400, EarlyDeny(f"expected method CONNECT, got {method}", Reason.BAD_REQUEST))
+                raise Refusal(400, EarlyDeny(f"expected method CONNECT, got {method}", Reason.BAD_REQUEST))
             tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
             # The current state, because the request's connection can be older than the pod's policies.
             labels = await self._pod.local.get()
-            self._describe_peer(record, peer, head.headers)
+            self._admission.describe_peer(record, peer, head.headers)
             enter_pod(record, labels)
-            application = await self._admit(entry, labels, tunnel, peer)
+            application = await self._admission.admit(entry, labels, tunnel, peer)
             try:
                 # The 200 is sent only after the application has accepted: until then another endpoint can replace
                 # this one, and first bytes sent along with the CONNECT wait in the stream.
@@ -396,7 +329,7 @@ class Inbound:
         except EarlyDeny as denial:  # the control plane does not know this pod
             record.denied_early(denial)
             request.refuse(503)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             failure = refusal.entered(record)
             request.refuse(refusal.status)
         except HboneError as error:
@@ -417,97 +350,6 @@ class Inbound:
         """Register the connection that the current fiber will carry."""
         cancel = current(self._node.poller).cancel
         return PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
-
-    def _describe_peer(self, record: Record, peer: Peer, headers: Headers) -> None:
-        """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
-
-        A request through a gateway has the gateway's address. But a peer with the certificate of the workload at
-        its own address speaks for itself only.
-        """
-        node, identity = self._node, peer.identity
-        workload = workload_of(peer, first(headers, b"x-forwarded-network"), node)
-        if workload is not None:
-            enter_client(record, workload, identity, node)
-            return
-        if node.config.baggage:
-            record.source_labels = node.baggage_labels.labels(
-                parse_baggage(headers), identity, node.clock.monotonic()
-            )
-        else:
-            record.source_labels = PeerLabels(principal=str(identity) if identity is not None else "")
-        record.source_identity = identity
-
-    # The common part of network tunnels and node-local tunnels
-
-    async def _admit(
-        self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: Peer
-    ) -> PlainSocket:
-        """Find the application, authorize, dial.
-
-        Args:
-            entry: updated with the facts about it.
-            labels: this pod's labels.
-            tunnel: the request.
-            peer: the client.
-
-        Raises:
-            _Refusal: with the answer.
-        """
-        node, record = self._node, entry.record
-        try:
-            target = inbound_target(
-                tunnel.authority,
-                labels.workload,
-                peer.local.host,
-                node.mesh,
-                network=node.config.network,
-                illegal_ports=self._illegal_ports,
-            )
-        except RequestRefused as refused:
-            raise _Refusal(refused.status, refused) from refused
-        record.hbone_authority = tunnel.authority
-        record.service = inbound_service(target, labels.workload, node.mesh, tunnel.service)
-        entry.original, entry.actual, entry.protocol = tunnel.service, target.address, "HBONE"
-        entry.facts = inbound_facts(peer.source, target.address, peer.certificate)
-        record.opened()
-        await self._authorize(entry, entry.facts, labels.workload)
-        try:
-            application = await self._dial(target, labels.workload, peer.source)
-        except (TproxyError, OSError) as error:
-            raise _Refusal(503, unreachable(error)) from error
-        if target.proxy_destination is not None:
-            identity = str(peer.identity) if peer.identity is not None else None
-            source = _of_one_family(peer, record.source_workload, target.proxy_destination)
-            application.send_first(encode_header(source, target.proxy_destination, identity))
-        return application
-
-    async def _authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
-        entry.state = State.IDENTIFIED
-        try:
-            await self.authorizer.authorize(workload, facts, entry.record)
-        except Denied as denied:
-            failure = Failed(f"{REJECTED}: {denied}", denied.reason, fields=denied.fields, policy=denied.policy)
-            raise _Refusal(401, failure) from denied
-        # The lists can have changed while it waited for a policy. (Network connections are ended by the review.)
-        revocations = self._node.revocations
-        if revocations is not None and entry.peer_is_revoked(revocations.current):
-            self._rejected()
-            raise _Refusal(401, of_reason(REVOKED))
-        if self._node.addons is not None:
-            try:
-                await self._node.addons.accepting(entry)
-            except Failed as failure:
-                raise _Refusal(403, failure) from failure
-        entry.state = State.DIALING
-
-    async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
-        sockets, address = self._pod.sockets, target.address
-        tunnel = workload.application_tunnel
-        if tunnel is not None and tunnel.protocol is AppProtocol.PROXY and self._node.config.localhost_app_tunnel:
-            loopback = "::1" if ":" in address.host else "127.0.0.1"
-            return await sockets.dial(SocketAddress(loopback, address.port))
-        source = sockets.application_source(HBONE_PORT, client.host, address.host)
-        return await sockets.dial(address, source=source)
 
     # Tunnels of this very node
 
@@ -571,8 +413,8 @@ class Inbound:
         entry.peer = client
         failure: Failed | None = None
         try:
-            application = await self._admit(entry, labels, tunnel, peer)
-        except _Refusal as refusal:
+            application = await self._admission.admit(entry, labels, tunnel, peer)
+        except Refusal as refusal:
             failure = refusal.entered(record)
             raise ConnectRefused(refusal.status) from refusal
         except asyncio.CancelledError as error:
@@ -605,7 +447,7 @@ class Inbound:
         failure: Failed | None = None
         entry: PodConnection | None = None
         try:
-            source = _address(peer)
+            source = address_of(peer)
             destination = self._pod.sockets.original_destination(sock, source)
             record = Record(node, Direction.INBOUND, source, destination)
             entry = self._entry(record)
@@ -615,7 +457,7 @@ class Inbound:
         except EarlyDeny as denial:
             assert entry is not None
             entry.record.denied_early(denial)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             assert entry is not None
             failure = refusal.entered(entry.record)
         except asyncio.CancelledError:
@@ -642,7 +484,7 @@ class Inbound:
         record.service = inbound_service(target, labels.workload, node.mesh, None)
         entry.facts = inbound_facts(source, destination, None)
         record.opened()
-        await self._authorize(entry, entry.facts, labels.workload)
+        await self._admission.authorize(entry, entry.facts, labels.workload)
         shown = sockets.application_source(PLAINTEXT_PORT, source.host, destination.host)
         try:
             application = await sockets.dial(destination, source=shown)
@@ -695,26 +537,6 @@ class Inbound:
 
 def _discard_half(half: InboundHalf) -> None:
     half.finish(of_reason(""))
-
-
-def _address(name: tuple[str, int]) -> SocketAddress:
-    return SocketAddress(canonical(name[0]), name[1])
-
-
-def _of_one_family(peer: Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
-    """Return the peer's address for a PROXY header, which has room for one family only.
-
-    A service of two families can be dialled by one while its waypoint is reached by the other. The header would
-    have no addresses then (like upstream's), which Envoy refuses. The peer's own address of the other family is
-    equally correct.
-    """
-    source = peer.source
-    if (":" in source.host) == (":" in destination.host):
-        return source
-    if workload is None or workload.identity != peer.identity:
-        return source
-    host = source_host(workload, source.host, destination.host)
-    return SocketAddress(host, source.port) if host is not None else source
 
 
 def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:

@@ -106,6 +106,7 @@ def test_invalid_log_filter_is_refused(text: str) -> None:
     [
         ("ztunnel.proxy.istio.path.outbound", "ztunnel::proxy::outbound"),
         ("ztunnel.proxy.istio.path.inbound", "ztunnel::proxy::inbound"),
+        ("ztunnel.proxy.istio.path.early_denials", "ztunnel::proxy::inbound"),
         ("ztunnel.proxy.istio.dns.pod_dns", "ztunnel::dns::pod_dns"),
         ("ztunnel.proxy.istio.app", "ztunnel::app"),
         ("ztunnel.proxy.istio.zds.manager", "ztunnel::inpod::manager"),

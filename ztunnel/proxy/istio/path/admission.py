@@ -1,0 +1,183 @@
+"""Decides whether a request that comes to a pod is carried, and dials the application.
+
+Tunnels on the wire, node-local tunnels and captured plain connections share it.
+"""
+
+from __future__ import annotations
+
+from hbone.aio.socket import PlainSocket
+from hbone.events import Headers
+from hbone.headers import first, parse_baggage
+from tproxy.errors import TproxyError
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.workload import AppProtocol, Workload
+from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.proxy_protocol import encode_header
+from ztunnel.proxy.istio.accounting.metrics import PeerLabels
+from ztunnel.proxy.istio.accounting.outcome import (
+    REJECTED,
+    REVOKED,
+    EarlyDeny,
+    Failed,
+    of_reason,
+    unreachable,
+)
+from ztunnel.proxy.istio.accounting.record import Record
+from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
+from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
+from ztunnel.proxy.istio.path.connections import (
+    PodConnection,
+)
+from ztunnel.proxy.istio.path.inbound_target import (
+    InboundTarget,
+    RequestRefused,
+    inbound_facts,
+    inbound_service,
+    inbound_target,
+)
+from ztunnel.proxy.istio.path.node_local import TunnelRequest
+from ztunnel.proxy.istio.path.pod_context import PodContext
+from ztunnel.proxy.istio.path.request_plans import Peer, enter_client, workload_of
+from ztunnel.proxy.istio.path.route import source_host
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
+
+
+class Refusal(Exception):
+    """A request gets an answer instead of a tunnel.
+
+    Attributes:
+        status: the answer's status.
+        failure: the reason.
+    """
+
+    def __init__(self, status: int, failure: Failed | EarlyDeny) -> None:
+        super().__init__(status, str(failure))
+        self.status = status
+        self.failure = failure
+
+    def entered(self, record: Record) -> Failed | None:
+        """Count an early denial. Otherwise return the failure that completes an opened record."""
+        if isinstance(self.failure, Failed):
+            return self.failure
+        record.denied_early(self.failure)
+        return None
+
+
+class Admission:
+    """Decides about what comes to one pod, and opens the application's socket."""
+
+    def __init__(self, pod: PodContext, authorizer: Authorizer) -> None:
+        self._pod = pod
+        self._node = pod.node
+        self._authorizer = authorizer
+
+    def describe_peer(self, record: Record, peer: Peer, headers: Headers) -> None:
+        """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
+
+        A request through a gateway has the gateway's address. But a peer with the certificate of the workload at
+        its own address speaks for itself only.
+        """
+        node, identity = self._node, peer.identity
+        workload = workload_of(peer, first(headers, b"x-forwarded-network"), node)
+        if workload is not None:
+            enter_client(record, workload, identity, node)
+            return
+        if node.config.baggage:
+            record.source_labels = node.baggage_labels.labels(
+                parse_baggage(headers), identity, node.clock.monotonic()
+            )
+        else:
+            record.source_labels = PeerLabels(principal=str(identity) if identity is not None else "")
+        record.source_identity = identity
+
+    async def admit(
+        self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: Peer
+    ) -> PlainSocket:
+        """Find the application, authorize, dial.
+
+        Args:
+            entry: updated with the facts about it.
+            labels: this pod's labels.
+            tunnel: the request.
+            peer: the client.
+
+        Raises:
+            Refusal: with the answer.
+        """
+        node, record = self._node, entry.record
+        try:
+            target = inbound_target(
+                tunnel.authority,
+                labels.workload,
+                peer.local.host,
+                node.mesh,
+                network=node.config.network,
+                illegal_ports=node.config.illegal_ports,
+            )
+        except RequestRefused as refused:
+            raise Refusal(refused.status, refused) from refused
+        record.hbone_authority = tunnel.authority
+        record.service = inbound_service(target, labels.workload, node.mesh, tunnel.service)
+        entry.original, entry.actual, entry.protocol = tunnel.service, target.address, "HBONE"
+        entry.facts = inbound_facts(peer.source, target.address, peer.certificate)
+        record.opened()
+        await self.authorize(entry, entry.facts, labels.workload)
+        try:
+            application = await self._dial(target, labels.workload, peer.source)
+        except (TproxyError, OSError) as error:
+            raise Refusal(503, unreachable(error)) from error
+        if target.proxy_destination is not None:
+            identity = str(peer.identity) if peer.identity is not None else None
+            source = _of_one_family(peer, record.source_workload, target.proxy_destination)
+            application.send_first(encode_header(source, target.proxy_destination, identity))
+        return application
+
+    async def authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
+        """Judge a connection by policies, revocation lists and addons.
+
+        Raises:
+            Refusal: with the answer.
+        """
+        entry.state = State.IDENTIFIED
+        try:
+            await self._authorizer.authorize(workload, facts, entry.record)
+        except Denied as denied:
+            failure = Failed(f"{REJECTED}: {denied}", denied.reason, fields=denied.fields, policy=denied.policy)
+            raise Refusal(401, failure) from denied
+        # The lists can have changed while it waited for a policy. (Network connections are ended by the review.)
+        revocations = self._node.revocations
+        if revocations is not None and entry.peer_is_revoked(revocations.current):
+            self._node.metrics.crl_rejections["destination"] += 1
+            raise Refusal(401, of_reason(REVOKED))
+        if self._node.addons is not None:
+            try:
+                await self._node.addons.accepting(entry)
+            except Failed as failure:
+                raise Refusal(403, failure) from failure
+        entry.state = State.DIALING
+
+    async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
+        sockets, address = self._pod.sockets, target.address
+        tunnel = workload.application_tunnel
+        if tunnel is not None and tunnel.protocol is AppProtocol.PROXY and self._node.config.localhost_app_tunnel:
+            loopback = "::1" if ":" in address.host else "127.0.0.1"
+            return await sockets.dial(SocketAddress(loopback, address.port))
+        source = sockets.application_source(HBONE_PORT, client.host, address.host)
+        return await sockets.dial(address, source=source)
+
+
+def _of_one_family(peer: Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
+    """Return the peer's address for a PROXY header, which has room for one family only.
+
+    A service of two families can be dialled by one while its waypoint is reached by the other. The header would
+    have no addresses then (like upstream's), which Envoy refuses. The peer's own address of the other family is
+    equally correct.
+    """
+    source = peer.source
+    if (":" in source.host) == (":" in destination.host):
+        return source
+    if workload is None or workload.identity != peer.identity:
+        return source
+    host = source_host(workload, source.host, destination.host)
+    return SocketAddress(host, source.port) if host is not None else source

@@ -1,0 +1,64 @@
+"""Access lines of inbound connections that are denied before their handshake is complete."""
+
+from __future__ import annotations
+
+import logging
+
+from xds.model.address import SocketAddress, canonical
+from ztunnel.policy.ledger import Use
+from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.istio.accounting.outcome import (
+    EarlyDeny,
+)
+from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.runtime.line_limit import LineLimit
+
+log = logging.getLogger(__name__)
+
+
+def _denials_left_out(count: int) -> None:
+    log.warning("connections denied before their handshake have no line left_out=%d", count)
+
+
+class EarlyDenials:
+    """The access lines of connections that are denied before their handshake, at the pod's own rate.
+
+    Any address can cause any number of these lines.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.limit = LineLimit(node.clock, _denials_left_out)
+
+    def write(self, source: SocketAddress, local: SocketAddress, denial: EarlyDeny) -> None:
+        """Count the connection, and write a line if the rate admits one."""
+        node = self._node
+        if self.limit.admits():
+            Record(node, Direction.INBOUND, source, local).denied_early(denial)
+        else:
+            node.metrics.ledger.early.note(str(Direction.INBOUND), Use.REFUSED_EARLY, node.clock.wall())
+            node.metrics.failed(Direction.INBOUND.reporter, Stage.EARLY, denial.reason)
+
+
+def account_rejected(denials: EarlyDenials, pending: PendingHandshake, reason: str) -> None:
+    """Account for a connection that ends before its handshake, or has been too slow in it."""
+    if not pending.in_handshake:  # else its fiber does
+        pending.owner.close()
+    if reason:
+        try:
+            source, local = address_of(pending.peer), address_of(pending.sock.getsockname())
+        except OSError:
+            return
+        denials.write(source, local, handshake_error(reason))
+
+
+def handshake_error(reason: object) -> EarlyDeny:
+    """Return the denial of a connection whose TLS handshake failed."""
+    return EarlyDeny(f"tls handshake error: {reason}", Reason.TLS)
+
+
+def address_of(name: tuple[str, int]) -> SocketAddress:
+    """Return the name of a socket as an address."""
+    return SocketAddress(canonical(name[0]), name[1])
