@@ -95,7 +95,7 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CarrierState(msgspec.Struct, frozen=True, kw_only=True):
-    """An HTTP/2 connection, of cleartext if ``tls`` is None; see :class:`hbone.aio.connection_settings.Progress`."""
+    """An HTTP/2 connection with :class:`hbone.aio.connection_settings.Progress`; cleartext if ``tls`` is None."""
 
     engine: EngineState
     tls: RecordState | None
