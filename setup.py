@@ -2,8 +2,8 @@
 
 ``ZTUNNEL_COMPILE=1 pip wheel --no-build-isolation .`` makes a wheel, ``make compiled`` builds in place. The C
 compiler optimises at level 3, unless ``ZTUNNEL_COMPILE_LEVEL`` has another: 0, without symbols, is built fastest.
-What is compiled are the modules that run per chunk and per tunnel. Of those, none may wait inside ``try``
-(``hbone/aio/waits.py`` says why), and classes that others subclass by name stay as they are.
+The modules that run per chunk and per tunnel are compiled. They must not wait inside ``try``
+(``hbone/aio/waits.py`` has the reason), and contain no classes that other modules subclass by name.
 """
 
 import os
@@ -65,7 +65,7 @@ class BuildWithRevision(build_py):
 
 
 def _described() -> str:
-    """Return the name of the commit here, with ``-dirty`` if files differ; empty without git or a repository."""
+    """Return the name of the commit here, with ``-dirty`` if files differ. Empty without git or a repository."""
     if not (Path(__file__).parent / ".git").exists():
         return ""
     described = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     if os.environ.get("ZTUNNEL_COMPILE") == "1":
         from mypyc.build import mypycify
 
-        # The name puts what they share into the package: beside it, an editable install does not find it.
+        # The name puts the shared library into the package. An editable install does not find it elsewhere.
         level = os.environ.get("ZTUNNEL_COMPILE_LEVEL", "3")
         extensions = mypycify(
             ["--config-file", "pyproject.toml", *COMPILED],

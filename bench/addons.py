@@ -1,9 +1,9 @@
 """What one addon with every hook costs a connection: ``python -m bench.addons``.
 
-The parts of an outbound connection's life in an Istio mesh in which addons are asked and informed, without
-sockets: facts, ``connecting``, ``opened`` and ``closed``, with timing and counts. ``without`` is the same life
-in a process without addons. The difference is the cost of one connection. Both take turns in short rounds, and the
-least of each is printed: what other work of the machine adds is in no round of both.
+Runs the calls to addons during an outbound connection's life in an Istio mesh, without sockets: facts,
+``connecting``, ``opened`` and ``closed``, with timing and counts. ``without`` is the same life in a process
+without addons. The difference is the cost of one connection. Both take turns in short rounds, and the least of
+each is printed: what other work of the machine adds is in no round of both.
 """
 
 import argparse

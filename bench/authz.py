@@ -1,10 +1,10 @@
-"""What policies cost: evaluating, memory, changes, and checks through the server (``make bench-authz``).
+"""The cost of policies: evaluating, memory, changes, and checks through the server (``make bench-authz``).
 
 The store has the shape that Calico measured in a production cluster (:mod:`bench.authz_store`). Checks go to one
 server process over its Unix socket, from a process of its own with 64 in flight: once with a policy of one rule,
 and once with the big store, with answers kept and with each flow a new one. Calico's own figures for the same
-store are of one core of another machine: 17.5 ms an evaluation until July 2026, 3.7 ms then, 0.36 ms proposed
-(projectcalico/calico#13267).
+store come from one core of a different machine: 17.5 ms an evaluation until July 2026, 3.7 ms then, 0.36 ms
+proposed (projectcalico/calico#13267).
 
 If Go is installed, a server of 30 lines on grpc-go that does not judge (``ext_authz_go``) is built and queried by
 the same client, to measure the limit of the transport and of this client. Its figure is a ceiling, not a rival's.
@@ -58,7 +58,7 @@ SMALL = (
 
 
 def main() -> None:
-    """Run everything and print the table."""
+    """Run the measurements and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--client", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--vary", action="store_true", help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 """A store of the shape that Calico measured in a production cluster, for benches and tests of evaluation.
 
 294 policies for all endpoints with 68 rules each, nearly all ``Pass``; 3,708 IP sets with 256,000 members
-together, most of them small and one of 54,566; a quarter of the rules names a set; no rule matches the evaluated
+together: most are small, and one has 54,566. A quarter of the rules names a set. No rule matches the evaluated
 flow.
 """
 
@@ -28,7 +28,7 @@ FLOW = c.Flow(
 
 
 def updates(seed: int = 1) -> Iterator[c.Update]:
-    """Yield the snapshot, in the order in which Felix sends it."""
+    """Yield the snapshot, in Felix's order."""
     draw = random.Random(seed)
     ids: list[str] = []
     for count, least, most in SET_SIZES:

@@ -43,7 +43,7 @@ _ESTABLISHED = 1
 _IDENTITY_BYTES = 48
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parent
-#: Of the control plane in an Istio mesh, as istiod has it for TLS.
+#: The port of the control plane in an Istio mesh: istiod's for TLS.
 _XDS_PORT = 15012
 _BIN = Path(sys.executable).parent
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -54,7 +54,7 @@ Command = Callable[[Path, str], list[str]]
 
 @dataclass(slots=True)
 class Usage:
-    """A proxy's CPU seconds so far, the kernel's part of them, and its current resident bytes."""
+    """A proxy's CPU seconds so far, the seconds in the kernel, and its current resident bytes."""
 
     cpu_s: float
     kernel_s: float
@@ -67,10 +67,10 @@ class Chain:
 
     Attributes:
         name: for tables.
-        proxies: the two processes, the client's node first; empty for the chain without proxies.
-        target: what the clients dial.
+        proxies: the two processes, the client's node first. Empty for the chain without proxies.
+        target: the address dialled by clients.
         pairs: of a client and a server pod.
-        server: the first one's other end of the load.
+        server: the load's process in the first server pod.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""What single changes of endpoints cost a proxy: 1,000 of them over delta xDS, ours beside Envoy.
+"""The cost of single endpoint changes for a proxy: 1,000 changes over delta xDS, ours beside Envoy.
 
 ``python -m bench.changes`` prints CPU seconds of each process, from the first change until the last is applied.
-There are 100 clusters of 10 endpoints. A push replaces one endpoint of one cluster, and so has ten of them.
+There are 100 clusters of 10 endpoints. A push replaces one endpoint of one cluster, and carries all ten endpoints
+of the cluster.
 """
 
 from __future__ import annotations

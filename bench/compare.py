@@ -42,8 +42,8 @@ def _run(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Run the load once, ``more`` being its last arguments, and return its report with the processor time.
 
-    ``cpu`` is the proxies' seconds, ``kernel`` the part of them in the kernel, ``load`` the load's, and ``idle``
-    the percentage of all processors.
+    ``cpu`` is the proxies' seconds, ``kernel`` their seconds in the kernel, ``load`` the load's, and ``idle`` the
+    percentage of all processors.
     """
     before, load_s, (_, idle, total) = made.usage(), made.load_s(), _processors()
     result = made.run(kind, str(connections), str(seconds), *more)
@@ -166,11 +166,11 @@ _BULK_COMPILED = {1: 1.2, 64: 1.25}
 
 
 def _paced(rate: int, connections: int) -> Case:
-    """The load that users have: requests come at their own rate, over connections that are open."""
+    """A load like users': requests come at their own rate, over open connections."""
     name = f"{rate:,}/s over {connections} conn"
     aims = _PACED.get((rate, connections), _NO_AIMS)
     return Case(
-        # Processor time comes in ticks of 10 ms: 400 requests take some 20 of them.
+        # Processor time comes in ticks of 10 ms: 400 requests take some 20 ticks.
         _requests("paced", connections, str(_MESSAGE_BYTES), str(rate), least_s=400 / rate),
         (
             Row(f"{name}, CPU per request", "us", "cpu", target=aims.cpu, compiled=aims.compiled_cpu),
@@ -386,14 +386,14 @@ def _print(records: list[dict[str, Any]], heading: str) -> None:
 
 
 class _Third(NamedTuple):
-    """What the third pair runs: arguments of :func:`chain`."""
+    """The commands of the third pair: arguments of :func:`chain`."""
 
     command: Command
     command_in_pods: Command | None = None
 
 
 def _third(parser: argparse.ArgumentParser) -> _Third | None:
-    """Return what ``RIVAL`` or ``RIVAL_CMD`` name; a fault ends the command."""
+    """Return the commands named by ``RIVAL`` or ``RIVAL_CMD``. A fault ends the command."""
     if text := os.environ.get("RIVAL"):
         protocol, _, path = text.partition(":")
         if protocol != "istio":

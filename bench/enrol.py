@@ -3,8 +3,8 @@
 ``python -m bench.enrol [--pods 250] [--cycles 10000]``. Pods are network namespaces with an address, found by a
 folder like /proc; rules are real, the API and the proxy are toys in this process, so that what is measured is the
 agent's own. The first table is the time from a label of their namespace until the last of the pods says
-``enabled``. The second one lists what a process has after the first hundred cycles of enrolment and release, and
-after all of them: descriptors, memory, elements of the node's set of probed pods, tasks.
+``enabled``. The second table lists a process's descriptors, memory, elements of the node's set of probed pods, and
+tasks, after the first hundred cycles of enrolment and release and after the last.
 """
 
 import argparse
@@ -212,7 +212,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("ztunnel").setLevel(logging.ERROR)
     with Netns.create() as node, node.entered():
-        # Threads inherit the namespace of the one that makes them.
+        # A thread inherits the namespace of its creator.
         if args.pods:
             with tempfile.TemporaryDirectory() as folder:
                 enrolled_s, released_s = asyncio.run(together(Path(folder), args.pods))

@@ -113,7 +113,7 @@ class Machine:
 
 
 async def measured(kind: str, count: int) -> str:
-    """Return the row of a kind of connection."""
+    """Return the row for one kind of connection."""
     with contextlib.ExitStack() as stack:
         machine = Machine(stack)
         units: list[tuple[list[Relay], Connection | None]] = []

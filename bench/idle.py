@@ -1,10 +1,11 @@
-"""``make bench-idle``: measures the memory of idle connections, and how much of it remains when they are gone.
+"""``make bench-idle``: measures the memory of idle connections, and how much remains when they are gone.
 
     python -m bench.idle [--most N]
 
 Each connection has carried one message. A proxy has one descriptor for each, so the limit of open files bounds how
-many a process can hold, and the proxies inherit the one this runs with. What one process per node cannot hold,
-workers do: the Istio front end then, and as many pairs of pods. Memory is that of all processes of both proxies.
+many a process can hold, and the proxies inherit the one this runs with. Workers hold more connections than one
+process per node can: then the Istio front end runs, with a pair of pods for each worker. Memory is counted for all
+processes of both proxies.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Measures the memory and time of a proxy's imports, in steps, and what messages with every field would cost.
+"""Measures the memory and time of a proxy's imports, in steps, and the cost of messages with every field.
 
-    python -m bench.imports                  the steps; Envoy's messages as they are here, and with every field
+    python -m bench.imports                  the steps; Envoy's messages as here, and with every field
     python -m bench.imports --beside TREE    the last step here and in another checkout, by turns
 
-Each measurement is a process of its own, the first of which only compiles what it imports. The rest of a proxy's
-memory, up to what ``make bench`` shows at rest, is buffers, contexts and configuration.
+Each measurement is a process of its own. The first only compiles its imports. The rest of a proxy's memory, up to
+what ``make bench`` shows at rest, is buffers, contexts and configuration.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def cost(programs: Sequence[tuple[Path, str, str]], rounds: int = _ROUNDS) -> li
     """Return what each program costs, measured by turns.
 
     Args:
-        programs: the folder to run in, statements that are not measured, statements that are.
+        programs: the folder to run in, unmeasured statements, measured statements.
         rounds: how often each runs, after once that does not count.
     """
     seen: list[list[list[float]]] = [[] for _ in programs]
@@ -85,7 +85,7 @@ def steps() -> None:
         before_bytes, before_s = found.resident_bytes, found.seconds
 
 
-#: Prints the modules of xds-protos in which the messages named on standard input are.
+#: Prints the modules of xds-protos that have the messages named on standard input.
 _MODULES_OF = """
 import importlib, pathlib, pkgutil, sys
 root = sys.argv[1]

@@ -1,11 +1,11 @@
-"""``make bench-instructions``: what a new connection costs in instructions and calls, which noise does not move.
+"""``make bench-instructions``: the cost of a new connection in instructions and calls, independent of noise.
 
     python -m bench.instructions [--seconds S] [--json FILE]
 
 Our pair of proxies in an Istio mesh runs twice: under callgrind, which counts the instructions of the process
-outside the kernel, and under cProfile, which counts calls of functions, those of C included. It carries new
+outside the kernel, and under cProfile, which counts calls of functions, including C functions. It carries new
 connections, 32 at once, then first connections to a peer, each after the end of the proxies' tunnel connection,
-which is counted as well. Needs valgrind. What the proxies do without connections is measured for as long, and
+which is counted as well. Needs valgrind. The proxies' work without connections is measured for the same time, and
 subtracted.
 """
 
@@ -29,7 +29,7 @@ from deploy.lab import become_root_of_own_namespaces
 
 _BEGIN, _END = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
 _SIDES = ("client's proxy", "server's proxy")
-#: Of a counting process after it was told to begin or to end, which is slow under callgrind.
+#: The wait after the signal that begins or ends counting, which is slow under callgrind.
 _SETTLE_S = 1.0
 #: First connections that are counted.
 _FIRST = 40

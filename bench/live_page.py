@@ -1,6 +1,6 @@
 """What one event of the live page costs a proxy of a large Istio mesh: CPU, bytes, and how long it holds the loop.
 
-Nothing of it runs without a page that is looked at. ``python -m bench.live_page``
+Without an open page there is no such cost. ``python -m bench.live_page``
 """
 
 import argparse

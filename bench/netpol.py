@@ -2,8 +2,8 @@
 
 Packets: a pod sends UDP datagrams to another pod of its node and waits for each, so that rate and p99 are of a
 round trip through the forward hook; and new TCP connections, which policies judge. One policy selects the
-destination, the others select other pods of the node, whose number is 10,000 here. Variants take turns. Two have
-rules in the form of Galaxy's controller (:mod:`bench.netpol_galaxy`), for the same policies and pods.
+destination, all further policies select other pods of the node, which has 10,000 pods. Variants take turns. Two
+have rules in the form of Galaxy's controller (:mod:`bench.netpol_galaxy`), for the same policies and pods.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def measure_start(place: Place) -> None:
 
 
 def compiled_of(source: Place, destination: Place, policies: int, pods: int) -> Compiled:
-    """Return what ``policies`` policies, one of them for the destination, and ``pods`` pods are compiled to."""
+    """Return the compiled form of ``policies`` policies, one for the destination, and of ``pods`` pods."""
     objects = keyed(cluster(pods, policies))
     for key in [key for key in objects if key.kind == "Pod"]:
         objects[key] = {**objects[key], "spec": {**objects[key]["spec"], "nodeName": "here"}}
@@ -230,7 +230,7 @@ def measure_packets(place: Place, source: Place, destination: Place) -> None:
 
 
 def main() -> int:
-    """Print everything."""
+    """Run the measurements and print the tables."""
     if not may_make_namespaces():
         print("network namespaces need root (CAP_SYS_ADMIN, CAP_NET_ADMIN)", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ def namespace(number: int) -> dict[str, Any]:
 
 
 def pod(number: int, namespaces: int) -> dict[str, Any]:
-    """Return a pod of one of 20 applications; every fortieth is on one node."""
+    """Return a pod; there are 20 applications, and every fortieth pod is on one node."""
     address = f"10.{number >> 16 & 63}.{number >> 8 & 255}.{number & 255}"
     return {
         "apiVersion": "v1",

@@ -1,10 +1,10 @@
 """Rules of the form that Galaxy's controller makes with iptables and ipset, as nf_tables holds them.
 
 iptables-nft writes such rules into the same kernel interface, and an ipset is a set there: a jump for each pod in
-FORWARD's chain, one after the other, from a pod's chain to those of its policies, and separate sets for each
-policy and rule. Differences: ipset's hash and nf_tables' are different code, and comments of rules, which cost
-packets nothing, are left out. The defects of the form (its egress and node traffic) are not repeated: only ingress
-of pods is generated, like in the other variants.
+FORWARD's chain, one after the other, from a pod's chain to its policies' chains, and separate sets for each policy
+and rule. Differences: ipset's hash and nf_tables' are different code, and comments of rules, which do not slow
+packets, are left out. The defects of the form (its egress and node traffic) are not repeated: only ingress of pods
+is generated, like in the other variants.
 """
 
 from ipaddress import IPv4Address, IPv4Network
@@ -19,7 +19,7 @@ from ztunnel.policy.netpol.intervals import ranges_of, without
 from ztunnel.policy.netpol.table import hashed
 
 NAME: Final = "bench-galaxy"
-#: The test of the family that rules of an inet table begin with; one of IPv4 has none.
+#: The test of the family at the start of an inet table's rules. An IPv4 table has no such test.
 _FAMILY_TEST: Final = len(e.family_is(Family.IPV4))
 
 
@@ -27,7 +27,7 @@ def galaxy_table(compiled: Compiled, last: str) -> Table:
     """Return the rules for all pods of compiled policies.
 
     Args:
-        last: of a pod, ``namespace/name``: its jump stands in the middle of the others, as it would on average.
+        last: ``namespace/name`` of the pod whose jump stands in the middle of all jumps, its average place.
     """
     chains: dict[str, Chain] = {}
     sets: dict[str, Set] = {}

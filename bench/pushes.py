@@ -94,7 +94,7 @@ def _cluster(version: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a client got: updates, the value of the last one, streams that ended, seconds and CPU seconds."""
+    """A client's updates, the value of the last one, ended streams, seconds and CPU seconds."""
 
     updates: int
     last: str

@@ -1,7 +1,7 @@
 """How long one change of policies keeps the loop from other connections: ``python -m bench.review``.
 
-Lives like those of the data path, without sockets, each judged by a DENY policy that does not match it. Per number
-of lives it prints the duration of the whole review, and the longest time in which the loop ran no other work.
+The lives are like the data path's, without sockets. A DENY policy that does not match judges each. Per number of
+lives it prints the duration of the whole review, and the longest time without other work in the loop.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class _Connection(Life):
 
 
 async def measured(count: int) -> tuple[float, float]:
-    """Return the seconds of a review of this many lives, and its longest pause."""
+    """Return the seconds of a review of ``count`` lives, and its longest pause."""
     table = LiveTable()
     group: Lives[_Connection] = Lives(table)
     for number in range(count):

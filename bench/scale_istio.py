@@ -2,8 +2,8 @@
 
     python -m bench.scale_istio [--quick] [--json FILE] [--services N ...] [--workloads N]
 
-Each size runs in a process of its own, so that memory is its own. The mesh comes as one packed response, goes
-through the same steps as one from istiod, and a ticker measures how long the loop did nothing else.
+Each size runs in a process of its own, so that memory is its own. The mesh comes as one packed response and goes
+through the same steps as istiod's. A ticker measures the longest time without other work in the loop.
 
 Environment: ``QUICK=1`` (stops at 1,000 services).
 """
@@ -49,7 +49,7 @@ from ztunnel.runtime import heap
 _SIZES = (10, 1000, 20_000)
 _ENDPOINTS = (10, 1000, 10_000)
 _POLICIES, _RULES = 10_000, 10
-#: Turns of the loop in which the resources of a response are freed, and some more.
+#: Loop iterations that suffice to free the resources of a response.
 _LET_GO = 100
 _FIRST_POD = int(ipaddress.ip_address("10.0.0.0"))
 _FIRST_VIP = int(ipaddress.ip_address("172.16.0.0"))
@@ -110,7 +110,7 @@ def rss() -> int:
 
 
 class Stall:
-    """Measures the longest time in which the loop ran no other work."""
+    """Measures the longest time without other work in the loop."""
 
     longest_s = 0.0
 

@@ -1,7 +1,7 @@
 """Makes a mesh of any size in the Envoy dialect for one node, and changes it one resource at a time.
 
-Every message is a copy of one that :mod:`ztunnel.control_plane.generate` made for a mesh of one service, with
-names and addresses replaced: the generator goes through JSON, which takes minutes for 200,000 endpoints.
+Every message is a copy of a message of :mod:`ztunnel.control_plane.generate` for a mesh of one service, with names
+and addresses replaced: the generator goes through JSON, which takes minutes for 200,000 endpoints.
 
 One pod lives on the node, every other pod elsewhere; all have one service account. The dialect has a cluster per
 service and source identity, and per source address a tree of every service's and every pod's address.

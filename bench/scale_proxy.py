@@ -41,7 +41,7 @@ def memory() -> dict[str, int]:
 
 
 class Stall:
-    """How long the loop did not get round to anything else; connections wait as long."""
+    """Measures the longest time without other work in the loop. Connections wait this long."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0

@@ -1,7 +1,7 @@
-"""``make bench-watched``: what it costs to be looked at: the live page open, and a tap on the client's pod.
+"""``make bench-watched``: the cost of an open live page, and of a tap on the client's pod.
 
 Three equal pairs of our proxies in Envoy's dialect, running at the same time: one unobserved, one whose live pages
-are followed on both nodes, and one whose client pod is tapped on its node. Cases are those of ``make bench``,
+are followed on both nodes, and one whose client pod is tapped on its node. The cases come from ``make bench``,
 interleaved. A ratio is to the first pair of the same round.
 """
 
@@ -20,7 +20,7 @@ from bench.compare import CASES
 from deploy.lab import become_root_of_own_namespaces
 
 _CASES = ("bulk up, 1", "rr, 1", "rr, 64", "crr, 32")
-#: Reads an endless page, as a browser that nobody looks at.
+#: Reads an endless page, like a browser in the background.
 _FOLLOWS = """
 import urllib.request
 with urllib.request.urlopen("http://127.0.0.1:15000/ui/events") as page:

@@ -24,7 +24,7 @@ class Panel:
 
     Attributes:
         queries: of PromQL, with the legend of each.
-        unit: Grafana's name of it.
+        unit: Grafana's name of the unit.
         text: its meaning, and where to look next.
         width: of :data:`_COLUMNS`.
         number: the last value only, coloured from ``bad_above`` on.

@@ -157,7 +157,7 @@ class Lab:
     """``with Lab({"worker1": ["productpage"], "worker2": ["reviews"]}) as lab: ...``.
 
     Args:
-        nodes: pod names by node name; a pod name is used once.
+        nodes: pod names by node name. A pod name is used once.
         rp_filter: the initial value in nodes and pods.
 
     Raises:
@@ -189,8 +189,8 @@ class Lab:
         """Disconnect the nodes' bridge while entered.
 
         Yields:
-            The namespace in which the nodes' veth pairs end, and the ends' names by number of the node. The caller
-            forwards frames between them.
+            The namespace with the far ends of the nodes' veth pairs, and the ends' names by number of the node.
+            The caller forwards frames between them.
         """
         fabric, ports = self._open[0], [f"port{worker.number}" for worker in self.workers.values()]
         with NetlinkSocket(NETLINK_ROUTE, fabric) as link:
@@ -255,7 +255,7 @@ class Lab:
             self._old_handler = None
 
     def _catch_sigterm(self) -> None:
-        # Only if the signal's default would end the process at once; an application's handler stays.
+        # Only if the signal's default would end the process at once. An application's handler stays.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._old_handler = signal.signal(signal.SIGTERM, _exit)

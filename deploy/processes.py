@@ -1,4 +1,4 @@
-"""A folder like ``/proc``: processes of pods that no container runtime made, in namespaces that are real."""
+"""A folder like ``/proc``, with processes of pods made without a container runtime, in real namespaces."""
 
 import os
 from pathlib import Path

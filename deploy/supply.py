@@ -1,9 +1,9 @@
 """``make audit``: the contents of the image, and whether they can be trusted; ``python -m deploy.supply``.
 
-Four checks, each with a line of its own and all of them in the exit status:
+Four checks. Each has a line of its own, and the exit status covers all:
 
-- **floors**: no locked version is below one that fixes a known vulnerability (``requirements/floors.txt``). That
-  list is ours and needs no network.
+- **floors**: no locked version is below the fix of a known vulnerability (``requirements/floors.txt``). That list
+  is ours and needs no network.
 - **database**: pip-audit asks a database of vulnerabilities about the lock file; skipped, with a word, where it is
   not installed or cannot reach one.
 - **SBOM**: ``dist/sbom.json``, CycloneDX 1.5, from the lock file: names, versions, hashes, and who needs whom.
@@ -41,7 +41,7 @@ class Package:
     """One package of a lock file.
 
     Attributes:
-        sha256: of each of its installable files.
+        sha256: the hashes of its installable files.
         needed_by: names of packages, or of the project.
     """
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
-#: What a wheel is made from.
+#: The sources of a wheel.
 SOURCES = ("hbone", "xds", "tproxy", "ztunnel", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -31,7 +31,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
     """Build a wheel and return its path.
 
     Args:
-        python: the interpreter that builds it; a compiled wheel is for its version alone.
+        python: the interpreter that builds the wheel. A compiled wheel is for its version alone.
         output: the folder for the wheel.
         compiled: whether the tunnel engine is compiled.
 
@@ -64,7 +64,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
 
 
 def copy_sources(tree: Path) -> None:
-    """Copy into a folder, which is made, what a wheel is made from.
+    """Create a folder and copy the sources of a wheel into it.
 
     setuptools leaves folders behind, and compiled modules must not get into the pure wheel.
     """

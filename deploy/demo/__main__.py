@@ -47,7 +47,7 @@ def main() -> int:
         choices=(*MODES, "policy"),
         default="node",
         help="node: Envoy's dialect; inpod: today's Istio; kube: the same in a cluster, with a real API server; "
-        "addons: Istio with those of examples/addons; "
+        "addons: Istio with the addons of examples/addons; "
         "policy: Calico's, beside Envoy (make demo MODE=policy)",
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards (make demo KEEP=1)")

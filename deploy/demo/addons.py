@@ -19,7 +19,7 @@ from deploy.demo.stage import NODES, OUTSIDE, PORT, SETTLE_S, VERSIONS, VIP, con
 from deploy.lab import Place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "addons"
-#: In the order in which they are asked.
+#: In the order of their calls.
 ADDONS = ("audit_log", "egress_allow_list", "fault_injection", "canary", "rate_limit")
 _CALLS = 30
 _BURST = 12
@@ -192,7 +192,7 @@ class AddonsDemo(InPodDemo):
         self.wait("the fault is reported", kept, SETTLE_S)
         self.check(self.call("productpage", VIP).answered_by in VERSIONS, "the last good version goes on")
 
-    # What the proxies say
+    # Lines of the proxies
 
     def _wait_replaced(self, addon: str) -> None:
         def replaced() -> bool:

@@ -25,7 +25,7 @@ MARK = "DEMO_FOLDER"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 #: How long the watcher sends SIGKILL. A process that outlives it hangs in a system call.
 _END_S = 5.0
-#: The longest address of a Unix socket, see unix(7), and what the names of a demo's sockets take of it; in bytes.
+#: The longest address of a Unix socket (unix(7)), and the longest name of a demo's socket, in bytes.
 _LONGEST_ADDRESS = 107
 _LONGEST_NAME = 24
 
@@ -167,8 +167,8 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment that a process was started in. Empty for one that has ended, or belongs to
-    another user.
+    """The environment that a process was started in. Empty for a process that has ended or belongs to another
+    user.
     """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -51,7 +51,7 @@ _NEXT = "ztunnel-next"
 
 @dataclass
 class InPodDemo(Demo):
-    """The demo with a node agent that enrols each pod, and a proxy that listens inside the pods."""
+    """The demo with a node agent, which enrols each pod, and a proxy, which listens inside the pods."""
 
     setting = "two nodes, their pods, a control plane that speaks WDS, an agent and a proxy per node"
     places: ClassVar[Mapping[str, list[str]]] = {**NODES, "worker2": [*NODES["worker2"], _NEXT]}
@@ -132,7 +132,7 @@ class InPodDemo(Demo):
         self.act_successor()
         self._act_answers()
 
-    # What the proxies say
+    # Lines of the proxies
 
     def _records(self, at_least: int = 0) -> list[dict[str, object]]:
         """Return new access log lines, the client's side first."""
@@ -153,7 +153,7 @@ class InPodDemo(Demo):
     # The play
 
     def _act_name(self) -> None:
-        """A pod asks for the service's name; the answer comes from the proxy, inside the pod."""
+        """Look up the service's name in a pod. The proxy answers, inside the pod."""
         print(f"\nproductpage looks up {HOSTNAME}, at a name server that is not there")
         query = dns.message.make_query(HOSTNAME, dns.rdatatype.A)
         found: list[str] = []
@@ -253,7 +253,7 @@ class InPodDemo(Demo):
         self.check(
             closed, f"the open connection was {'' if closed else 'not '}closed, {took_s:.1f} s after the edit"
         )
-        # Every node gets its policies by itself; the one of that connection may have been the first.
+        # Every node gets its policies separately, and that connection's node can be the first.
         self._wait_or_fail(
             "every node refuses productpage",
             lambda: all(self.call("productpage", VIP).error for _ in range(_CALLS)),

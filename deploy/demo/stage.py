@@ -108,7 +108,7 @@ class Demo(ABC):
         """Print commands to inspect the running demo."""
 
     def traffic(self) -> "contextlib.AbstractContextManager[object]":
-        """Return what goes on, while entered, in a demo that stays up."""
+        """Return the traffic of a demo that stays up, which runs while entered."""
         return Traffic(self)
 
     def print_hints(self, hints: Mapping[str, str]) -> None:

@@ -26,7 +26,7 @@ class Window:
         self._listening = socket.socket(fileno=int(number)) if number else socket.create_server(("127.0.0.1", 0))
 
     def keep(self) -> None:
-        """Have the port go on in this program as it is started again, in other namespaces."""
+        """Keep the port open when this program is started again in other namespaces."""
         self._listening.set_inheritable(True)
         os.environ[_VARIABLE] = str(self._listening.fileno())
 

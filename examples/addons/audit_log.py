@@ -3,7 +3,7 @@
     ztunnel proxy --addon audit_log.py --addon-option audit-log.file=/var/lib/ztunnel/audit.db
     sqlite3 /var/lib/ztunnel/audit.db 'select * from first_seen order by at'
 
-Pairs that were seen are kept in memory, so that only a new pair writes. Several workers share the file.
+Known pairs are kept in memory, and only a new pair writes. Several workers share the file.
 """
 
 import sqlite3

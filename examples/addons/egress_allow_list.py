@@ -13,7 +13,7 @@ from ztunnel.addons import Addon, Deny, Facts, Verdict
 
 
 class EgressAllowList(Addon):
-    """Denies connections that leave the mesh to hosts that are not listed."""
+    """Denies connections that leave the mesh to unlisted hosts."""
 
     name = "egress-allow-list"
     needs = frozenset({"server_name"})

@@ -21,7 +21,7 @@ class FaultInjection(Addon):
 
     @dataclass(frozen=True)
     class Options:
-        """The destination's labels, the share of connections, and the faults; a fault of 0 is left out."""
+        """The destination's labels, the share of connections, and the faults. A fault of 0 is disabled."""
 
         labels: Mapping[str, str]
         share: float = 0.1

@@ -5,9 +5,9 @@ peer) and a sink (what the peer gives goes out to its network). Data moves by di
 
 - An end that *pulls* from a socket asks ``peer.reserve(limit)`` for room, reads straight into it, and calls
   ``peer.commit(n)``. Without room (None) it stops reading until ``peer`` calls ``resume()``.
-- A *pushed* end (a tunnel, whose bytes arrive mixed with those of other streams) calls ``peer.write(chunks,
-  size)``, then ``peer.flush()`` before the chunks' buffer is reused. The peer copies only the bytes that its
-  network does not take, and calls ``delivered(n)`` as bytes leave, which returns credit.
+- A *pushed* end (a tunnel, whose bytes arrive mixed with other streams' bytes) calls ``peer.write(chunks, size)``,
+  then ``peer.flush()`` before the chunks' buffer is reused. The peer copies only the bytes that its network does
+  not take, and calls ``delivered(n)`` as bytes leave, which returns credit.
 
 ``write_eof`` forwards a half-close, ``write_reset`` an abortive close, which ends both directions. A sink without
 a network discards its input until the relay is over, so that the other direction can still end in order. One table

@@ -141,7 +141,8 @@ class Pool:
         return self._state.has(key)
 
     async def prepare(self, key: Hashable) -> None:
-        """Open a connection of ``key`` for later tunnels; it is idle then. Returns at once if one has room.
+        """Open a connection of ``key`` for later tunnels. The connection is idle then. Returns at once if one has
+        room.
 
         Raises:
             PoolClosed, PoolFull, Exception: see :meth:`open`.

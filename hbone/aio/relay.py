@@ -96,7 +96,7 @@ class MovedRelay:
     Attributes:
         first: the end that stopped first. ``None``: neither has.
         open_sinks: the ends whose output is not over.
-        quiet: the number of eighths of the idle time without bytes.
+        quiet: how many eighths of the idle time have passed without bytes.
         seen: bytes moved in both directions at the last check; -1 before the first.
     """
 
@@ -185,7 +185,7 @@ class Relay(RelayObserver):
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """Like :meth:`abort`, but by :meth:`End.end_in_order`, which each network can tell from a failure."""
+        """Like :meth:`abort`, but by :meth:`End.end_in_order`, which no network takes for a failure."""
         a, b = self._a, self._b
         self.abort(reason)
         for end in (a, b):

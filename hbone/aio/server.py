@@ -250,11 +250,12 @@ async def serve_connection(
         tls_context: None: cleartext HTTP/2 with prior knowledge.
         settings: times and windows.
         poller: of this loop.
-        on_request: runs as a fiber per request; must answer it, owns the tunnel it accepted, which is closed
-            when the handler returns. Cancelled when the stream ends before the answer.
-        take_now: called first for each request; a request that it accepts does not reach ``on_request``.
-        on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is read, or sent but
-            SETTINGS; may keep it for ``drain``, ``abort`` or ``close``; may raise to close it without an answer.
+        on_request: runs as a fiber per request, and must answer it. Owns the accepted tunnel, which is closed when
+            the handler returns. Cancelled when the stream ends before the answer.
+        take_now: called first for each request. If it accepts the request, ``on_request`` is not called.
+        on_established: gets the connection (and its ``facts``) before any HTTP/2 frame is read, or sent except
+            SETTINGS. It can keep the connection for ``drain``, ``abort`` or ``close``, and can raise to close the
+            connection without an answer.
 
     Raises:
         TlsError, PeerSilent, ConnectionBroken: the handshake failed.

@@ -88,8 +88,8 @@ class TunnelCarrier(ABC):
 class Tunnel(End):
     """A stream after its 200; both roles.
 
-    Bytes that arrive before the relay starts are held. A server can send a full window; a client, which has no
-    answer yet, at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset the stream.
+    Bytes that arrive before the relay starts are held. A server can send a full window. A client without an answer
+    can send at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset the stream.
     """
 
     __slots__ = (

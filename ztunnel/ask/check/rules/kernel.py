@@ -169,6 +169,5 @@ CHECKS: Final = (
     ),
     Check(
         id="KRN8", asks="descriptors, memory and CPU", judge=limits,
-        remedy="Raise the limit; a CPU limit here delays every pod of the node.",
-    ),
+        remedy="Raise the limit. A CPU limit here delays every pod of the node.", ),
 )  # fmt: skip
