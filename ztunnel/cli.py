@@ -140,7 +140,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "that no connection is refused meanwhile [ZTUNNEL_HOLD_SOCKETS]",
     )
     proxy.add_argument(
-        "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
+        "--envoy-compat", action="store_const", const="true", help="set every switch below to Envoy's behaviour"
     )
     for name, metavar, text in ADDON_FLAGS:
         proxy.add_argument(name, action="append", default=[], metavar=metavar, help=text)

@@ -350,7 +350,7 @@ class KubeDemo(InPodDemo):
         status = audit.wait(SETTLE_S)
         for line in (self.folder / f"audit-{place.name}.log").read_text().splitlines():
             print(f"       {line}")
-        self.check(status == 0, f"nothing is wrong, status {status}")
+        self.check(status == 0, f"no finding, status {status}")
 
     def _is_tunnelled(self, pod: str, address: str) -> bool:
         """Return whether a connection of a pod leaves with its identity, with or without an answer."""

@@ -39,7 +39,7 @@ MOST_BYTES: Final = 256
 _MEMORY: Final = "memory/"
 _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
 _COOKIE: Final = struct.Struct("=Q")
-#: The holder does nothing else, so that it answers at once.
+#: The holder has no other work and answers at once.
 _ANSWERS_S: Final = 5.0
 
 
@@ -102,7 +102,7 @@ class Holder:
         """Return a socket that an earlier process has left, which belongs to the caller now; ``None``: none."""
         found = self._held.pop(key, None)
         if found is not None:
-            # Until the caller listens it may close the socket without a word; a copy would keep the port then.
+            # The caller can close the socket without a message until it listens. A copy would keep the port then.
             self._send(DROP, key)
         return found
 
@@ -123,7 +123,7 @@ class Holder:
         self._send(DROP, key)
 
     def settle(self) -> None:
-        """Report that this process serves, and close the sockets that it has not claimed."""
+        """Report that this process serves, and close the unclaimed sockets."""
         for key, sock in self._held.items():
             self._send(DROP, key)
             sock.close()
@@ -151,14 +151,14 @@ class Holder:
 
 
 class HeldSocket(socket.socket):
-    """A socket of which the holder has a copy from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
+    """A socket whose copy the holder keeps from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
 
     holder: Holder
     key: str
     _kept = False
 
     def listen(self, *backlog: int) -> None:
-        """See :meth:`socket.socket.listen`."""
+        """Listen, and have a copy held from now on."""
         super().listen(*backlog)
         self.hold()
 
@@ -168,14 +168,14 @@ class HeldSocket(socket.socket):
         self.holder.keep(self.key, self)
 
     def close(self) -> None:
-        """See :meth:`socket.socket.close`."""
+        """Close the socket and its copy."""
         if self._kept:
             self._kept = False
             self.holder.drop(self.key)
         super().close()
 
     def detach(self) -> int:
-        """See :meth:`socket.socket.detach`; the copy stays until this process ends."""
+        """Detach the socket; the copy stays until this process ends."""
         self._kept = False
         return super().detach()
 

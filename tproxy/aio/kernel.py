@@ -259,7 +259,7 @@ class BlockingKernel:
         # proves that the kernel stored the sent values. Further rounds are needed if others change the same
         # resources meanwhile, and if one operation removes another's result: without its last IPv4 address a
         # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that remains after
-        # four rounds is a resource stored by the kernel in another form, and more rounds would not change that.
+        # four rounds is a resource stored by the kernel in another form. More rounds would not help.
         for _ in range(_MAX_ROUNDS):
             operations = diff(self.read(wanted), wanted)
             if not operations:

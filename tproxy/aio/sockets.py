@@ -103,8 +103,8 @@ def listen(
 ) -> socket.socket:
     """Return a listening, non-blocking TCP socket; the caller closes it.
 
-    On ``::`` it accepts IPv4 too, with mapped addresses (see :func:`canonical`). A socket that an earlier process
-    has left for this address takes its place, with connections that wait (:mod:`tproxy.aio.held_sockets`).
+    On ``::`` it accepts IPv4 too, with mapped addresses (see :func:`canonical`). If an earlier process has left a
+    socket for this address, it is returned with its waiting connections (:mod:`tproxy.aio.held_sockets`).
 
     Args:
         address: the address to bind.

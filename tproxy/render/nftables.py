@@ -48,8 +48,9 @@ def nft_message(kind: int, family: Family | int, flags: int, *attributes: bytes,
 
 
 def nft_batch(steps: Iterable[NftStep]) -> Sequence[Message]:
-    """Return the messages of one transaction, including begin and end. The kernel applies the whole batch or
-    nothing."""
+    """Return the messages of one transaction, including begin and end. The kernel applies the whole batch or no
+    part.
+    """
     header = struct.pack("!BBH", 0, 0, NFT_SUBSYSTEM)
     set_ids = count(1)
     messages = [Message(BATCH_BEGIN, REQUEST, header)]

@@ -23,7 +23,7 @@ from xds.protocol.resource import Receive, Settling, SubscriptionStats, Update, 
 logger = logging.getLogger(__name__)
 
 
-#: Receivers called in one loop iteration: a response can have tens of thousands of updates.
+#: Receivers called in one loop iteration: one response can have 10,000 updates and more.
 _AT_ONCE = 20
 
 #: Resources of an update released in one turn: all 200,000 of a mesh at once would take a tenth of a second.

@@ -3,12 +3,12 @@
 :class:`Mesh` is a mutable store. A change costs in proportion to its size. The cost of a look-up does not depend
 on the size of the mesh. Nothing here waits, reads a clock or draws a random number.
 
-Its layout saves memory, because indexes are most of the memory of a large mesh:
+Its layout saves memory, which is the main cost of a large mesh:
 
 * A workload is stored as the value that its dialect made, and indexes hold this value instead of its name. Nearly
   all keys of an index have a single value, which is stored without a list (:class:`xds.model.mesh_index.Shared`).
-* A service and its endpoints share one :class:`xds.model.mesh_index.ServiceEntry`. It exists from the first of
-  them on. Endpoints whose service is not known are called staged in dumps.
+* A service and its endpoints share one :class:`xds.model.mesh_index.ServiceEntry`. It exists as soon as either has
+  arrived. Endpoints whose service is not known are called staged in dumps.
 * Unhealthy endpoints are stored beside the healthy ones, so that a service can start to accept unhealthy endpoints
   at once (the Rust ztunnel drops them until their workloads are sent again).
 """

@@ -1,4 +1,4 @@
-"""The authorization policies of a mesh by scope, and those of each workload, compiled for the policy engine.
+"""The authorization policies of a mesh by scope, and the policies of each workload, compiled for the engine.
 
 The compiled value of a workload depends on its namespace and on the policies that it names. It is remembered until
 one of these policies changes, and is the same object for all workloads with the same pair.

@@ -201,14 +201,14 @@ def ttl_of(duration: Duration) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """In what a control plane's use of the protocol differs from Envoy's.
+    """The differences of a control plane's use of the protocol from Envoy's.
 
     Attributes:
         nack_code: of the error detail.
         node_per_type: the first request of each type carries the node, not only the first of the stream.
-        one_by_one: resources are judged each by itself: types of bodies are not compared with the response's, a
-            resource without a body is handed on like any other, there are no times to live.
-        on_demand: types for which the server sends requested names only (``*`` subscribed and unsubscribed in one
+        one_by_one: each resource is judged separately: types of bodies are not compared with the response's type,
+            a resource without a body is handed on, and there are no times to live.
+        on_demand: for these types the server sends requested names only (``*`` subscribed and unsubscribed in one
             request).
         keeps_bodies: accepted resources are remembered for subscriptions that come later.
         response_limit_bytes: the longest accepted response. None allows any length.

@@ -23,7 +23,7 @@ class Change:
     """Names added to and removed from the request since the last one was sent.
 
     Attributes:
-        everything: whether the wildcard was added or removed. :meth:`Interest.union` returns the names requested
+        everything: True if the wildcard was added or removed. :meth:`Interest.union` returns the names requested
         now.
     """
 

@@ -196,8 +196,8 @@ class Cut:
 
     Attributes:
         reason: for the access line.
-        after_s: seconds after it opened; ``None``: no limit of time.
-        after_bytes: bytes of both directions together, checked every 10 ms; ``None``: no limit of bytes.
+        after_s: seconds since the connection opened. ``None``: no limit of time.
+        after_bytes: bytes of both directions together, checked every 10 ms. ``None``: no limit of bytes.
     """
 
     reason: str

@@ -110,7 +110,7 @@ class Registrar:
         self._same_node(proven, claimed)
 
     def create_certificate(self, data: bytes, caller: Caller) -> bytes:
-        """See :data:`xds.aio.server.Answer`; this is ``CreateCertificate``."""
+        """Answer ``CreateCertificate`` (:data:`xds.aio.server.Answer`)."""
         node = self._proven_node(caller)
         return self.certificate(data, lambda identity: self._check(identity, node), f"node {node or '-'}")
 

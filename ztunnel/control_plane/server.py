@@ -110,7 +110,7 @@ class ControlPlane:
         path: the mesh file; edits in place and atomic renames are both noticed.
         addresses: where to serve, ``unix:/path`` or ``host:port``.
         ca_directory: where the root is, or is made.
-        lifetime: of leaf certificates, which are renewed at half of it.
+        lifetime: the lifetime of leaf certificates, which are renewed at half their lifetime.
         access_log: path the proxies' access logs get; ``log_json``: as JSON lines.
         tls_hosts: names and addresses this is reached by: TCP then has TLS, and callers need tokens. Clients trust
             ``root-cert.pem`` of the authority's directory.

@@ -72,7 +72,7 @@ class KubeRegistrar:
             self._registrar.check_node(proven, node_name(node))
 
     async def create_certificate(self, data: bytes, caller: Caller) -> bytes:
-        """See :data:`xds.aio.server.Answer`; this is ``CreateCertificate``."""
+        """Answer ``CreateCertificate`` (:data:`xds.aio.server.Answer`)."""
         account = await self._account(caller)
         if account is None:
             return self._registrar.create_certificate(data, caller)

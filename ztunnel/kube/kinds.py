@@ -74,7 +74,7 @@ DAEMON_SET: Final = Kind("DaemonSet", "apps/v1", "daemonsets")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A reader's selection of objects of one kind.
+    """A selection of one kind's objects.
 
     Attributes:
         namespace: only objects of this namespace. Empty for all.

@@ -149,9 +149,7 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values; a connection has at least one if a condition holds. ``None`` if there are no
-    such values.
-    """
+    """Return values. A connection has at least one if a condition holds. ``None`` if there are no such values."""
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
 
@@ -307,7 +305,7 @@ def attributes(facts: ConnectionFacts) -> p.Attributes:
 
 
 def compiled(condition: p.Condition) -> _Test:
-    """Return a function with the same result as :func:`holds` for one condition."""
+    """Return a function with the result of :func:`holds` for one condition."""
     match condition:
         case p.Always():
             return lambda facts: True

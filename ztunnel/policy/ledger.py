@@ -10,7 +10,7 @@ table                    policy                        who notes
 :attr:`Ledger.calico`    tier and name                 Calico's policies, beside either; the policy
                                                        server
 :attr:`Ledger.early`     the direction                 connections refused before a policy is asked
-:attr:`Ledger.denials`   a pair instead of a policy    whatever denied or ended the connection
+:attr:`Ledger.denials`   a pair instead of a policy    each denial or end of a connection
 =======================  ============================  ==============================================
 
 Every table is bounded, and the entry that was noted longest ago makes room. :meth:`Ledger.add` sums processes.

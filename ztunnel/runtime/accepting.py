@@ -21,9 +21,9 @@ _PAUSE_S = 0.5
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
-#: Errors of the connection that accept(2) would have returned: "already-pending network errors" in its manual, and
-#: those of a firewall or security module that forbids it. The next connection can be accepted. The epoll is
-#: edge-triggered, so if the loop ended here, that connection would wait until the next one arrives.
+#: Errors of the connection to be returned by accept(2): "already-pending network errors" in its manual, and a
+#: refusal by a firewall or security module. The next connection can be accepted. The epoll is edge-triggered, so
+#: if the loop ended here, that connection would wait until the next one arrives.
 _PENDING_ERRORS = (
     errno.EPERM,
     errno.EACCES,

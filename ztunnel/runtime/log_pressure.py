@@ -32,15 +32,15 @@ class LogPressure:
         if not self._is_behind():
             if self._since_s is not None:
                 self._since_s, self._given_up = None, False
-                log.info("the log has caught up, connections do not wait for it")
+                log.info("the log has caught up, connections do not wait any longer")
             return True
         if self._since_s is None:
             self._since_s = self._now()
-            log.warning("the log is behind, new connections wait for it limit=%gs", self._limit_s)
+            log.warning("the log is behind, new connections wait limit=%gs", self._limit_s)
         if not self._given_up and self._now() - self._since_s >= self._limit_s:
             self._given_up = True
             log.error("the log is behind for %gs, new connections are accepted and lines dropped", self._limit_s)
         return self._given_up
 
     def accepted(self, number: int) -> None:
-        """Do nothing. See :class:`~ztunnel.runtime.accepting.Gate`."""
+        """Do nothing: only the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""

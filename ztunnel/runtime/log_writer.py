@@ -194,7 +194,7 @@ class LogWriter:
         written = threading.Event()
         self._queue.put(written)
         if not written.wait(timeout_s):
-            log.warning("the log writer is stuck; lines may be lost")
+            log.warning("the log writer is stuck; lines can be lost")
 
     def close(self) -> None:
         """Write all lines, stop the thread and close the files; call it once."""

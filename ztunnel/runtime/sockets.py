@@ -86,7 +86,7 @@ class UnixListener:
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
         # The socket is renamed over the old path once it listens with its final mode. So no client connects to a
-        # socket before it listens, and no other user can open the socket.
+        # socket that does not listen yet, and no other user can open the socket.
         making = path.with_name(f".{os.getpid()}")
         try:
             if len(os.fsencode(path)) > _LONGEST_PATH:  # the new name is shorter, but clients could not connect

@@ -120,7 +120,7 @@ class Watchdog:
         if late_s > self._stall_s:
             delays.stalls.value += 1
             log.warning(
-                "event loop stood still for %.2fs, of which the process ran %.2fs; nothing was served meanwhile",
+                "event loop stood still for %.2fs without serving connections, process ran for %.2fs of it",
                 late_s,
                 time.process_time() - self._cpu_s,
             )

@@ -52,9 +52,9 @@ def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     gate.admits()
     gate.admits()
     assert caplog.messages == [
-        "the log is behind, new connections wait for it limit=5s",
+        "the log is behind, new connections wait limit=5s",
         "the log is behind for 5s, new connections are accepted and lines dropped",
-        "the log has caught up, connections do not wait for it",
+        "the log has caught up, connections do not wait any longer",
     ]
 
 

@@ -1,6 +1,6 @@
 """Authorization rules from any source: their meaning, and their form in ``/config_dump``.
 
-A policy is a list of rules; a rule has clauses, and a clause has matches. It needs any rule, all clauses of the
+A policy is a list of rules. A rule has clauses, and a clause has matches. It needs any rule, all clauses of the
 rule, any match of a clause, and every attribute of the match: conditions of :mod:`xds.model.policy` nested three
 deep, with negation at the bottom only. That is why a part that cannot be understood can be replaced alone: with
 :class:`Never` in its place the policy can only match less, with :class:`Always` only more.

@@ -39,7 +39,7 @@ def workload(text: str, labels: Mapping[str, str] | None = None, **more: Any) ->
 
     Args:
         text: the namespace can be left out: ``default``.
-        labels: replace those of the default.
+        labels: replace the default labels.
         more: further attributes of :class:`ztunnel.addons.Workload`.
     """
     name, _, namespace = text.partition(".")
@@ -74,7 +74,7 @@ def record(facts: Facts | None = None, **more: Any) -> Record:
     """Return the record of an ended connection.
 
     Args:
-        facts: ``None``: those of :func:`outbound`.
+        facts: ``None`` means the facts of :func:`outbound`.
         more: further attributes of :class:`ztunnel.addons.Record`.
     """
     values: dict[str, Any] = {"bytes_sent": 100, "bytes_received": 200, "duration_s": 0.5}
@@ -133,7 +133,7 @@ class Playbook:
         """Call the hook and return its verdict.
 
         Args:
-            facts: ``None``: those of :func:`outbound`.
+            facts: ``None`` means the facts of :func:`outbound`.
             expect: a verdict, the class of one, or ``None``. Left out: any verdict is right.
 
         Raises:

@@ -39,7 +39,7 @@ def chosen(only: Iterable[str], skip: Iterable[str], *, before: bool) -> list[Ch
     Args:
         only: ids or categories. Empty means all.
         skip: ids or categories.
-        before: only those that make sense before installation.
+        before: select only checks that make sense before installation.
 
     Raises:
         UnknownCheck: a name is neither an id nor a category.

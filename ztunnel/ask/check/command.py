@@ -35,9 +35,14 @@ def add_arguments(subparsers: Any) -> None:
     command.add_argument("--pre", action="store_true", help="before installation: only what makes sense then")
     command.add_argument("--only", default="", metavar="ID,...", help="only these checks or categories")
     command.add_argument("--skip", default="", metavar="ID,...", help="without these checks or categories")
-    command.add_argument("--wait", metavar="DURATION", help="try again until nothing is wrong, at most this long")
     command.add_argument(
-        "--fail-on", choices=("error", "warning"), default="error", help="what makes the exit status 1 (error)"
+        "--wait", metavar="DURATION", help="try again until there is no finding, at most this long"
+    )
+    command.add_argument(
+        "--fail-on",
+        choices=("error", "warning"),
+        default="error",
+        help="the least severity for exit status 1 (error)",
     )
     command.add_argument("--no-cluster", action="store_true", help="ask the proxy only, not the API server")
     command.add_argument("--list", action="store_true", help="list the checks instead")

@@ -220,7 +220,7 @@ def _given(**values: str) -> dict[str, str]:
 
 
 def clause_of(answer: Any) -> str | None:
-    """Return the clause of an answer that refuses: of a DENY that holds, else why no ALLOW does."""
+    """Return the clause of an answer with a refusal: of a matching DENY, or the reason why no ALLOW matches."""
     inbound = answer.get("inbound") or {} if isinstance(answer, Mapping) else {}
     policies = inbound.get("policies") or ()
     denies = [each for each in policies if each.get("action") == "Deny" and each.get("holds")]
@@ -246,7 +246,7 @@ def _merged(found: Found[list[Line]]) -> list[Line]:
 
 
 def follow(args: argparse.Namespace, wanted: Wanted) -> int:
-    """Print flows as they end, until Ctrl-C; a proxy that does not answer is waited for."""
+    """Print flows as they end, until Ctrl-C. Retries a proxy that does not answer."""
     printer = _Printer(args.output)
     newest = {"": wanted.since_ns or int(time.time() * 1e9)}
     failure = ""

@@ -207,7 +207,7 @@ def _test(name: str, value: str) -> Test:
 
 
 def _side(value: str) -> Callable[[str | None, str, str | None], bool]:
-    """Return a test of one side: a SPIFFE id, with ``*`` for anything; an address or block; or a pod's prefix."""
+    """Return a test of one side: a SPIFFE id (``*`` matches any text), an address or block, or a pod's prefix."""
     if value.startswith("spiffe://"):
         return lambda pod, address, identity: identity is not None and fnmatch.fnmatchcase(identity, value)
     try:

@@ -58,7 +58,7 @@ def add_arguments(subparsers: Any) -> None:
         description="Print the config_dump of a running proxy as JSON, or a part: in an Istio mesh as services "
         "or config, in Envoy's dialect as listeners or clusters.",
     )
-    config.add_argument("part", nargs="?", metavar="PART", help="without it everything is printed")
+    config.add_argument("part", nargs="?", metavar="PART", help="without it the whole dump is printed")
     config.add_argument(
         "entry", nargs="?", default="", metavar="NAME", help="only the part's entries of this name"
     )
@@ -253,7 +253,7 @@ def _asked(address: str, key: str | None, entry: str) -> Any:
     """Return a part of a running proxy's dump. Ours sends only that part; other proxies send the whole dump.
 
     Raises:
-        AskFailed, NoSuchPart: there is no answer, or nothing of that name.
+        AskFailed, NoSuchPart: there is no answer, or no entry of that name.
     """
     if key is None:
         return ask_json(address, "/config_dump")

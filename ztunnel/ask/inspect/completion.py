@@ -168,7 +168,7 @@ def _parts(dump: Any, words: Sequence[str]) -> Iterator[str]:
 
 
 def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the entries of the part named by the line: its last word but one."""
+    """Yield the entries' names in the part that the line names by its last word but one."""
     found = part(dump, words[-2])
     listed = found if isinstance(found, list) else []
     if isinstance(found, Mapping):

@@ -54,7 +54,7 @@ class EnvoyConnection(Item, frozen=True, kw_only=True):
 
 
 class Workload(Item, frozen=True, kw_only=True):
-    """A workload of the mesh. ``seen_by``: the nodes whose proxies describe it so; empty if all do."""
+    """A workload of the mesh. ``seen_by``: the nodes whose proxies describe it so. Empty if all do."""
 
     namespace: str
     name: str

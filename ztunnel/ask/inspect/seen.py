@@ -151,7 +151,7 @@ def fields_of(line: str) -> Mapping[str, str]:
 def logged(line: str, identity: str = "") -> Seen | None:
     """Return the connection of an access line, ``None`` for any other line.
 
-    Lines are those of an Istio proxy, ours or the Rust ztunnel's, plain or JSON. In Envoy's dialect they have
+    In an Istio mesh the lines are our proxy's or the Rust ztunnel's, plain or JSON. In Envoy's dialect they have
     istiod's format, which has no identities, or JSON as configured by ``ztunnel control-plane``.
 
     Args:

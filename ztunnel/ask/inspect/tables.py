@@ -239,7 +239,7 @@ def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
 
 
 def _node(dump: Dump, *, captures: bool) -> Iterator[kinds.Fact]:
-    """Yield what is wrong with the proxy's node name, by which it tells its own workloads from others.
+    """Yield the faults of the proxy's node name, which selects the workloads of its node.
 
     Args:
         dump: of a proxy in an Istio mesh.

@@ -1,4 +1,4 @@
-"""``ztunnel bug-report``: an archive of everything that a ticket needs; ``changes``: what is new since one."""
+"""``ztunnel bug-report`` writes an archive for a ticket, ``changes`` prints the differences from an archive."""
 
 from typing import Any
 

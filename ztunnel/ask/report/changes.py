@@ -1,4 +1,4 @@
-"""``ztunnel changes``: what is different now from an archive of ``ztunnel bug-report``.
+"""``ztunnel changes``: the current differences from an archive of ``ztunnel bug-report``.
 
 Exit status: 0 without a difference, 1 with one, 2 without an answer.
 """

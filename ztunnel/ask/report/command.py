@@ -38,7 +38,7 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``bug-report`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run_command`."""
     command = subparsers.add_parser(
         "bug-report",
-        help="write one archive of everything that a ticket needs, from all nodes",
+        help="write one archive for a ticket, from all nodes",
         description="Collect dumps, metrics twice, checks, flows, denials, logs now and before a restart, kernel "
         "facts, objects and versions from all nodes at once. The archive has no keys and no tokens; --redact also "
         "replaces names and addresses. Every reading command takes it by --file.",

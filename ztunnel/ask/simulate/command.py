@@ -77,25 +77,25 @@ def add_arguments(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAMESPACE/NAME",
-        help="with this dry-run policy in force; repeatable",
+        help="with this dry-run policy enforced; repeatable",
     )
     changes.add_argument(
         *("--same-selector",),
         action="append",
         default=[],
         metavar="NAMESPACE/NAME",
-        help="the selector in FILE is the active policy's, whose labels the mesh does not tell; repeatable",
+        help="the selector in FILE is the active policy's, whose labels the mesh does not contain; repeatable",
     )
     changes.add_argument(
         "--addon",
         metavar="FILE",
-        help="instead of policies: what this addon would have said of the log's connections (FILE.py[:Class])",
+        help="instead of policies: this addon's verdicts about the log's connections (FILE.py[:Class])",
     )
     changes.add_argument(
         "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="as of ztunnel proxy"
     )
     changes.add_argument(
-        "--suggest", action="store_true", help="instead print the least policies that let in what was allowed"
+        "--suggest", action="store_true", help="instead print the narrowest policies for the allowed connections"
     )
     seen = command.add_argument_group("connections").add_mutually_exclusive_group(required=True)
     seen.add_argument(
@@ -104,7 +104,7 @@ def add_arguments(subparsers: Any) -> None:
     seen.add_argument(
         "--live",
         metavar="DURATION",
-        help="the proxy's inbound connections for so long; ones shorter than half a second may be missed",
+        help="the proxy's inbound connections during this time; some shorter than half a second are missed",
     )
     mesh = command.add_argument_group("mesh")
     mesh.add_argument(

@@ -113,7 +113,7 @@ def applied(
         proposals: take the places of their namesakes.
         removed: keys of policies that go.
         enforced: keys of policies that are no dry run any more.
-        same_selector: keys of policies whose selector is the active one's, whatever its labels.
+        same_selector: keys of policies whose selector is the active policy's, with any labels.
 
     Raises:
         ConfigError: a named policy is missing, or a selector has labels that the mesh does not have.
@@ -168,7 +168,7 @@ def _selects(proposal: Proposal, workload: Workload, *, active: bool) -> bool:
             key = proposal.policy.key
             hint = f"; if the selector is that of the active policy, --same-selector {key}" if active else ""
             raise ConfigError(
-                f"{proposal.place}: spec.selector.matchLabels.{label}: the mesh does not tell this label; it "
+                f"{proposal.place}: spec.selector.matchLabels.{label}: the mesh does not contain this label; it "
                 f"tells {', '.join(_KNOWN_LABELS)}{hint}"
             )
         if getattr(workload, attribute) != value:

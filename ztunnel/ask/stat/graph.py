@@ -37,5 +37,5 @@ def _look(edge: Edge) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a string of Graphviz, in which JSON's escapes of quotes and backslashes mean the same."""
+    """Return a string of Graphviz. JSON's escapes of quotes and backslashes have the same meaning there."""
     return json.dumps(text, ensure_ascii=False)

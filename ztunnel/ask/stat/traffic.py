@@ -187,8 +187,9 @@ class Stat(Item, frozen=True, kw_only=True):
 
 
 class Edge(Item, frozen=True, kw_only=True):
-    """The traffic of a pair of workloads within a window. ``security`` is mTLS or plain, ``because`` why it is
-    plain."""
+    """The traffic between two workloads within a window. ``security`` is mTLS or plain, ``because`` why it is
+    plain.
+    """
 
     source: str
     destination: str

@@ -26,7 +26,7 @@ LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS = (
     "MeshTwoAgents",
 )
 
-#: Kinds that become Events of the pod if they last. What the agent writes itself has ``MeshEnrollFailed``.
+#: Kinds that become Events of the pod if they last. Events of the agent itself have ``MeshEnrollFailed``.
 TOLD: Final = frozenset({LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS})
 
 

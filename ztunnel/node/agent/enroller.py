@@ -445,7 +445,7 @@ class Enroller:
                     if value is not None:
                         annotations[enrolment.REDIRECTION] = value
                     entry.pod = written or replace(pod, annotations=annotations)
-                    log.info("pod says uid=%s pod=%s annotation=%s", pod.uid, _named(pod), value or "none")
+                    log.info("pod annotated uid=%s pod=%s annotation=%s", pod.uid, _named(pod), value or "none")
             case Step.RELEASE:
                 await self._release(entry)
             case Step.DROP:

@@ -55,9 +55,7 @@ def add_arguments(subparsers: Any) -> None:
         # Removal needs the namespaces alone. It takes the rest, so that the command line of apply can be edited.
         _add_node_arguments(command)
         if action == "apply":
-            command.add_argument(
-                "--watch", action="store_true", help="stay, and repair what somebody else changes"
-            )
+            command.add_argument("--watch", action="store_true", help="stay, and repair changes by other programs")
     parser.set_defaults(run=run)
 
 

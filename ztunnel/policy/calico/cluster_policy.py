@@ -45,7 +45,7 @@ class ClusterPolicyReader(KubernetesReader):
     """Adds the kinds of policy.networking.k8s.io to the readers of Kubernetes' own."""
 
     def cluster_policy(self, resource: Document) -> None:
-        """Read a policy, of any of the three kinds. The resource has kind ``Kubernetes`` and its own kind."""
+        """Read a policy of one of the three kinds. The resource has kind ``Kubernetes`` and its own kind."""
         where = f"{resource.where}: spec"
         spec, unclear = self.attempt(lambda: self._cluster_spec(resource, where))
         self.faults += unclear

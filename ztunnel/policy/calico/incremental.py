@@ -427,7 +427,7 @@ class Compiler(RuleCompiler):
                 self._note(key, watch_id, selected=False)
 
     def _anchor(self, node: Node) -> tuple[_Term, ...]:
-        """Return terms, of which every selected object has at least one."""
+        """Return terms. Every selected object has at least one."""
         match node:
             case Compare(label, "==", value):
                 return ((label, value),)

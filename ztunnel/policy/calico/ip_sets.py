@@ -2,8 +2,8 @@
 
 One table per prefix length maps a network to the sets that list it. Another table maps addresses with ports. A
 member of a single set costs one entry and no separate object. Sets have internal numbers. Removing or replacing a
-set retires its number, and entries of retired numbers are swept when they outnumber the others. So every update
-costs in proportion to its size.
+set retires its number, and entries of retired numbers are swept when they outnumber the active entries. So every
+update costs in proportion to its size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ class _Set:
 
 
 class MalformedMember(ValueError):
-    """A text is not a valid member of a set of its type."""
+    """A text is not a valid member for the set's type."""
 
 
 class IpSets:
@@ -252,7 +252,7 @@ class IpSets:
 
 
 def _weight(text: str) -> int:
-    """Return the number of members that take as much memory as an invalid text."""
+    """Return the memory of an invalid text as a number of members."""
     return 1 + len(text) // 64
 
 

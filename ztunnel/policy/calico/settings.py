@@ -22,7 +22,7 @@ class PolicySettings:
     """Settings of a proxy that obeys Calico's policies.
 
     Attributes:
-        directory: a folder of YAML files, or one file; empty if ``sync`` is given.
+        directory: a folder of YAML files, or one file. Empty if ``sync`` is given.
         sync: the PolicySync server of the node, as gRPC spells it.
         allow_unknown: see :mod:`ztunnel.policy.calico.guard`.
         http_waypoints: waypoints that judge requests by the same policies, ``namespace/account`` each. A rule that

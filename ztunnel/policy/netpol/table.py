@@ -326,8 +326,8 @@ class TableBuilder:
     def _named(self, prefix: str, direction: c.Direction, calls: list[Rule], parts: _Parts) -> Chain:
         """Return the chain of these rules.
 
-        Its name is derived from them: pods with the same policies share the chain, and a change of policies
-        creates another chain, to which an element of the map or another rule then refers.
+        Its name is derived from the rules: pods with the same policies share the chain, and a change of policies
+        creates another chain. An element of the map or another rule then refers to the new chain.
         """
         name = f"{prefix}-{_WAYS[direction]}-{hashed(repr(calls))}"
         chain = parts.chains[name] = self._tier_chains.setdefault(name, Chain(name, tuple(calls)))

@@ -190,7 +190,7 @@ def endpoint_of_credentials(text: bytes) -> c.EndpointId:
 class Binder:
     """Keeps a socket for each pod of a node below ``<prefix>/mount``.
 
-    Pods are those in the policies, by their uids, and those for which a volume driver has left credentials in
+    Pods are the pods in the policies, by their uids, and pods whose credentials a volume driver has left in
     ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
     ``<prefix>/mount/ID/socket``, even before the policies include the pod. For a CSI driver the ID is the
     volume's.

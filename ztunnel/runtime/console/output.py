@@ -74,7 +74,7 @@ class Kind(Generic[T]):
         identity: returns the part of ``-o name`` after the kind.
         heading: the table has one.
         rows: items that need several rows yield one item a row.
-        volatile: fields that change by time alone, and do not make an item another one for ``--watch``.
+        volatile: fields that change by time alone; ``--watch`` ignores their changes.
     """
 
     name: str

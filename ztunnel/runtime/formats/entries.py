@@ -1,4 +1,4 @@
-"""Names of entries of a ``config_dump``, of either dialect. Pure."""
+"""Names of entries in a ``config_dump``, of either dialect. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -13,7 +13,7 @@ _INNER: Final = (
 
 
 def names_of(entry: Any) -> Iterator[str]:
-    """Yield the names by which an entry can be requested, the fullest last."""
+    """Yield the names that can request an entry, the fullest last."""
     if not isinstance(entry, Mapping):
         return
     for key in _INNER:

@@ -39,7 +39,7 @@ async def page(query: Query) -> Page:
 
 
 def sampled(thread: int, seconds: float) -> Counter[str]:
-    """Return how often a thread was in each stack; called in another one."""
+    """Return how often a thread was in each stack. Called in a different thread."""
     found: Counter[str] = Counter()
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:

@@ -143,7 +143,7 @@ class _Server(ABC):
         # In the order of their last activity; min() returns the first of the least busy ones.
         oldest = min((c for c in self._connections if c.source == greedy), key=lambda c: c.stage)
         if oldest.stage is not Stage.IDLE and self._lines.admits():
-            log.warning("%s: %d connections of %s are open, closing one of them", self.name, number, greedy)
+            log.warning("%s: %d connections of %s are open, closing one", self.name, number, greedy)
         oldest.abort()
         self._connections.pop(oldest, None)
 

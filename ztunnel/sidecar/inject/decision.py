@@ -1,7 +1,7 @@
 """Decides whether a pod gets an injection: one table, the first row that matches. Pure.
 
-The API server's call was selected by the webhook's selectors. This is the decision after them, row by row that of
-Istio's injector, with the same labels and the same meaning of its configuration.
+The API server's call was selected by the webhook's selectors. This decision follows, row by row like Istio's
+injector, with the same labels and the same meaning of its configuration.
 """
 
 from collections.abc import Mapping

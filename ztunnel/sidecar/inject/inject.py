@@ -1,9 +1,9 @@
 """Makes of a pod the pod that belongs into the mesh. Pure: one function for the webhook and for files.
 
-The template ``ambient`` adds the label that makes node agents enrol a pod, and a first init container that waits
-until the proxy's listeners are in the pod. Without it the first connections of an application could leave before
-its rules exist. There are no other changes. The pod does not get the annotation ``sidecar.istio.io/status``,
-because agents, Istio's and ours, leave out annotated pods. ``sidecar`` and ``sidecar-classic`` are in
+The template ``ambient`` adds the label for enrolment by node agents, and a first init container, which waits until
+the proxy's listeners are in the pod. Without it the first connections of an application could leave before its
+rules exist. There are no other changes. The pod does not get the annotation ``sidecar.istio.io/status``, because
+agents, Istio's and ours, leave out annotated pods. ``sidecar`` and ``sidecar-classic`` are in
 :mod:`ztunnel.sidecar.inject.sidecar`.
 
 Injecting a pod again does not change it: the added parts are found, by name or by the status, and replaced.

@@ -225,5 +225,5 @@ def test_changes_name_what_is_there(change: dict[str, list[str]], error: str) ->
 
 
 def test_a_label_that_the_mesh_does_not_tell_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"new.yaml: spec.selector.matchLabels.tier: the mesh does not tell"):
+    with pytest.raises(ConfigError, match=r"new.yaml: spec.selector.matchLabels.tier: the mesh does not contain"):
         applied(mesh_of(DUMP), [read(written(selector={"matchLabels": {"tier": "x"}}))])

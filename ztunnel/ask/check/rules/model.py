@@ -61,8 +61,8 @@ class NodeFacts:
     """The facts from a node's proxy and agent.
 
     Attributes:
-        dump: ``/config_dump`` of a proxy of an Istio mesh, ours or the Rust ztunnel's.
-        check: ``/check`` of our proxy; ``None`` of the Rust ztunnel.
+        dump: ``/config_dump`` of a proxy in an Istio mesh, ours or the Rust ztunnel's.
+        check: ``/check`` of our proxy. ``None`` for the Rust ztunnel.
         clock_s: the proxy's clock less that of this machine at the middle of the request.
         reached: trials of tunnels to other nodes and gateways: place, address, port, seconds, error.
         agent: ``/check`` of our node agent.
@@ -79,7 +79,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything that checks judge.
+    """The facts that checks judge.
 
     Attributes:
         now_s: Unix time.
@@ -87,11 +87,11 @@ class Facts:
         cluster_asked: the API server was asked, or could have been.
         version: of the API server, its ``/version``.
         clock_s: the API server's clock less that of this machine.
-        objects: by kind; a text says why they are not known.
+        objects: by kind. A text is the reason why they are not known.
         access: verbs that checks need, such as ``list pods``, and whether they are allowed.
         nodes: by name.
         silent: nodes with a proxy that does not answer, and why.
-        no_nodes: why no proxy was asked. Empty if some were.
+        no_nodes: the reason why no proxy was queried. Empty if at least one was.
         selected: the user's choice of nodes does not cover all of them.
     """
 
@@ -176,7 +176,7 @@ class Check:
     """A check.
 
     Attributes:
-        id: such as ``NET3``. asks: the subject of the check. remedy: what a person does about its findings.
+        id: such as ``NET3``. asks: the subject of the check. remedy: the advice about its findings.
         judge: yields findings; none is ok.
         before: it makes sense before installation.
     """

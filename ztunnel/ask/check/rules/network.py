@@ -114,7 +114,7 @@ def plugins(facts: Facts) -> Iterator[Finding]:
 
 
 def probes(facts: Facts) -> Iterator[Finding]:
-    """Judge the table that lets kubelet's probes pass, and data planes that can drop them."""
+    """Judge the table for kubelet's probes, and other data planes on the node, which can drop probes."""
     for node, agent in facts.agents():
         state = agent.get("probes") or {}
         if state.get("fault"):

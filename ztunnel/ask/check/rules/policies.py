@@ -40,7 +40,7 @@ def action(item: Object) -> str:
 
 
 def rules(item: Object) -> Sequence[Mapping[str, Any]]:
-    """Return the rules of a policy; an absent list is empty."""
+    """Return the rules of a policy, none for an absent list."""
     return o.spec(item).get("rules") or ()
 
 

@@ -131,8 +131,8 @@ def taken_by_runtime(folder: Path) -> Path | None:
 def facts(wanted: Installation) -> dict[str, Any]:
     """Return what is installed, as values of JSON.
 
-    ``taken`` is the file that container runtimes use, ``plugins`` the types in it in their order, ``program``
-    whether ours is there, ``setAside`` the files that Cilium has renamed (``cni.exclusive``).
+    ``taken`` is the file used by container runtimes, ``plugins`` its plugin types in their order, ``program``
+    whether our program is installed, ``setAside`` the files renamed by Cilium (``cni.exclusive``).
     """
     try:
         taken = taken_by_runtime(wanted.configurations)
@@ -217,7 +217,7 @@ class Installer:
                         last_s = loop.time()
                     if in_a_row == _QUARREL:
                         log.warning(
-                            "cni: something else rewrites %s again and again; Cilium: set cni.exclusive=false; "
+                            "cni: another program rewrites %s repeatedly; with Cilium, set cni.exclusive=false; "
                             "a node must have only one mesh's plugin", self._wanted.configurations,
                         )  # fmt: skip
                 first = False

@@ -226,7 +226,7 @@ def test_it_is_put_back_whoever_takes_it_out(wanted: Installation, caplog: pytes
                 # In place, as an editor writes.
                 put(wanted, "10-net.conflist", {**LIST, "number": number})
                 await until(lambda number=number: installer.rewrites >= number + 2 and types(path)[-1] == TYPE)
-            assert "something else rewrites" in caplog.text
+            assert "another program rewrites" in caplog.text
         finally:
             running.cancel()
             await asyncio.wait([running])
