@@ -371,7 +371,7 @@ def test_every_module_of_the_application_has_a_layer() -> None:
     assert without == [APPLICATION]
 
 
-def test_no_folder_imports_itself_by_a_detour() -> None:
+def test_there_is_no_import_circle_of_folders() -> None:
     """A folder stands for the modules right in it: its reader needs those below it, and no others."""
     files = {
         _module_name(path): path for path in modules(*LIBRARIES, APPLICATION) if not path.stem.endswith("_pb2")
@@ -385,7 +385,7 @@ def test_no_folder_imports_itself_by_a_detour() -> None:
     TopologicalSorter(arrows).prepare()  # raises CycleError, which names the circle
 
 
-def test_no_module_imports_itself_by_a_detour() -> None:
+def test_there_is_no_import_circle_of_modules() -> None:
     """Imports for type checkers count, since their reader needs both. A Protocol or a value parts a circle."""
     files = {
         _module_name(path): path for path in modules(*LIBRARIES, APPLICATION) if not path.stem.endswith("_pb2")
@@ -492,7 +492,7 @@ def test_the_model_knows_no_protobuf() -> None:
 _READ = re.compile(r"\.(\w+)\b|\"(\w+)\"")
 
 
-def test_what_the_model_says_is_obeyed() -> None:
+def test_every_field_of_the_model_has_a_reader() -> None:
     """A field that is compiled and read by nobody would be configuration that is accepted and ignored."""
     files = modules("xds/model", "hbone", "tproxy", "ztunnel")
     read = {name for path in files for found in _READ.findall(path.read_text()) for name in found}
@@ -621,6 +621,6 @@ def test_the_names_of_pods_need_no_library_that_takes_long_to_import() -> None:
     assert [name for name in printed.stdout.split() if name.split(".")[0] in ("dns", "idna", "zipfile")] == []
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_imports_are_found() -> None:
     assert len(pure_modules()) > 60
     assert "asyncio" in set(imports(ROOT / "ztunnel/proxy/envoy/path/datapath.py"))

@@ -26,7 +26,7 @@ def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_mesh() -> None:
+def test_the_example_mesh_file_is_valid() -> None:
     done = ztunnel("control-plane", str(EXAMPLES / "mesh.yaml"), "--check")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("2 nodes, 3 pods, 1 services\n")
@@ -41,12 +41,12 @@ def test_the_pods_are_those_of_a_node_of_the_mesh() -> None:
         assert in_mesh.identity.service_account == each.info.service_account
 
 
-def test_the_node() -> None:
+def test_the_example_node_file_is_valid() -> None:
     described = node.parse((EXAMPLES / "node.yaml").read_text(), node.Flags())
     assert [member.uid for member in described.node.members] == ["productpage"]
 
 
-def test_the_local_mesh() -> None:
+def test_the_example_local_mesh_is_valid() -> None:
     read = parse_local_file((EXAMPLES / "local.yaml").read_text())
     assert [workload.name for workload in read.workloads] == ["productpage", "reviews"]
 

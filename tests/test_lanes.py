@@ -25,7 +25,7 @@ def test_a_test_stays_with_its_group_or_its_file_unless_it_shares_nothing(node_i
 
 
 @pytest.mark.parametrize("name", [*WAITING, *APART])
-def test_what_is_named_is_there(name: str) -> None:
+def test_every_named_test_file_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
 

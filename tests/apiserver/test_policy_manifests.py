@@ -28,7 +28,9 @@ WAIT_S = 60
 
 
 @pytest.mark.parametrize(("folder", "followed"), [("netpol", SELECTIONS), ("policy", SERVED)])
-def test_its_role_is_enough(cluster: ApiServer, folder: str, followed: Sequence[Selection]) -> None:
+def test_the_role_of_the_policy_server_suffices(
+    cluster: ApiServer, folder: str, followed: Sequence[Selection]
+) -> None:
     async def check() -> None:
         async with connect(cluster.kubeconfig()) as admin:
             for document in yaml.safe_load_all((FOLDER / folder / "rbac.yaml").read_text()):

@@ -133,7 +133,7 @@ def test_the_charts_values_become_arguments_that_are_read() -> None:
 
 
 @pytest.mark.parametrize("option", ["established=reset", "probeUser=kubelet", "cni.socket=x", "typo=1"])
-def test_the_chart_refuses_values_that_are_none(option: str) -> None:
+def test_the_chart_refuses_malformed_and_unknown_values(option: str) -> None:
     command = [needed("helm"), "template", "agent", str(CHART), f"--set={option}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0

@@ -3,7 +3,7 @@
 from deploy.demo.stage import COLUMNS, row
 
 
-def test_what_fits_is_one_line_in_columns() -> None:
+def test_a_row_that_fits_is_one_line_in_columns() -> None:
     assert row(("worker ", "", "to 10.244.1.10:9080  ", "3 ms  ")) == "      worker   to 10.244.1.10:9080    3 ms"
 
 

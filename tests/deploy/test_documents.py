@@ -44,7 +44,7 @@ def test_the_variables_that_are_ours_alone_are_listed() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_file_that_is_named_is_there(document: Path) -> None:
+def test_every_file_named_in_the_documents_exists(document: Path) -> None:
     text = document.read_text()
     named = re.findall(r"`((?:hbone|xds|tproxy|ztunnel|tests|deploy|bench|docs)/[\w./-]*)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []

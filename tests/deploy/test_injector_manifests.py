@@ -50,7 +50,7 @@ def config_of(found: Objects, name: str = "ztunnel-injector") -> injectors.Injec
     return parse_config(found["ConfigMap", name]["data"]["config.yaml"])
 
 
-def test_the_chart_comes_out_as_kustomize() -> None:
+def test_the_chart_renders_the_kustomization() -> None:
     chart, base = rendered(), kustomized()
     assert config_of(chart) == config_of(base)
     for found in (chart, base):
@@ -78,7 +78,7 @@ def test_sidecars_are_asked_for_as_the_command_prints() -> None:
     assert rule["resourceNames"] == names
 
 
-def test_another_revision_stands_beside_it() -> None:
+def test_two_revisions_can_be_installed_side_by_side() -> None:
     sidecar = '{"enabled":true,"template":"sidecar-classic","tags":["next"]}'
     found = rendered('revision="canary"', f"sidecars={sidecar}", namespace="mesh")
     name = "ztunnel-injector-canary"

@@ -122,7 +122,7 @@ def test_an_unknown_variable_would_be_noticed(container: Object) -> None:
     assert ["ZTUNNEL_WORKERS" in warning for warning in warnings] == [True]
 
 
-def test_the_proxy_may_what_it_must_and_no_more(container: Object) -> None:
+def test_the_container_has_only_the_privileges_that_the_proxy_needs(container: Object) -> None:
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": True,
         "privileged": False,
@@ -182,7 +182,7 @@ def test_mounts_are_where_the_defaults_look(pod: Object, container: Object) -> N
     assert mounts[str(Path(config.inpod_uds).parent)] == "cni-ztunnel-sock-dir"
 
 
-def test_the_pod_is_nobodys_workload_and_everywhere(pod: Object) -> None:
+def test_the_pod_is_outside_the_mesh_and_tolerates_every_taint(pod: Object) -> None:
     assert pod["metadata"]["labels"] == {
         "app": "ztunnel",
         "app.kubernetes.io/name": "ztunnel",
@@ -369,7 +369,7 @@ def test_addons_are_mounted_and_named() -> None:
     assert mount in pod["containers"][0]["volumeMounts"]
 
 
-def test_the_chart_comes_out_as_the_base() -> None:
+def test_the_chart_renders_the_kustomize_base() -> None:
     assert without(rendered(), OF_HELM) == base()
 
 
@@ -434,7 +434,7 @@ def test_large_numbers_are_written_out() -> None:
     assert env["XDS_ADDRESS"] == "istiod-12345678.istio-system.svc:15012"
 
 
-def test_profile_of_openshift_means_its_platform() -> None:
+def test_the_openshift_profile_sets_the_selinux_type() -> None:
     (container,) = rendered(given={"profile": "openshift-ambient"})["DaemonSet"]["spec"]["template"]["spec"][
         "containers"
     ]
@@ -456,7 +456,7 @@ def test_image_has_no_variant_of_istios(given: Object, image: str) -> None:
     assert container["image"] == image
 
 
-def test_alerts_and_dashboard_come_out_as_their_files(tmp_path: Path) -> None:
+def test_the_chart_renders_the_alert_and_dashboard_files(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     base = "https://docs.example.com/"
     rule = {"enabled": True, "labels": {"release": "p"}, "runbookBase": base}
@@ -575,7 +575,7 @@ def test_two_accounts_can_install_it(tmp_path: Path, scope: str, kinds: tuple[st
 
 
 @pytest.mark.parametrize("revoking", [False, True])
-def test_roots_may_be_a_cluster_trust_bundle(tmp_path: Path, revoking: bool) -> None:
+def test_roots_can_come_from_a_cluster_trust_bundle(tmp_path: Path, revoking: bool) -> None:
     given: Object = {"env": {"ENABLE_CLUSTER_TRUST_BUNDLE_API": True}, "peerCaCrl": {"enabled": revoking}}
     spec = rendered(write(tmp_path, given))["DaemonSet"]["spec"]["template"]["spec"]
     (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "istiod-ca-cert"]

@@ -38,6 +38,6 @@ def test_groff_has_no_warning() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
-def test_no_line_begins_with_a_request_that_is_none(name: str) -> None:
+def test_no_line_of_text_begins_like_a_groff_request(name: str) -> None:
     requests = {line.split()[0] for line in PAGES[name].splitlines() if line.startswith((".", "'"))}
     assert requests <= {".TH", ".SH", ".TP", ".B", ".BR"}

@@ -26,14 +26,14 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_the_files_are_what_is_drawn() -> None:
+def test_the_committed_pictures_are_the_generated_ones() -> None:
     for path, text in picture.files().items():
         assert path.read_text() == text, "python -m deploy.picture"
         assert len(text) < 10_000
 
 
 @pytest.mark.parametrize("path", picture.files(), ids=lambda path: path.name)
-def test_a_reader_of_screens_has_it_in_words(path: Path) -> None:
+def test_the_picture_has_a_text_for_screen_readers(path: Path) -> None:
     root = ElementTree.fromstring(path.read_text())
     assert root.get("role") == "img"
     labels = {f"{root.findtext(f'{SVG}title')}", f"{root.findtext(f'{SVG}desc')}"}
@@ -44,7 +44,7 @@ def test_a_reader_of_screens_has_it_in_words(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", picture.THEMES)
-def test_text_stands_out(name: str) -> None:
+def test_text_has_enough_contrast(name: str) -> None:
     theme = picture.THEMES[name]
     for text in (theme.text, theme.faint, theme.plain, theme.tunnel):
         assert contrast(text, theme.page) >= 4.5, text
@@ -54,7 +54,7 @@ def test_text_stands_out(name: str) -> None:
     assert contrast(theme.proxy_text, theme.proxy) >= 4.5
 
 
-def test_the_readme_shows_both() -> None:
+def test_the_readme_shows_the_light_and_the_dark_picture() -> None:
     text = (picture.DOCS.parent / "README.md").read_text()
     for path in picture.files():
         assert f"docs/{path.name}" in text

@@ -85,7 +85,7 @@ _UNKNOWN = {"name": "h3", "skip_reason": "Dependency not found on PyPI"}
         (1, "", "ConnectionError: no route", True, "NOT CHECKED, pip-audit: ConnectionError"),
     ],
 )
-def test_what_the_database_could_not_say_is_no_success(
+def test_an_unavailable_vulnerability_database_is_reported_as_not_checked(
     status: int, output: str, errors: str, well: bool, said: str
 ) -> None:
     assert verdict(status, output, errors)[0] is well

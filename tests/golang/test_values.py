@@ -45,7 +45,7 @@ CIDRS = st.builds(
 @example("fd00::1/64")
 @example("fe80::1%eth0/64")
 @example("10.0.0.0/\u0668")
-def test_cidr_is_what_go_makes_of_it(go: Oracle, text: str) -> None:
+def test_cidr_is_read_as_go_reads_it(go: Oracle, text: str) -> None:
     found = refused(parse_cidr, text)
     expected = theirs(go, "cidr", text)
     if "ffff:" in text and expected is not Refused:
@@ -66,7 +66,7 @@ def test_cidr_is_what_go_makes_of_it(go: Oracle, text: str) -> None:
 @example("1 s")
 @example("9999999h")
 @example("2562047h47m16.854775807s")
-def test_duration_is_what_go_makes_of_it(go: Oracle, text: str) -> None:
+def test_duration_is_read_as_go_reads_it(go: Oracle, text: str) -> None:
     found = refused(parse_duration_s, text)
     expected = theirs(go, "duration", text)
     if Refused in (found, expected):
@@ -79,7 +79,7 @@ BOOLEANS = "1 t T TRUE true True tRUE 0 f F FALSE false False yes no on off y n 
 
 
 @pytest.mark.parametrize("text", BOOLEANS.split())
-def test_boolean_is_what_go_makes_of_it(go: Oracle, text: str) -> None:
+def test_boolean_is_read_as_go_reads_it(go: Oracle, text: str) -> None:
     assert refused(parse_bool, text) == theirs(go, "bool", text)
 
 
@@ -95,7 +95,7 @@ WORDS = st.sampled_from(GIVEN.split()) | st.just("")
 
 @settings(max_examples=examples(2000), deadline=None)
 @given(st.lists(WORDS, max_size=5))
-def test_command_line_is_what_pflag_makes_of_it(go: Oracle, words: list[str]) -> None:
+def test_command_line_is_read_as_pflag_reads_it(go: Oracle, words: list[str]) -> None:
     letters = {name: letter for letter, name in LETTERS.items()}
     named = {
         name + (f",{letters[name]}" if name in letters else ""): "bool" if switch else "string"

@@ -107,13 +107,13 @@ def same(theirs: Any, ours: Any) -> bool:
 
 
 @pytest.mark.parametrize("scalar", SCALARS)
-def test_plain_scalar_is_what_go_makes_of_it(go: Oracle, scalar: str) -> None:
+def test_plain_scalar_is_read_as_go_reads_it(go: Oracle, scalar: str) -> None:
     theirs, ours = both(go, f"a: {scalar}\n")
     assert same(theirs, ours), (theirs, ours)
 
 
 @pytest.mark.parametrize("text", DOCUMENTS)
-def test_document_is_what_go_makes_of_it(go: Oracle, text: str) -> None:
+def test_document_is_read_as_go_reads_it(go: Oracle, text: str) -> None:
     theirs, ours = both(go, text)
     assert same(theirs, ours), (theirs, ours)
 
@@ -127,7 +127,7 @@ def test_key_given_twice_is_refused_by_name_and_place_where_go_takes_one_of_them
 
 @settings(max_examples=examples(2000), deadline=None)
 @given(st.from_regex(r"[-+]?[0-9._:eExXoObBnNyYaAfF~=<]{0,8}", fullmatch=True))
-def test_any_number_like_scalar_is_what_go_makes_of_it(go: Oracle, scalar: str) -> None:
+def test_any_number_like_scalar_is_read_as_go_reads_it(go: Oracle, scalar: str) -> None:
     theirs, ours = both(go, f"a: {scalar}\n")
     assert same(theirs, ours), (theirs, ours)
 

@@ -73,7 +73,7 @@ def test_every_event_has_an_answer_in_every_state() -> None:
     assert set(TRANSITIONS) == set(product(SourceState, SinkState, EndEvent))
 
 
-def test_what_can_be_reached() -> None:
+def test_a_cut_source_is_reachable_only_with_an_ended_sink() -> None:
     assert reachable() == {
         (source, sink)
         for source, sink in product(SourceState, SinkState)
@@ -114,7 +114,7 @@ def test_an_event_that_comes_again_changes_nothing(event: EndEvent) -> None:
         assert twice.actions in ((), (EndAction.REPORT_WRITTEN,))
 
 
-def test_where_nothing_can_happen_any_more() -> None:
+def test_only_two_states_ignore_every_event() -> None:
     terminal = {
         pair
         for pair in reachable()
@@ -136,7 +136,7 @@ def walks() -> Iterator[Walk]:
     return onward(START, [], [])
 
 
-def test_whatever_happens_each_network_is_told_once_and_the_peer_one_thing() -> None:
+def test_any_events_notify_each_network_once_and_the_peer_of_one_end() -> None:
     count = 0
     for events, actions in walks():
         count += 1

@@ -6,7 +6,7 @@ from hbone.flow import Budget, PeerQuotas
 from hbone.limits import Limits
 
 
-def test_an_empty_budget_affords_nothing_and_takes_nothing() -> None:
+def test_a_spend_over_the_budget_is_refused_and_not_charged() -> None:
     budget = Budget(burst=2.0, rate=1.0)
     assert budget.affords(0.0, 2.0)
     assert not budget.affords(0.0, 0.5)

@@ -199,7 +199,7 @@ def fed(role: Role, reads: Iterable[bytes], *, taking: bool = False) -> tuple[ob
 @pytest.mark.parametrize(
     ("role", "first"), [(role, first) for role in Role for first in FRAMES[role]], ids=lambda value: str(value)
 )
-def test_pairs(role: Role, first: str) -> None:
+def test_frame_pairs_have_one_result_however_they_are_cut(role: Role, first: str) -> None:
     for second in FRAMES[role]:
         one, two = FRAMES[role][first], FRAMES[role][second]
         together = fed(role, [one + two])
@@ -209,7 +209,7 @@ def test_pairs(role: Role, first: str) -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_pairs_reach_what_they_are_about(role: Role) -> None:
+def test_frames_cause_every_kind_of_event_and_error(role: Role) -> None:
     """The table of frames is worth its name only while it brings about each kind of result."""
     kinds = set()
     for data in FRAMES[role].values():

@@ -7,7 +7,7 @@ from itertools import product
 from hbone.head import Malformed, ResponseHead, parse_response
 
 
-def test_which_octets_a_value_may_have() -> None:
+def test_octets_outside_rfc_9110_are_refused_in_field_values() -> None:
     """RFC 9113, 8.2.1: no NUL, CR or LF anywhere, and neither space nor tab at the ends."""
     for length in range(6):
         for octets in product(b"a\xff \t\x00\r\n", repeat=length):

@@ -32,7 +32,7 @@ from hbone.headers import (
         (b"a:1", "a", 1),
     ],
 )
-def test_authorities(value: bytes, host: object, port: int) -> None:
+def test_authorities_are_split_into_host_and_port(value: bytes, host: object, port: int) -> None:
     assert parse_authority(value) == Authority(host, port)  # type: ignore[arg-type]
 
 
@@ -67,7 +67,7 @@ def test_authorities(value: bytes, host: object, port: int) -> None:
         b"x" * 254 + b":80",
     ],
 )
-def test_what_is_no_authority(value: bytes | None) -> None:
+def test_malformed_authorities_are_refused(value: bytes | None) -> None:
     with pytest.raises(InvalidHeader):
         parse_authority(value)
 
@@ -105,7 +105,7 @@ TEXT = (
 )
 
 
-def test_baggage() -> None:
+def test_baggage_is_written_and_read_back() -> None:
     assert format_baggage(FULL) == TEXT
     assert parse_baggage(((b"baggage", TEXT),)) == FULL
     assert format_baggage(Baggage(namespace="x")) == b"k8s.namespace.name=x"

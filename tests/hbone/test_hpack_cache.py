@@ -22,7 +22,7 @@ def by_library(block: bytes) -> list[tuple[bytes, bytes]]:
 
 
 @given(FIELDS)
-def test_what_we_write_reads_the_same_everywhere(fields: list[tuple[bytes, bytes]]) -> None:
+def test_encoded_blocks_decode_alike_in_every_implementation(fields: list[tuple[bytes, bytes]]) -> None:
     encoder = BlockEncoder()
     for _ in range(2):  # the second time from the caches
         block = encoder.encode(fields)
@@ -38,7 +38,7 @@ def test_our_own_requests_never_need_the_library(fields: list[tuple[bytes, bytes
 
 
 @given(st.binary(max_size=64))
-def test_whatever_the_bytes_are_we_agree_with_the_library_or_leave_them_to_it(block: bytes) -> None:
+def test_any_block_decodes_as_in_the_hpack_library(block: bytes) -> None:
     plain = plain_fields(block, LIMIT)
     if plain is not None:
         assert list(plain) == by_library(block)
@@ -66,7 +66,7 @@ def test_the_dynamic_table_goes_to_the_library() -> None:
 
 
 @pytest.mark.parametrize("name", [b"traceparent", b"authorization"])
-def test_what_comes_once_or_is_secret_is_not_kept_and_of_the_moment_the_last(name: bytes) -> None:
+def test_traceparent_and_authorization_are_not_cached_and_dates_only_in_the_last_block(name: bytes) -> None:
     encoder, decoder = BlockEncoder(), BlockDecoder(LIMIT, lambda fields: list(fields), [])
     for number in range(300):
         once = [(b":method", b"CONNECT"), (name, b"%d" % number)]

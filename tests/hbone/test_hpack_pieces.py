@@ -43,7 +43,7 @@ def by_library(theirs: Decoder, block: bytes) -> tuple[Header, ...]:
 
 
 @given(st.lists(st.tuples(FIELDS, st.booleans()), max_size=3))
-def test_pieces_mean_what_the_block_means(blocks: list[tuple[list[Header], bool]]) -> None:
+def test_a_block_in_pieces_decodes_like_the_whole(blocks: list[tuple[list[Header], bool]]) -> None:
     encoder, ours, theirs = Encoder(), decoder(), library()
     for fields, huffman in blocks:
         block = encoder.encode(fields, huffman=huffman)
@@ -53,7 +53,7 @@ def test_pieces_mean_what_the_block_means(blocks: list[tuple[list[Header], bool]
 
 
 @given(st.binary(max_size=200), st.integers(0, 300))
-def test_whatever_the_bytes_are_they_are_read_or_refused_as_by_the_library(tail: bytes, before: int) -> None:
+def test_any_block_in_pieces_is_read_or_refused_as_by_the_hpack_library(tail: bytes, before: int) -> None:
     block = INSERT * (LONG_BLOCK_BYTES // 4 + before) + tail
     try:
         wanted = by_library(library(), block)

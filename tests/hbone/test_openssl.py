@@ -31,7 +31,7 @@ def test_every_name_that_is_used_is_checked() -> None:
     assert set(re.findall(r"\bstore\.(_\w+)", SOURCE)) == set(STORE_NAMES)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_a_missing_openssl_name_is_reported() -> None:
     context = SSL.Context(SSL.TLS_METHOD)
     assert missing_names(lib, context, SSL.Connection(context), crypto.X509, crypto.X509Store()) == []
     assert missing_names(object(), context, object(), object(), object()) == [

@@ -162,7 +162,7 @@ def test_what_a_peak_left_idle_beside_another_goes_soon() -> None:
     assert pool.advance(122) == [Close(middle)]
 
 
-def test_a_spare_connection_whose_others_have_ended_is_none() -> None:
+def test_the_last_connection_of_a_peer_is_not_spare() -> None:
     pool = PoolState(PoolSettings(max_streams_per_connection=1, idle_timeout_s=100, spare_timeout_s=10))
     busy, spare = [(pool.request("k", 0), pool.dialled("k", None, 0)[0])[1] for _ in range(2)]
     pool.released(spare, 1)
@@ -181,7 +181,7 @@ def test_a_peer_that_allows_no_streams_is_not_dialled_for_ever() -> None:
     assert actions[1:] == [Close(connection)]
 
 
-def test_bounds_and_end() -> None:
+def test_pool_limits_and_close() -> None:
     pool = PoolState(PoolSettings(max_waiters=1))
     waiter, _ = pool.request("k", 0)
     with pytest.raises(PoolFull):

@@ -99,7 +99,7 @@ def test_handshake_in_pieces_and_facts(piece: int) -> None:
         assert (facts.version, facts.cipher, facts.alpn) == ("TLSv1.3", "TLS_AES_128_GCM_SHA256", b"h2")
 
 
-def test_a_greeting_is_there_before_the_client_has_proved_anything() -> None:
+def test_half_rtt_data_arrives_before_the_client_is_authenticated() -> None:
     client, server = sessions(settings(), settings())
     flights_until_established(client, server, 1)
     assert server.half_rtt_sent == bool(half_rtt_data)
@@ -109,7 +109,7 @@ def test_a_greeting_is_there_before_the_client_has_proved_anything() -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
-def test_a_retried_hello_gets_no_greeting(piece: int) -> None:
+def test_a_hello_retry_gets_no_half_rtt_data(piece: int) -> None:
     """OpenSSL stops behind a HelloRetryRequest, too, where nothing could be encrypted, and then no more."""
     other = replace(settings(), groups=("secp384r1",))  # of which the client sends no share at first
     client, server = sessions(settings(), other)
@@ -194,7 +194,7 @@ def test_other_sessions_are_not_disturbed_by_a_failed_one() -> None:
     assert good[1].read_into(memoryview(bytearray(10))) == 4
 
 
-def test_no_certificate() -> None:
+def test_a_client_without_a_certificate_is_refused() -> None:
     outcome = Outcome(*sessions(settings(None), settings()))
     assert outcome.reasons == (TlsReason.NO_CERT, TlsReason.NO_CERT)
     assert outcome.client is not None
@@ -208,7 +208,7 @@ def test_a_certificate_may_be_optional(mode: ClientCertificate) -> None:
     assert server.facts().certificate is None
 
 
-def test_stranger() -> None:
+def test_a_certificate_of_another_root_is_refused_by_either_side() -> None:
     stranger = Authority("stranger").issue("spiffe://cluster.local/ns/a/sa/b")
     outcome = Outcome(*sessions(settings(stranger), settings()))
     assert outcome.reasons == (TlsReason.CHAIN, TlsReason.CHAIN)
@@ -216,7 +216,7 @@ def test_stranger() -> None:
 
 
 @pytest.mark.parametrize(("start", "end", "bound"), [(-3, -1, "valid until"), (1, 3, "valid from")])
-def test_dates(start: float, end: float, bound: str) -> None:
+def test_an_expired_or_future_certificate_is_refused_with_both_times(start: float, end: float, bound: str) -> None:
     leaf = ROOT.issue("spiffe://cluster.local/ns/a/sa/b", from_day=start, to_day=end)
     outcome = Outcome(*sessions(settings(leaf), settings()))
     assert outcome.reasons[1] is TlsReason.EXPIRED
@@ -246,7 +246,7 @@ def test_the_root_is_not_sent_and_issuers_that_we_trust_are(further: int) -> Non
         assert len(client._connection.get_peer_cert_chain() or ()) == sent
 
 
-def test_revocation() -> None:
+def test_a_listed_certificate_or_intermediate_is_refused() -> None:
     other = ROOT.issue("spiffe://cluster.local/ns/a/sa/c")
     for listed, expired, reason in (
         (LEAF, False, TlsReason.REVOKED),
@@ -284,7 +284,7 @@ def test_the_verify_hook_refuses_inside_the_handshake(side: str) -> None:
     assert [list(chain) for chain in seen] == [[LEAF.certificate, ROOT.certificate]]
 
 
-def test_contexts_that_share_all_but_whom_they_expect() -> None:
+def test_contexts_with_different_expected_peers_share_one_openssl_context() -> None:
     """Their handshakes run at the same time, and each asks its own."""
 
     def expecting(name: str) -> Callable[[Sequence[x509.Certificate]], str | None]:
@@ -322,7 +322,7 @@ def test_a_bug_in_the_hook_is_raised() -> None:
         Outcome(*sessions(settings(), replace(settings(), verify=broken)))
 
 
-def test_versions() -> None:
+def test_tls_versions_are_negotiated_within_the_configured_range() -> None:
     old = replace(settings(), min_version=TlsVersion.TLS_1_2, max_version=TlsVersion.TLS_1_2)
     assert Outcome(*sessions(old, settings())).reasons == (TlsReason.VERSION, TlsReason.VERSION)
     both = replace(settings(), min_version=TlsVersion.TLS_1_2)
@@ -335,7 +335,7 @@ def test_versions() -> None:
     assert server.read_into(memoryview(bytearray(80_000))) == 70_000
 
 
-def test_alpn() -> None:
+def test_alpn_is_required_only_where_configured() -> None:
     strict = replace(settings(), alpn_required=True)
     assert Outcome(*sessions(replace(settings(), alpn=()), strict)).reasons == (None, None)
     other = replace(settings(), alpn=(b"http/1.1",))
@@ -389,7 +389,7 @@ def test_keys_are_not_shown() -> None:
     assert b"PRIVATE" not in repr(settings()).encode()
 
 
-def test_nothing_is_resumed() -> None:
+def test_sessions_are_never_resumed() -> None:
     context_client, context_server = TlsContext(Role.CLIENT, settings()), TlsContext(Role.SERVER, settings())
     client, server = TlsSession(context_client), TlsSession(context_server, half_rtt_data)
     Outcome(client, server)
@@ -402,7 +402,7 @@ def test_nothing_is_resumed() -> None:
     assert isinstance(client._connection, SSL.Connection)
 
 
-def test_certificates_of_the_past_are_let_go() -> None:
+def test_cached_names_do_not_keep_certificates_alive() -> None:
     """Peers rotate; what is remembered of a certificate keeps neither it nor what was parsed of it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([])

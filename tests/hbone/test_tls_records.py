@@ -341,7 +341,7 @@ STEPS = st.lists(
 @pytest.mark.parametrize("role", ROLES)
 @settings(deadline=None, max_examples=60)
 @given(steps=STEPS)
-def test_a_move_at_any_step_loses_nothing(role: Role, steps: list[tuple[str, str, int]]) -> None:
+def test_no_byte_is_lost_by_a_move_at_any_step(role: Role, steps: list[tuple[str, str, int]]) -> None:
     first, there = pair(role)
     here: TlsStream = first
     on_its_way = heard = said = b""

@@ -181,7 +181,7 @@ def test_an_intermediate_can_be_the_anchor(role: Role) -> None:
     assert handshake_accepts(chain, anchors, role)
 
 
-def test_nothing_leads_to_no_anchor() -> None:
+def test_without_a_chain_or_anchors_nothing_is_verified() -> None:
     chain = Chain((ROOT, LEAF))
     assert verified_chain(chain.shown, (), Role.CLIENT) is None
     assert verified_chain((), chain.certificates[:1], Role.CLIENT) is None

@@ -288,7 +288,7 @@ def test_many_streams_have_a_window_that_fits_them() -> None:
     assert all(size >= 32 * 16_384 - 16_384 for size in sizes())
 
 
-def test_no_frame_grants_nothing() -> None:
+def test_no_window_update_of_zero_is_sent() -> None:
     wire = Wire(Role.SERVER)
     stream_id = wire.open(1 << 40)
     frames_seen = []

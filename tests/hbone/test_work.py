@@ -107,7 +107,7 @@ def test_a_connection_that_ends_meanwhile_forgets_the_header_block() -> None:
     assert not engine.unparsed
 
 
-def test_what_is_kept_is_no_view_of_the_callers_buffer() -> None:
+def test_unparsed_bytes_are_a_copy_of_the_callers_buffer() -> None:
     engine = opened()
     buffer = bytearray(SMALL * 4)
     assert len(plain(engine.receive_data(buffer, 0.0, 0))) == 1
@@ -226,7 +226,7 @@ def opened_and_reset() -> Iterator[bytes]:
 @pytest.mark.parametrize(
     "attack", [inserts, huffman, small_data, padded_data, reset_data, refused, opened_and_reset]
 )
-def test_what_is_dear_is_slowed_down_and_then_ended(attack: Callable[[], Iterator[bytes]]) -> None:
+def test_expensive_peers_are_paused_then_disconnected(attack: Callable[[], Iterator[bytes]]) -> None:
     """A peer without limit of its own is held to its rate for as long as the pauses may last, and then ended."""
     most = Limits()
     engine = opened()
@@ -304,7 +304,7 @@ def test_two_and_a_half_thousand_tunnels_a_second_are_fine() -> None:
     honest(opened(), wire(), per_second=2500, seconds=5)
 
 
-def test_probes_that_say_nothing_are_fine_at_a_thousand_a_second() -> None:
+def test_a_thousand_tunnels_without_bytes_a_second_are_fine() -> None:
     def wire() -> Iterator[bytes]:
         for stream_id in count(3, 2):
             yield request(stream_id)

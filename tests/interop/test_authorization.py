@@ -10,7 +10,7 @@ from tests.interop.proxies import ENVOY
 pytestmark = pytest.mark.interop
 
 
-def test_policies_let_in_whom_envoy_lets_in() -> None:
+def test_rbac_policies_allow_the_same_connections_as_envoy() -> None:
     if not ENVOY.exists():
         pytest.skip("NOT TESTED: no Envoy here")
     rules = policies(120)

@@ -126,7 +126,7 @@ def connects(port: int) -> bool:
 @pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
 @pytest.mark.parametrize("kind", ["envoy", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_chain(case: str, kind: str, tmp_path: Path) -> None:
+def test_both_proxies_choose_the_same_filter_chain(case: str, kind: str, tmp_path: Path) -> None:
     port = free_port()
     path = tmp_path / "bootstrap.json"
     path.write_text(json.dumps(bootstrap(case, port, tmp_path)))

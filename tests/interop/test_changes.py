@@ -10,6 +10,6 @@ pytestmark = pytest.mark.interop
 
 @pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
 @pytest.mark.parametrize("kind", ["envoy", "ours"])
-def test_every_change_is_applied(kind: str) -> None:
+def test_every_configuration_change_is_applied_like_in_envoy(kind: str) -> None:
     """It returns once every change was counted as an update."""
     assert cost(kind, changes=150, rate=1000.0) >= 0.0

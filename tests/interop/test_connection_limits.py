@@ -94,7 +94,7 @@ def test_connections_at_once(kind: str, tmp_path: Path) -> None:
 
 @here
 @both
-def test_one_too_many_may_be_held_for_a_while(kind: str, tmp_path: Path) -> None:
+def test_a_connection_over_the_limit_is_closed_after_its_delay(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         site = Site(kind, connection_limit(max_connections=1, delay="0.6s"), tmp_path, stack)
         first = stack.enter_context(site.connect())
@@ -118,7 +118,7 @@ def test_connections_in_a_time(kind: str, tmp_path: Path) -> None:
 @here
 @both
 @pytest.mark.parametrize("limit", [connection_limit, rate_limit])
-def test_a_limit_may_be_off(kind: str, limit: object, tmp_path: Path) -> None:
+def test_a_disabled_connection_limit_has_no_effect(kind: str, limit: object, tmp_path: Path) -> None:
     off = {"runtime_enabled": {"default_value": False, "runtime_key": "limits"}}
     with contextlib.ExitStack() as stack:
         site = Site(kind, limit(**off), tmp_path, stack)  # type: ignore[operator]

@@ -134,7 +134,9 @@ def test_method_and_headers_of_a_check_are_obeyed(kind: str, tmp_path: Path) -> 
     ],
     ids=["http", "tcp"],
 )
-def test_hosts_that_fail_get_nothing(kind: str, check: Json, expected: dict[str, str], tmp_path: Path) -> None:
+def test_hosts_that_fail_their_checks_get_no_connection(
+    kind: str, check: Json, expected: dict[str, str], tmp_path: Path
+) -> None:
     with contextlib.ExitStack() as stack:
         made = {"a": Answering(b"a", 200), "b": Answering(b"b", 503), "unchecked": Answering(b"unchecked", 503)}
         ports = {name: application(each, stack) for name, each in made.items()}

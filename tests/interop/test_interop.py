@@ -52,5 +52,7 @@ def runner_of() -> Iterator[Callable[[Column], Runner[Any]]]:
 
 
 @pytest.mark.parametrize(("column", "case"), _ROWS)
-def test_case(runner_of: Callable[[Column], Runner[Any]], column: Column, case: Case[Any]) -> None:
+def test_each_row_of_the_interop_tables_passes(
+    runner_of: Callable[[Column], Runner[Any]], column: Column, case: Case[Any]
+) -> None:
     assert runner_of(column).run(case) == case.expected[column[1]]

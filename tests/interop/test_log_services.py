@@ -84,7 +84,7 @@ def _without(value: Any) -> Any:
 
 
 @pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
-def test_both_are_told_the_same() -> None:
+def test_log_services_get_the_same_entries_from_envoy_and_from_us() -> None:
     seen = {}
     for kind in ("envoy", "ours"):
         with Logging(kind) as proxy:

@@ -48,7 +48,7 @@ def site_of() -> Iterator[Callable[[Column], Any]]:
 
 
 @pytest.mark.parametrize(("column", "case"), _ROWS)
-def test_case(site_of: Callable[[Column], Any], column: Column, case: Case[Any]) -> None:
+def test_each_row_over_loopback_passes(site_of: Callable[[Column], Any], column: Column, case: Case[Any]) -> None:
     assert case.run(site_of(column)) == case.expected[column[1]]
 
 

@@ -131,7 +131,7 @@ def kinds(names: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
-def test_names_and_values() -> None:
+def test_counters_have_envoys_names_and_values() -> None:
     seen = {}
     for kind in ("envoy", "ours"):
         with Counted(kind) as proxy:

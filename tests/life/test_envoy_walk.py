@@ -401,7 +401,7 @@ def promised(kind: type[Held], state: State, event: Event) -> Outcome:
     CELLS,
     ids=lambda each: each.__name__ if isinstance(each, type) else getattr(each, "value", each),
 )
-def test_what_becomes_of_a_connection(
+def test_each_row_of_the_life_table_holds_in_envoys_dialect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Held], state: State, event: Event, how: str
 ) -> None:
     monkeypatch.setattr(app, "_SHORTCUT_PORTS", AnyPort() if kind is Joined else {})

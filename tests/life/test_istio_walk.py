@@ -361,7 +361,9 @@ CELLS = [(kind, state, event) for kind, states in KINDS.items() for state in sta
     CELLS,
     ids=lambda each: each.__name__ if isinstance(each, type) else each.value,
 )
-def test_what_becomes_of_a_connection(tmp_path: Path, kind: type[Held], state: State, event: Event) -> None:
+def test_each_row_of_the_life_table_holds_in_an_istio_mesh(
+    tmp_path: Path, kind: type[Held], state: State, event: Event
+) -> None:
     async def body(cluster: Cluster) -> None:
         held = kind(cluster, state)
         await held.hold()

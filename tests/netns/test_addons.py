@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_there_are_five_commands() -> None:
+def test_the_page_has_five_commands() -> None:
     assert len(commands()) == 5
 
 

@@ -26,7 +26,7 @@ def gate(pod: Place, log: Path, timeout_s: float) -> "subprocess.Popen[bytes]":
         )
 
 
-def test_it_opens_when_the_pod_is_in_the_mesh_and_not_before(tmp_path: Path) -> None:
+def test_the_gate_opens_when_the_pod_is_in_the_mesh(tmp_path: Path) -> None:
     async def main() -> None:
         async with mesh_of({"w1": ["late"], "w2": ["server"]}, tmp_path, captured=["server"]) as mesh:
             late = mesh.lab.pod("late")
@@ -54,7 +54,7 @@ def test_it_opens_when_the_pod_is_in_the_mesh_and_not_before(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_rules_without_a_proxy_do_not_open_it(tmp_path: Path) -> None:
+def test_rules_without_a_proxy_do_not_open_the_gate(tmp_path: Path) -> None:
     async def main(lab: Lab) -> None:
         pod = lab.pod("alone")
         info = PodInfo(name="alone", namespace="default", service_account="default")

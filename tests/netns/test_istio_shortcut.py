@@ -73,7 +73,7 @@ def traffic(page: str) -> list[str]:
     )
 
 
-def test_the_shortcut_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_node_local_tunnels_behave_like_tunnels_on_the_wire(tmp_path: Path) -> None:
     async def observed(shortcut: bool) -> tuple[list[object], dict[str, list[object]], list[str], bool]:
         folder = tmp_path / str(shortcut)
         folder.mkdir()

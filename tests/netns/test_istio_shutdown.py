@@ -113,7 +113,7 @@ def test_shutdown_forced_drain(tmp_path: Path, node: str) -> None:
     asyncio.run(main())
 
 
-def test_idle_tunnels_hear_of_the_end(tmp_path: Path) -> None:
+def test_idle_tunnels_get_goaway_at_shutdown(tmp_path: Path) -> None:
     # Otherwise what peers send at that moment is lost.
     async def main() -> None:
         nodes = {"w1": ["server"], "w2": ["stranger"]}

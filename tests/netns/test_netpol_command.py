@@ -103,7 +103,7 @@ def ask(*words: str) -> tuple[int, str]:
 ONLY_B = s.Step({"x/p": s.ingress(s.A, s.sources(s.of_pods("b")))}, "+x/b>x/a:80 -y/a>x/a:80 -x/c>x/a:80")
 
 
-def test_it_comes_and_goes_without_a_trace_beside_foreign_tables(clean: Cluster, tmp_path: Path) -> None:
+def test_the_table_is_added_and_removed_beside_foreign_tables(clean: Cluster, tmp_path: Path) -> None:
     place = clean.lab.worker("w1").place
     foreign_tables(place.netns)
     before = without_generation(everything(place.netns))

@@ -126,7 +126,7 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_it_sends_its_peers_away_and_ends_when_its_own_pod_says_so(folder: Path) -> None:
+def test_a_sidecar_drains_its_peers_and_ends_with_its_pod(folder: Path) -> None:
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
             rig = mesh_of({"w1": ["sidecar"], "w2": ["rust", "plain"]}, folder, captured=[], pods=MESH)

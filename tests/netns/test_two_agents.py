@@ -247,7 +247,7 @@ def test_removing_our_rules_leaves_what_istio_cni_needs(lab: Lab, tmp_path: Path
 
 
 @both_forms
-def test_taking_over_twice_changes_nothing(lab: Lab, form: str) -> None:
+def test_a_second_takeover_changes_no_rule(lab: Lab, form: str) -> None:
     web = lab.pod("web")
     write_rules(web.netns, form)
     before = routing(web.netns)

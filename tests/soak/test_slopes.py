@@ -30,7 +30,7 @@ def test_noise_is_no_growth() -> None:
     assert sum(slope_of(samples).grows(noise=0.0) for samples in series) <= 12
 
 
-def test_what_shrinks_does_not_grow() -> None:
+def test_a_falling_line_is_no_growth() -> None:
     assert not slope_of([(second, -second) for second in range(100)]).grows(noise=0.0)
 
 

@@ -138,7 +138,7 @@ def _by_name(tables: tuple[Table, ...]) -> Mapping[str, object]:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(nodes, min_size=1, max_size=4))
-def test_whatever_came_between_removal_restores_the_beginning(history: list[State]) -> None:
+def test_removal_restores_the_initial_state_after_any_changes(history: list[State]) -> None:
     toy = ToyKernel(before_us())
     for wanted in history:
         toy.apply(diff(toy.state(), wanted))

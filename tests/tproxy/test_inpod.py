@@ -54,7 +54,7 @@ def test_an_address_that_is_used_again_is_the_later_pods() -> None:
     assert {element.comment for element in table.sets[0].elements} == {"uid new"}
 
 
-def test_without_ipv6_nothing_is_said_about_it() -> None:
+def test_without_ipv6_there_are_no_ipv6_rules() -> None:
     text = state_text(pod(Capture(versions=(4,))))
     assert "ip6" not in text
     assert "-6" not in text
@@ -104,7 +104,7 @@ def test_draining_changes_rules_in_place() -> None:
 
 
 @pytest.mark.parametrize("wanted", [Capture(), EVERYTHING, Capture(versions=(4,), dns=False)])
-def test_wanting_it_twice_is_nothing_to_do(wanted: Capture) -> None:
+def test_applying_the_same_state_twice_has_no_operations(wanted: Capture) -> None:
     assert diff(pod(wanted), pod(wanted)) == ()
     assert diff(nothing(pod(wanted)), pod(wanted))
     assert diff(State({}), nothing(pod(wanted))) == ()

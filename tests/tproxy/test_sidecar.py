@@ -59,7 +59,7 @@ def test_iptables_reads_what_we_print(name: str, wanted: Sidecar, version: Versi
     assert checked.returncode == 0, f"{name}: {checked.stderr}"
 
 
-def test_the_table_of_ipv4_says_nothing_of_ipv6() -> None:
+def test_the_ipv4_table_has_no_ipv6_rules() -> None:
     assert "ip6" not in table_text(sidecar(replace(EVERYTHING, versions=(4,))))
 
 

@@ -225,7 +225,7 @@ def clean(page: Browser) -> None:
     assert [url for url in page.requests if not url.startswith(f"{ADMIN}/")] == []
 
 
-def test_an_istio_mesh() -> None:
+def test_the_live_page_of_the_istio_demo() -> None:
     with stage(InPodDemo) as (demo, page):
         walk(page, "istio")
         assert "default/intruder" in ask(page, source="default/intruder", destination=f"{HOSTNAME}:{PORT}")
@@ -265,7 +265,7 @@ def test_an_istio_mesh() -> None:
         clean(page)
 
 
-def test_envoys_dialect() -> None:
+def test_the_live_page_of_the_envoy_demo() -> None:
     with stage(NodeDemo) as (demo, page):
         walk(page, "envoy")
         lab = demo.lab

@@ -138,7 +138,7 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(command: tuple[str, ...]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_a_fault_is_told_in_words(command: tuple[str, ...], words: str) -> None:
+def test_wrong_arguments_and_missing_files_are_one_line(command: tuple[str, ...], words: str) -> None:
     """No name of a Python type, no number of an error, no word of the language's own."""
     done = ztunnel(*command)
     assert done.returncode in (1, 2)

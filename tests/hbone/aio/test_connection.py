@@ -51,7 +51,7 @@ from tests.hbone.aio.harness import (
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_facts_and_requests(loop: str) -> None:
+def test_a_handshake_gives_peer_facts_and_a_connect_gives_a_tunnel(loop: str) -> None:
     async def main() -> None:
         with polling() as poller:
             async with connected(poller) as pair:
@@ -90,7 +90,7 @@ def over(family: socket.AddressFamily) -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6, socket.AF_UNIX])
-def test_any_stream_socket_will_do(family: socket.AddressFamily) -> None:
+def test_connections_run_over_any_stream_socket(family: socket.AddressFamily) -> None:
     async def main() -> None:
         near, far = over(family)
         name = near.getsockname()
@@ -432,7 +432,7 @@ def test_lost_connection_breaks_tunnels_and_waiting_requests() -> None:
     run(main)
 
 
-def test_closing_tells_those_who_wait_for_an_answer() -> None:
+def test_closing_fails_requests_that_wait_for_a_response() -> None:
     async def main() -> None:
         with polling() as poller:
             async with connected(poller) as pair:
@@ -641,7 +641,7 @@ def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("reads", [1, 2])
-def test_a_request_and_its_reset_leave_nothing_of_it(reads: int, loop: str) -> None:
+def test_a_request_reset_in_the_same_read_leaves_no_tunnel(reads: int, loop: str) -> None:
     """In one read, the handler's fiber is cancelled before its first step; in two, while it waits."""
 
     async def main() -> None:

@@ -45,7 +45,7 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Poller], Awaitab
 Play = Callable[[Callable[[Poller], Awaitable[None]]], None]
 
 
-def test_what_is_late_ends_with_a_timeout_error(play: Play) -> None:
+def test_a_block_that_is_late_ends_with_a_timeout_error(play: Play) -> None:
     async def body(poller: Poller) -> None:
         began_s = poller.loop.time()
         deadline = Deadline(poller, LIMIT_S)
@@ -59,7 +59,7 @@ def test_what_is_late_ends_with_a_timeout_error(play: Play) -> None:
     play(body)
 
 
-def test_what_is_in_time_hears_nothing(play: Play) -> None:
+def test_a_block_in_time_is_not_interrupted(play: Play) -> None:
     async def body(poller: Poller) -> None:
         with Deadline(poller, LIMIT_S) as deadline:
             await asyncio.sleep(LIMIT_S / 2)
@@ -108,7 +108,7 @@ def test_the_outer_of_two_may_be_the_sooner(play: Play) -> None:
     play(body)
 
 
-def test_a_cancellation_from_elsewhere_stays_one() -> None:
+def test_another_cancellation_is_not_turned_into_a_timeout() -> None:
     async def main() -> None:
         poller = Poller()
         seen: list[BaseException] = []
@@ -138,7 +138,7 @@ def test_a_cancellation_from_elsewhere_stays_one() -> None:
     virtual_time.run(main)
 
 
-def test_nobody_runs_outside_of_fibers_and_tasks() -> None:
+def test_current_raises_outside_of_fibers_and_tasks() -> None:
     async def main() -> None:
         poller = Poller()
         assert current(poller) is asyncio.current_task()

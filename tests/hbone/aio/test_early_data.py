@@ -86,7 +86,7 @@ async def received(poller: Poller, tunnel: Tunnel, size: int | None = None) -> b
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_they_are_there_before_the_client_has_its_answer(loop: str) -> None:
+def test_early_bytes_arrive_before_the_response(loop: str) -> None:
     async def main() -> None:
         with polling() as poller:
             async with pair_of(poller) as pair:
@@ -135,7 +135,7 @@ def test_every_byte_arrives_once_and_in_order(size: int, later: bytes, pushed: b
     run(main)
 
 
-def test_the_rest_follows_without_another_event() -> None:
+def test_bytes_beyond_the_early_limit_follow_without_another_event() -> None:
     async def main() -> None:
         with polling() as poller:
             async with pair_of(poller, server_settings=server(8)) as pair:
@@ -163,7 +163,7 @@ def test_the_rest_follows_without_another_event() -> None:
     ],
     ids=["switched-off", "not-announced", "none"],
 )
-def test_nothing_goes_along_where_nobody_said_so(ours: ConnectionSettings, theirs: ConnectionSettings) -> None:
+def test_early_bytes_need_both_sides_settings(ours: ConnectionSettings, theirs: ConnectionSettings) -> None:
     async def main() -> None:
         with polling() as poller:
             async with pair_of(poller, ours, theirs) as pair:
@@ -178,7 +178,7 @@ def test_nothing_goes_along_where_nobody_said_so(ours: ConnectionSettings, their
     run(main)
 
 
-def test_after_a_refusal_they_are_there_for_another_attempt() -> None:
+def test_refused_early_bytes_stay_for_another_attempt() -> None:
     async def main() -> None:
         with polling() as poller:
             async with pair_of(poller, refuse=True) as refusing, pair_of(poller) as pair:
@@ -211,7 +211,7 @@ def test_refusals_leave_the_connection_its_window() -> None:
 
 @pytest.mark.parametrize("first", [b"", b"question"])
 @pytest.mark.parametrize("cause", ["abort", "reset", "garbage", "close"])
-def test_who_may_have_delivered_them_is_known(first: bytes, cause: str) -> None:
+def test_broken_tunnels_report_whether_early_bytes_were_possibly_delivered(first: bytes, cause: str) -> None:
     async def main() -> None:
         with polling() as poller, contextlib.suppress(ExceptionGroup):  # of the server, whose end is rough
             async with pair_of(poller) as pair:
@@ -239,7 +239,7 @@ def test_who_may_have_delivered_them_is_known(first: bytes, cause: str) -> None:
         assert not isinstance(error, ConnectRefused)
 
 
-def test_what_was_certainly_not_processed_was_not_delivered() -> None:
+def test_unprocessed_streams_have_not_delivered_early_bytes() -> None:
     async def main() -> None:
         with polling() as poller:
             async with pair_of(poller) as pair:
@@ -256,7 +256,7 @@ def test_what_was_certainly_not_processed_was_not_delivered() -> None:
 
 @pytest.mark.parametrize("looked", [False, True])
 @pytest.mark.parametrize("first", [b"", b"question"])
-def test_a_reset_before_is_none_the_less_a_reset_on_the_other_side(first: bytes, *, looked: bool) -> None:
+def test_a_reset_before_the_request_is_passed_on_as_a_reset(first: bytes, *, looked: bool) -> None:
     # The kernel tells of it once.
     async def main() -> None:
         with polling() as poller:

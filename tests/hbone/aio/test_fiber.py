@@ -69,7 +69,7 @@ class Turns:
         self._notes.append("flushed")
 
 
-def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run: Run) -> None:
+def test_fiber_resumes_in_the_loop_iteration_of_its_result_before_the_flush(run: Run) -> None:
     async def main(poller: Poller) -> None:
         notes: list[str] = []
         moment: OneShotFuture[int] = OneShotFuture(poller)
@@ -97,7 +97,7 @@ def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run
     run(main)
 
 
-def test_whoever_waits_for_a_moment_otherwise_is_told_too(run: Run) -> None:
+def test_future_wakes_every_waiter_whether_fiber_or_task(run: Run) -> None:
     async def main(poller: Poller) -> None:
         moment: OneShotFuture[str] = OneShotFuture(poller)
         heard: list[str] = []
@@ -163,7 +163,7 @@ def test_timeouts_sleep_and_the_current_task_work_inside(run: Run) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it began", "while it waits", "when what it waits for is there"])
-def test_cancelling(run: Run, when: str) -> None:
+def test_a_cancelled_fiber_cleans_up_before_during_and_after_its_wait(run: Run, when: str) -> None:
     async def main(poller: Poller) -> None:
         moment: OneShotFuture[None] = OneShotFuture(poller)
         ended: list[Fiber] = []
@@ -271,7 +271,7 @@ def test_cancelled_twice_before_its_first_step(run: Run, start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_an_end_of_the_program_before_the_first_step(start: Start) -> None:
+def test_a_fiber_without_a_first_step_cleans_up_when_the_loop_ends(start: Start) -> None:
     """``asyncio.run`` cancels what is left, also what has not begun: it begins, and ends."""
     noted: list[str] = []
 
@@ -310,7 +310,7 @@ def test_a_fiber_may_cancel_itself_and_may_refuse(run: Run) -> None:
     run(main)
 
 
-def test_cancelled_at_its_very_end(run: Run) -> None:
+def test_a_fiber_that_cancels_itself_in_its_last_step_is_cancelled(run: Run) -> None:
     async def main(poller: Poller) -> None:
         async def work() -> None:
             task = asyncio.current_task()
@@ -415,7 +415,7 @@ async def run_step(step: str, awaited: asyncio.Future[None]) -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.booleans()), max_size=6))
-def test_as_a_task(steps: list[tuple[str, bool]]) -> None:
+def test_a_fiber_ends_like_a_task_in_any_sequence_of_steps(steps: list[tuple[str, bool]]) -> None:
     def outcome(*, as_fiber: bool) -> list[str]:
         noted: list[str] = []
 

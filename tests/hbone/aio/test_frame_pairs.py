@@ -184,7 +184,9 @@ async def wait_for(running: object) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("first", TO_SERVER)
-def test_to_a_server(first: str, loop: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_frame_pairs_to_a_server_have_one_result_in_one_read_or_two(
+    first: str, loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         with nothing_left():
             for second in TO_SERVER:
@@ -200,7 +202,9 @@ def test_to_a_server(first: str, loop: str, caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("first", TO_CLIENT)
-def test_to_a_client(first: str, loop: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_frame_pairs_to_a_client_have_one_result_in_one_read_or_two(
+    first: str, loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         with nothing_left():
             for second in TO_CLIENT:

@@ -270,7 +270,7 @@ def test_a_frozen_unit_reads_nothing_and_a_discarded_copy_has_no_effect() -> Non
     run(main)
 
 
-def test_an_end_meanwhile_is_noticed() -> None:
+def test_a_relay_that_ends_while_frozen_is_detected() -> None:
     async def main() -> None:
         async with site() as made:
             for unit in made.units:

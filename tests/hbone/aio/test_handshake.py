@@ -74,7 +74,7 @@ def test_slow_handshakes_end_in_time() -> None:
 
 
 @pytest.mark.parametrize("early_data", [False, True])
-def test_a_connection_that_comes_while_its_server_drains_is_told_in_order(*, early_data: bool) -> None:
+def test_a_client_of_a_draining_server_gets_settings_then_goaway(*, early_data: bool) -> None:
     # SETTINGS first (RFC 9113, 3.4), then GOAWAY; what was asked for before the client heard of it is carried.
     settings = ConnectionSettings(http2=Http2Settings(early_data=early_data))
 
@@ -197,7 +197,7 @@ def test_peer_that_speaks_no_tls() -> None:
     run(main)
 
 
-def test_settings_that_could_not_come_early_come_late() -> None:
+def test_settings_follow_the_handshake_where_they_cannot_come_with_it() -> None:
     async def main() -> None:
         retrying = TlsContext(Role.SERVER, replace(identity(), groups=("secp384r1",)))  # sends a HelloRetryRequest
         settings = ConnectionSettings(http2=Http2Settings(early_data=True))

@@ -26,7 +26,7 @@ class Quiet:
     def on_interval(self) -> None: ...
 
 
-def test_a_poller_has_one_per_interval_and_ends_them() -> None:
+def test_a_poller_has_one_timer_per_interval_and_stops_them() -> None:
     async def main() -> None:
         with polling() as poller:
             timer = poller.interval_timer(0.02)
@@ -54,7 +54,7 @@ def test_buffers_that_nobody_took_for_a_while_go_but_for_a_few() -> None:
     run(main)
 
 
-def test_the_peak_is_that_since_it_was_last_asked() -> None:
+def test_peak_is_counted_since_the_last_query() -> None:
     async def main() -> None:
         with polling() as poller:
             socks = [sock for _ in range(3) for sock in socket.socketpair()]
@@ -199,7 +199,7 @@ def test_edges_that_epoll_lost_are_asked_for_again(loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_socket_that_always_has_more_has_one_place_in_line(loop: str) -> None:
+def test_a_socket_with_more_to_read_has_one_place_in_the_run_queue(loop: str) -> None:
     """Its peer sends small pieces, so that each turn has an edge for it besides its place in line."""
 
     class Greedy(Served):

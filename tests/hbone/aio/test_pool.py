@@ -159,7 +159,7 @@ def test_keys_do_not_share() -> None:
     run(main)
 
 
-def test_a_failed_dial_reaches_one_and_the_others_go_on() -> None:
+def test_a_failed_dial_fails_one_waiter_and_the_next_dials() -> None:
     async def main() -> None:
         async with mesh() as (pool, network):
             network.fail = [OSError("refused")]
@@ -250,7 +250,7 @@ def test_an_adopted_connection_is_released_when_it_would_have_been_elsewhere() -
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["before-the-request", "at-any-time"])
-def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*, heard: bool) -> None:
+def test_a_certificate_refused_after_the_handshake_is_not_tried_again(*, heard: bool) -> None:
     # A client of TLS 1.3 is through before the server has looked at its certificate.
     async def main() -> None:
         with polling() as poller:
@@ -279,7 +279,7 @@ def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["before-the-request", "at-any-time"])
-def test_a_server_that_judges_after_the_handshake_is_asked_once(*, heard: bool) -> None:
+def test_a_server_that_closes_after_the_handshake_is_dialled_once(*, heard: bool) -> None:
     class Denied(Exception):
         """A policy of the server's."""
 

@@ -21,7 +21,7 @@ PAYLOAD = bytes(range(256)) * 40
 @pytest.mark.parametrize("code", [ErrorCode.CANCEL, ErrorCode.CONNECT_ERROR])
 @pytest.mark.parametrize("kind", ["plain", "tls"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_end_of_one_stream_changes_no_byte_of_what_came_behind_it(
+def test_discarded_bytes_of_a_stream_do_not_overwrite_the_rest_of_the_read(
     loop: str, kind: str, code: ErrorCode
 ) -> None:
     """What the ended stream's application sends on is discarded, but not over the rest of the same read."""

@@ -8,7 +8,7 @@ from hbone.aio.socket import LASTING_S, PlainSocket
 from tests.hbone import virtual_time
 
 
-def test_only_a_connection_that_lasts_gets_what_long_ones_need() -> None:
+def test_the_lasting_callback_runs_once_and_only_for_long_connections() -> None:
     async def main() -> None:
         poller = Poller()
         seen: list[socket.socket] = []

@@ -116,7 +116,7 @@ def test_a_client_that_waits_may_cost_twice_the_processor_time_if_it_gains_enoug
     assert machine.serves(rest, until_s=1010) > 0.9
 
 
-def test_a_client_that_hardly_gains_may_not(machine: Machine) -> None:
+def test_a_client_that_hardly_gains_may_not_cost_more_processor_time(machine: Machine) -> None:
     def rest(spins: bool) -> float:  # 2.2 times the processor time per turn, and 0.8 of the elapsed time
         return 130e-6 if spins else 135e-6
 
@@ -132,14 +132,14 @@ def test_requests_at_a_fixed_rate_cost_what_they_would_cost_to_sleep(machine: Ma
 
 
 @pytest.mark.parametrize("every_s", [200e-6, 1e-3])
-def test_so_do_requests_that_come_at_random(machine: Machine, every_s: float) -> None:
+def test_requests_at_random_times_cost_what_they_would_cost_to_sleep(machine: Machine, every_s: float) -> None:
     rng = Random(4)
     machine.paced(lambda: rng.expovariate(1 / every_s), until_s=1002)
     asleep_s = WORK_S + WAKE_S
     assert machine.paced(lambda: rng.expovariate(1 / every_s), until_s=1100) < 1.1 * asleep_s
 
 
-def test_it_sleeps_again_when_a_spin_gains_nothing_any_more(machine: Machine) -> None:
+def test_spinning_stops_when_it_no_longer_gains(machine: Machine) -> None:
     machine.serves(closed_loop, until_s=1002)
     assert machine.spin.on
     machine.paced(lambda: 120e-6, until_s=1004)
@@ -171,7 +171,7 @@ def test_a_poll_that_finds_work_at_once_ends_the_wait(machine: Machine) -> None:
     assert machine.spin.poll(machine, 16) == EVENT  # type: ignore[arg-type]
 
 
-def test_a_processor_taken_away_ends_it_for_longer_each_time(machine: Machine) -> None:
+def test_spinning_pauses_longer_each_time_the_processor_is_preempted(machine: Machine) -> None:
     machine.serves(closed_loop, until_s=1002)
     holds: list[float] = []
     for _ in range(4):

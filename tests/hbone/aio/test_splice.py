@@ -80,7 +80,7 @@ def test_a_short_flow_gets_no_pipe(pipes: list[int]) -> None:
 
 
 @pytest.mark.pure
-def test_what_the_pipe_holds_leaves_before_the_end_is_passed_on(pipes: list[int]) -> None:
+def test_bytes_in_the_pipe_leave_before_eof_is_passed_on(pipes: list[int]) -> None:
     async def main() -> None:
         with relayed() as (a, b, running, _):
             sending = asyncio.get_running_loop().create_task(a.send(blob(LARGE, 3)))

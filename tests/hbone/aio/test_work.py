@@ -92,7 +92,7 @@ def test_a_peer_that_overdraws_is_slowed_down_and_loses_nothing(loop: str) -> No
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_peer_that_goes_on_gets_goaway(loop: str) -> None:
+def test_a_peer_that_keeps_overdrawing_gets_goaway(loop: str) -> None:
     async def main() -> None:
         over = asyncio.Event()
 

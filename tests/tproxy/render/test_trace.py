@@ -47,7 +47,7 @@ def test_a_protocol_without_ports_has_none() -> None:
     assert (found.header.source_port, found.header.destination_port) == (0, 0)
 
 
-def test_what_is_no_match_is_nothing() -> None:
+def test_trace_events_without_a_match_are_ignored() -> None:
     assert read_event(10 << 8 | 6, event()) is None
     assert read_event(TRACE, event(kind=2)) is None
 

@@ -553,7 +553,7 @@ def tls_server(**settings: Any) -> TlsContext:
         (tls_server(trusted_ca_pem=AUTHORITY.root_pem), "certificate required"),
     ],
 )
-def test_what_tls_servers_want_is_named(context: TlsContext, words: str, loop: str) -> None:
+def test_the_error_names_what_a_tls_server_requires(context: TlsContext, words: str, loop: str) -> None:
     """Servers that say so, as those of Go do; gRPC's own closes without an alert."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

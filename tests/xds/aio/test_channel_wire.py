@@ -221,7 +221,7 @@ ANSWERS: list[tuple[str, list[tuple[str, Any]], list[bytes], Status | None, str]
 @pytest.mark.parametrize(
     ("steps", "messages", "status", "words"), [row[1:] for row in ANSWERS], ids=[row[0] for row in ANSWERS]
 )
-def test_answers(
+def test_responses_over_the_wire(
     steps: list[tuple[str, Any]], messages: list[bytes], status: Status | None, words: str, loop: str
 ) -> None:
     async def script(peer: Peer) -> None:

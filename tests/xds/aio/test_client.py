@@ -444,7 +444,7 @@ def test_a_bug_in_delivery_makes_a_new_stream(delta: bool, caplog: pytest.LogCap
     assert sum("delivery" in record.getMessage() for record in said(caplog) if record.exc_info) == 1
 
 
-def test_a_bug_in_what_follows_a_stream_ends_neither_the_client_nor_its_owner(
+def test_a_bug_after_a_stream_ends_neither_the_client_nor_its_owner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The group of the client's task would cancel the task that entered it, which is the whole proxy's."""

@@ -48,7 +48,7 @@ def run(body: Callable[[Feed, list[GrpcSubscription], list[str]], Coroutine[None
     asyncio.run(main())
 
 
-def test_others_have_their_turn_in_between() -> None:
+def test_other_callbacks_run_between_receivers() -> None:
     async def body(feed: Feed, subscriptions: list[GrpcSubscription], called: list[str]) -> None:
         feed.arrived(response())
         seen = set()
@@ -62,7 +62,7 @@ def test_others_have_their_turn_in_between() -> None:
     run(body)
 
 
-def test_who_is_closed_in_between_is_not_called() -> None:
+def test_a_receiver_closed_meanwhile_is_not_called() -> None:
     async def body(feed: Feed, subscriptions: list[GrpcSubscription], called: list[str]) -> None:
         feed.arrived(response())
         while not called:

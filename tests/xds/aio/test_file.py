@@ -209,7 +209,7 @@ def test_many_subscriptions_share_a_file_and_get_their_own(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json", "pb", "pb_text", "conf"])
-def test_the_name_tells_the_form(tmp_path: Path, suffix: str) -> None:
+def test_the_file_extension_selects_json_or_yaml(tmp_path: Path, suffix: str) -> None:
     response = DiscoveryResponse(version_info="1", resources=[registry.pack(Cluster(name="a"))])
     content = {
         "yaml": clusters("a").encode(),

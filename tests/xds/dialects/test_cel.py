@@ -66,7 +66,7 @@ def test_an_error_of_python_skips_no_policy() -> None:
         ("source.address.matches('^10[.]')", 'source.address.matches("^10[.]")'),
     ],
 )
-def test_it_is_told_in_the_languages_syntax(text: str, written: str) -> None:
+def test_a_condition_is_printed_in_cels_syntax(text: str, written: str) -> None:
     condition = compile_text(text)
     assert condition.text == written  # type: ignore[union-attr]
     assert condition == compile_text(text) != compile_text("true")

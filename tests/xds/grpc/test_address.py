@@ -17,7 +17,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
     assert host_and_port(text) == (host, port)
 
 
-def test_port_0_is_for_those_who_listen() -> None:
+def test_port_0_is_allowed_only_for_listening() -> None:
     assert host_and_port("[::]:0", least_port=0) == ("::", 0)
     with pytest.raises(ValueError, match=r"'\[::\]:0' is neither"):
         host_and_port("[::]:0")
@@ -42,6 +42,6 @@ def test_port_0_is_for_those_who_listen() -> None:
     ],
 )
 @pytest.mark.parametrize("least_port", [0, 1])
-def test_what_is_none(text: str, least_port: int) -> None:
+def test_malformed_addresses_are_refused(text: str, least_port: int) -> None:
     with pytest.raises(ValueError, match=r".+"):
         host_and_port(text, least_port=least_port)

@@ -284,7 +284,7 @@ def test_credit_returns_with_reading_only() -> None:
     assert pair.server.outbound_flow_control_window > CONNECTION_WINDOW_BYTES // 2
 
 
-def test_unread_messages_of_calls_that_are_over_use_nothing_up() -> None:
+def test_unread_messages_of_ended_calls_return_their_credit() -> None:
     pair = opened()
     for _ in range(4 * CONNECTION_WINDOW_BYTES // STREAM_WINDOW_BYTES):
         call_id = pair.call()
@@ -297,7 +297,7 @@ def test_unread_messages_of_calls_that_are_over_use_nothing_up() -> None:
     assert pair.server.outbound_flow_control_window > CONNECTION_WINDOW_BYTES // 2
 
 
-def test_data_that_meets_our_cancel_is_credited() -> None:
+def test_data_of_a_cancelled_call_returns_its_credit() -> None:
     pair = opened()
     for _ in range(4 * CONNECTION_WINDOW_BYTES // STREAM_WINDOW_BYTES):
         call_id = pair.call()
@@ -311,7 +311,7 @@ def test_data_that_meets_our_cancel_is_credited() -> None:
     assert pair.server.outbound_flow_control_window > CONNECTION_WINDOW_BYTES // 2
 
 
-def test_sending_stops_at_the_windows_and_goes_on() -> None:
+def test_sending_stops_at_the_windows_and_resumes() -> None:
     pair = opened()
     call_id = pair.call()
     data = memoryview(bytes(100_000))
@@ -358,7 +358,7 @@ def test_a_message_over_the_limit_is_given_up_at_its_prefix() -> None:
     assert [event.error_code for event in resets] == [8]
 
 
-def test_closing_says_goaway_and_fails_calls() -> None:
+def test_closing_sends_goaway_and_fails_calls() -> None:
     pair = opened()
     pair.call()
     assert calls(pair.client.close("channel closed")) == [(1, "UNAVAILABLE: channel closed")]
@@ -373,7 +373,7 @@ def test_the_request_as_the_server_reads_it() -> None:
     assert tuple((bytes(name), bytes(value)) for name, value in request.headers) == FIELDS
 
 
-def test_a_ping_is_answered_by_anything() -> None:
+def test_a_ping_is_answered() -> None:
     pair = opened()
     pair.client.ping()
     assert not [event for event in pair.up() if isinstance(event, WindowUpdated)]

@@ -58,7 +58,7 @@ def test_addresses(own: str, name: str, is_it: bool) -> None:
     assert (refused is None) is is_it
 
 
-def test_any_of_several_names_will_do() -> None:
+def test_any_of_several_expected_names_suffices() -> None:
     check = named(["127.0.0.1", "istiod.example"])
     assert check([certificate(x509.DNSName("other.example"), x509.DNSName("istiod.example"))]) is None
     refused = check([certificate(x509.UniformResourceIdentifier("spiffe://td/ns/a/sa/b"))])
@@ -69,7 +69,7 @@ def test_a_common_name_is_no_name() -> None:
     assert named(["istiod.example"])([certificate()]) == "the certificate has no subject alternative names"
 
 
-def test_certificates_that_are_none() -> None:
+def test_malformed_certificates_are_refused() -> None:
     with pytest.raises(ValueError, match=r".+"):
         client_tls(b"nothing", ["a"])
     with pytest.raises(ValueError, match="unknown key exchange group"):

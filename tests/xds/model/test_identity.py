@@ -34,6 +34,6 @@ def test_a_text_and_back() -> None:
         "spiffe://cluster.local/ns/sh\u043ep/sa/web",
     ],
 )
-def test_what_is_none(text: str) -> None:
+def test_malformed_spiffe_ids_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a workload identity"):
         SpiffeId.parse(text)

@@ -153,7 +153,7 @@ def test_a_preferred_namespace_comes_after_canonical() -> None:
     assert store.service_named("x", "other", "b") == replace(first, canonical=True)
 
 
-def test_what_a_client_may_not_see_is_not_there() -> None:
+def test_a_service_invisible_to_the_client_is_not_found() -> None:
     hidden = service("x", "10.1.0.1", visibility=Visibility.NAMESPACE)
     store = mesh(hidden)
     assert store.service_at("", "10.1.0.1", "shop") is hidden
@@ -258,7 +258,7 @@ def test_policies_come_from_everywhere_the_namespace_and_the_workload() -> None:
     assert store.policies_for(workload(namespace="third")).enforced.end is Verdict.ALLOW
 
 
-def test_dry_run_policies_are_apart() -> None:
+def test_dry_run_policies_are_not_enforced() -> None:
     deny = policy("d", action=Action.DENY, dry_run=True)
     allow = policy("a", dry_run=True)
     found = mesh(deny, allow).policies_for(workload())
@@ -266,7 +266,7 @@ def test_dry_run_policies_are_apart() -> None:
     assert (found.dry_run_deny, found.dry_run_allow) == ((deny,), (allow,))
 
 
-def test_a_policy_that_has_not_come_lets_nobody_in() -> None:
+def test_a_missing_policy_denies_every_connection() -> None:
     store = mesh()
     asking = workload(authorization_policies=("shop/late",))
     found = store.policies_for(asking)
@@ -313,7 +313,7 @@ def test_workloads_of_a_namespace_share_their_tiers() -> None:
 # Changes
 
 
-def test_watchers_hear_of_each_batch_that_changed_anything() -> None:
+def test_watchers_are_called_once_for_each_batch_with_changes() -> None:
     store = mesh()
     heard: list[Changes] = []
     stop = store.watch(heard.append)

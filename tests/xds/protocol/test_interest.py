@@ -39,7 +39,7 @@ def test_each_gets_its_part_and_the_unconcerned_nothing() -> None:
     assert names(parts["all"]) == "ax"
 
 
-def test_complete_updates_concern_everybody() -> None:
+def test_complete_updates_reach_every_subscriber() -> None:
     interest: Interest[str] = Interest(CDS)
     interest.set("one", "a")
     (part,) = interest.split(update("", type_url=CDS))
@@ -104,7 +104,7 @@ def test_the_server_is_told_only_what_changed() -> None:
     assert not interest.tell()
 
 
-def test_everything_comes_and_goes() -> None:
+def test_the_wildcard_can_be_added_and_removed() -> None:
     interest: Interest[str] = Interest(EDS)
     interest.set("one", "a")
     interest.tell()

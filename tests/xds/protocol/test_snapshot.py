@@ -389,7 +389,7 @@ def test_a_client_that_comes_back_on_demand_keeps_what_it_has() -> None:
     assert told(on_demand(server, **versions)) == (["b", "c"], ["/10.7.7.7", "gone"])
 
 
-def test_all_of_them_with_aliases_for_those_who_want_all() -> None:
+def test_wildcard_subscribers_get_all_resources_with_their_aliases() -> None:
     server = DeltaServer("me", mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2")))
     server.receive(DeltaDiscoveryRequest(type_url=ADDRESS, node=NODE))
     (response,) = server.responses_to_send()

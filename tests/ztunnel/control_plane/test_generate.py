@@ -181,7 +181,7 @@ POLICIES: list[tuple[dict[str, Any], dict[str, bool]]] = [
 
 
 @pytest.mark.parametrize(("policies", "verdicts"), POLICIES)
-def test_policies_mean_what_they_say(policies: dict[str, Any], verdicts: dict[str, bool]) -> None:
+def test_generated_policies_decide_like_the_mesh_file(policies: dict[str, Any], verdicts: dict[str, bool]) -> None:
     inbound = listener("worker2", "ztunnel_inbound", policies=policies)
     reviews = next(c for c in inbound.chains if c.name == "inbound_10.244.2.23")
     found = {who: allows(reviews, f"spiffe://{who}" if who else None) for who in verdicts}

@@ -128,7 +128,7 @@ def test_a_token_gets_what_lives_on_its_node(local: bool) -> None:
         ({"authorization": f"Bearer {token_for('mars')}"}, "which the mesh does not have"),
     ],
 )
-def test_strangers_get_nothing(metadata: dict[str, str], words: str) -> None:
+def test_unknown_callers_are_refused(metadata: dict[str, str], words: str) -> None:
     stranger = Caller(metadata=metadata, local=False)
     with pytest.raises(NotAdmitted, match=words):
         registrar().create_certificate(request(REVIEWS), stranger)
@@ -374,7 +374,9 @@ def test_on_demand_and_coming_back(tmp_path: Path) -> None:
     serve(tmp_path, body, tls=False)
 
 
-def test_what_cannot_be_said_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_registry_only_cannot_be_served_in_istios_dialect_and_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body(plane: ControlPlane) -> None:
         (tmp_path / "mesh.yaml").write_text(yaml.safe_dump(document(outbound="REGISTRY_ONLY")))
         while not plane.mesh.registry_only:

@@ -113,7 +113,7 @@ def test_faults_come_together() -> None:
 
 
 @pytest.mark.parametrize("text", ["[", "- list", "nodes: {a: {}}\nnodes: {}"])
-def test_what_is_no_mapping_at_all(text: str) -> None:
+def test_a_file_that_is_no_mapping_is_refused(text: str) -> None:
     with pytest.raises(MeshFaults):
         parse_mesh(text)
 

@@ -120,7 +120,7 @@ def admitted(token: str | None, node: Node) -> None:
         (node_token(SECRET, "worker", 9e9), REVIEWS),
     ],
 )
-def test_these_get_a_certificate(token: str, identity: SpiffeId) -> None:
+def test_accounts_that_get_a_certificate(token: str, identity: SpiffeId) -> None:
     names = signed(token, identity).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert [name.value for name in names] == [str(identity)]
 
@@ -153,7 +153,7 @@ def test_these_get_a_certificate(token: str, identity: SpiffeId) -> None:
         ("ztunnel-node-v1.x.y", REVIEWS, "not one of this control plane"),
     ],
 )
-def test_these_are_refused_with_a_reason(token: str | None, identity: SpiffeId, said: str) -> None:
+def test_accounts_that_are_refused_with_a_reason(token: str | None, identity: SpiffeId, said: str) -> None:
     with pytest.raises(NotAdmitted) as raised:
         signed(token, identity)
     assert said in str(raised.value)
@@ -168,7 +168,7 @@ def test_a_trusted_socket_needs_no_review_and_a_shown_token_counts_there_too() -
     assert api.asked[0]["spec"] == {"token": "reviews", "audiences": ["istio-ca"]}
 
 
-def test_without_an_answer_nobody_is_let_in() -> None:
+def test_callers_are_refused_while_the_api_server_does_not_answer() -> None:
     with pytest.raises(NotAdmitted, match="the token cannot be reviewed now: API server https://x: gone"):
         signed("reviews", REVIEWS, api=Api(ApiUnreachable("https://x", "gone")))
 

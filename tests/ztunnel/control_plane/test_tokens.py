@@ -23,7 +23,7 @@ def test_no_character_can_be_changed_or_left_out(position: int) -> None:
 
 
 @pytest.mark.parametrize("token", ["", ".", "..", "ztunnel-node-v1", "ztunnel-node-v1..", "caf\xe9.\xe9.\xe9"])
-def test_what_is_none(token: str) -> None:
+def test_malformed_tokens_are_refused(token: str) -> None:
     with pytest.raises(TokenError):
         node_of_token(SECRET, token, 0)
 

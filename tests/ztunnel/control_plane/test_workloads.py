@@ -241,7 +241,7 @@ def admits(made: Mesh, pod: str, client: str | None, port: int = 9080) -> bool:
     return judge(policies.enforced, facts).allowed
 
 
-def test_policies_mean_what_they_say() -> None:
+def test_served_policies_decide_like_the_mesh_file() -> None:
     made = understood()
     assert admits(made, "reviews-v1", "bookinfo-productpage")
     assert not admits(made, "reviews-v1", "bookinfo-reviews")

@@ -111,7 +111,7 @@ def test_the_token_of_a_service_account_is_read_again_when_it_rotates(
     asyncio.run(check())
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_an_unreachable_api_server_is_one_line(tmp_path: Path) -> None:
     async def check() -> None:
         api = FakeApi()
         async with api.serve():

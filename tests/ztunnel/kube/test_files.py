@@ -88,7 +88,7 @@ def test_key_given_twice_is_a_fault_with_its_name(tmp_path: Path, name: str) -> 
     assert "duplicate key 'name'" in fault
 
 
-def test_kinds_that_nobody_wants_are_not_told(tmp_path: Path) -> None:
+def test_objects_of_unrequested_kinds_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(pod("one") + "{apiVersion: v1, kind: Secret, metadata: {name: s}}")
     changes = asyncio.run(soon(FileObjects(tmp_path, kinds=("Pod",))))
     assert list(changes.objects) == [ObjectKey("Pod", "default", "one")]
@@ -165,7 +165,7 @@ def test_an_empty_folder_is_synced(tmp_path: Path) -> None:
     assert asyncio.run(soon(FileObjects(tmp_path))).synced
 
 
-def test_who_asks_once_gets_what_can_be_read_and_the_faults(tmp_path: Path) -> None:
+def test_a_single_read_returns_the_readable_objects_and_the_faults(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(pod("one"))
     (tmp_path / "b.yaml").write_bytes(b"\xff")
     source = FileObjects(tmp_path)

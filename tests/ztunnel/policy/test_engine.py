@@ -116,7 +116,9 @@ def net(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
         (p.DynamicMetadata("ns", ("a",), StringMatch("exact", "b")), PLAIN, False),
     ],
 )
-def test_conditions(condition: p.Condition, connection: ConnectionFacts, verdict: bool) -> None:
+def test_each_condition_matches_as_documented(
+    condition: p.Condition, connection: ConnectionFacts, verdict: bool
+) -> None:
     assert holds(condition, connection) is verdict
     assert compiled(condition)(connection) is verdict
     assert judge(allow(p.Never(), condition), connection).allowed is verdict
@@ -261,7 +263,7 @@ def test_the_index_decides_as_trying_every_policy_in_order_does(
 
 
 @given(conditions, st.sampled_from(CONNECTIONS))
-def test_de_morgan(condition: p.Condition, connection: ConnectionFacts) -> None:
+def test_negation_follows_de_morgans_laws(condition: p.Condition, connection: ConnectionFacts) -> None:
     assert holds(p.Not(condition), connection) is not holds(condition, connection)
     both = holds(p.Not(p.AllOf((condition, p.Authenticated()))), connection)
     either = holds(p.AnyOf((p.Not(condition), p.Not(p.Authenticated()))), connection)

@@ -51,7 +51,9 @@ PORTS = p.AnyOf((p.DestinationPort(80, 81), p.DestinationPort(8000, 8100)))
         (p.AllOf(()), PLAIN, "always"),
     ],
 )
-def test_words(condition: p.Condition, connection: ConnectionFacts, words: str) -> None:
+def test_conditions_are_explained_in_words(
+    condition: p.Condition, connection: ConnectionFacts, words: str
+) -> None:
     assert words in reason(condition, connection)
 
 
@@ -62,6 +64,6 @@ def test_what_always_holds_is_said_only_if_there_is_nothing_else() -> None:
 
 
 @given(conditions, st.sampled_from(CONNECTIONS))
-def test_there_are_words_for_everything(condition: p.Condition, connection: ConnectionFacts) -> None:
+def test_every_condition_has_an_explanation(condition: p.Condition, connection: ConnectionFacts) -> None:
     assert reason(condition, connection)
     assert describe(condition)

@@ -137,7 +137,7 @@ def test_what_is_connected_is_accepted_before_the_end() -> None:
     asyncio.run(main())
 
 
-def test_new_connections_are_left_to_whoever_listens_too() -> None:
+def test_new_connections_go_to_the_successor_on_the_same_port() -> None:
     async def main() -> None:
         with poller() as shared:
             old = Server(shared, 0, b"old")
@@ -152,7 +152,7 @@ def test_new_connections_are_left_to_whoever_listens_too() -> None:
     asyncio.run(main())
 
 
-def test_without_anybody_else_they_still_come_here() -> None:
+def test_without_a_successor_connections_are_still_accepted_here() -> None:
     async def main() -> None:
         with poller() as shared:
             alone = Server(shared, 0, b"alone")
@@ -174,7 +174,7 @@ def test_a_port_that_is_not_shared_cannot_be_left() -> None:
     asyncio.run(main())
 
 
-def test_nobody_notices_that_generations_follow_each_other() -> None:
+def test_no_connection_is_refused_when_a_successor_takes_the_port() -> None:
     """Closing a listener resets what it has not accepted; a client that connects all the time would see it."""
 
     async def main() -> None:

@@ -25,7 +25,7 @@ class Process:
         self.descriptors.note(number)
 
 
-def test_everybody_accepts_while_there_are_many() -> None:
+def test_all_listeners_accept_while_descriptors_are_plentiful() -> None:
     process = Process()
     greedy = process.descriptors.share("greedy", lambda: 400)
     process.uses(447)
@@ -49,7 +49,7 @@ def test_in_the_reserve_a_pod_with_more_than_its_share_waits() -> None:
     assert not process.descriptors.short
 
 
-def test_connections_that_have_proved_nothing_go_first() -> None:
+def test_sheddable_connections_make_room_before_a_pod_must_wait() -> None:
     process = Process()
     greedy = process.descriptors.share("greedy", lambda: 400)
     process.descriptors.share("other", lambda: 0)

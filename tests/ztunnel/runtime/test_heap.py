@@ -14,7 +14,7 @@ def resident_kib() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
-def test_free_pages_between_blocks_that_stay_go_back() -> None:
+def test_free_pages_between_used_blocks_are_returned() -> None:
     block = 64 * 1024  # below the size that gets a mapping of its own
     blocks = [ctypes.create_string_buffer(b"x" * (block - 1)) for _ in range(1000)]
     stays = blocks[::50]
@@ -73,7 +73,7 @@ class _Sockets:
         pytest.param([(1000,), (0,), (1000,), (0,)], 2, 2, id="and again"),
     ],
 )
-def test_memory_goes_back_when_load_has_gone(
+def test_memory_is_returned_after_the_load_has_ended(
     monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, ...]], collected: int, given: int
 ) -> None:
     done: list[str] = []
@@ -93,7 +93,7 @@ def test_memory_goes_back_when_load_has_gone(
     assert (done.count("collected"), done.count("given")) == (collected, given)
 
 
-def test_giving_back_takes_a_thousandth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returning_memory_takes_at_most_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     given: list[float] = []
 
@@ -136,7 +136,7 @@ def test_memory_of_unused_buffers_goes_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert done == ["given"]
 
 
-def test_changes_give_back_once_when_they_have_calmed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_returned_once_after_a_burst_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     monkeypatch.setattr(heap, "_CALM_S", 0.05)
     monkeypatch.setattr(heap, "trim", lambda: given.append(asyncio.get_running_loop().time()))

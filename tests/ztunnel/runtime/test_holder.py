@@ -166,7 +166,9 @@ def test_a_socket_that_the_server_closes_is_not_held(held: Held) -> None:
 
 
 @pytest.mark.parametrize(("status", "started"), [(0, True), (5, False)])
-def test_an_end_that_is_no_crash_is_the_holders(tmp_path: Path, status: int, started: bool) -> None:
+def test_an_end_that_is_no_crash_ends_the_holder_with_its_status(
+    tmp_path: Path, status: int, started: bool
+) -> None:
     """Status 0 at any time, and an error before the server was ready."""
     made = Held(tmp_path, *([] if started else [str(status)]))
     if started:
@@ -179,7 +181,7 @@ def test_an_end_that_is_no_crash_is_the_holders(tmp_path: Path, status: int, sta
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_it_passes_signals_on_and_ends_with_its_server(tmp_path: Path, name: str) -> None:
+def test_signals_reach_the_proxy_and_its_end_ends_the_parent(tmp_path: Path, name: str) -> None:
     made = Held(tmp_path)
     pid = made.up()
     made.process.send_signal(getattr(signal, name))
@@ -190,7 +192,7 @@ def test_it_passes_signals_on_and_ends_with_its_server(tmp_path: Path, name: str
     made.process.stderr.close()
 
 
-def test_it_gives_up_on_a_server_that_dies_again_and_again(tmp_path: Path) -> None:
+def test_the_holder_gives_up_after_too_many_crashes(tmp_path: Path) -> None:
     made = Held(tmp_path)
     for number in range(holder_module.MOST_CRASHES):
         made.up()
@@ -271,6 +273,6 @@ def test_a_holder_that_has_gone_costs_no_socket(
     ]
 
 
-def test_a_descriptor_that_is_none_is_named() -> None:
+def test_a_malformed_holder_descriptor_is_named() -> None:
     with pytest.raises(ValueError, match="ZTUNNEL_HOLDER_FD=abc: no descriptor"):
         held_sockets.Holder.of({"ZTUNNEL_HOLDER_FD": "abc"})

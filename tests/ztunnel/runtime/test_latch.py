@@ -5,7 +5,7 @@ import pytest
 from ztunnel.runtime.latch import Latch
 
 
-def test_wakes_everybody_once_and_lets_later_ones_pass() -> None:
+def test_a_latch_wakes_all_waiters_and_lets_later_ones_pass() -> None:
     async def main() -> None:
         latch, calls = Latch(), []
         waiting = [asyncio.get_running_loop().create_task(latch.wait()) for _ in range(3)]
@@ -22,7 +22,7 @@ def test_wakes_everybody_once_and_lets_later_ones_pass() -> None:
     asyncio.run(main())
 
 
-def test_who_gives_up_waiting_is_forgotten() -> None:
+def test_a_cancelled_waiter_is_removed() -> None:
     async def main() -> None:
         latch = Latch()
         with pytest.raises(TimeoutError):

@@ -37,7 +37,7 @@ def test_the_least_limit_counts(tmp_path: Path, cgroup: str, files: dict[str, st
     assert limit(tmp_path, cgroup, **files) == expected
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_the_limit_of_cgroup_version_1_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "cgroup/memory/pods"
     folder.mkdir(parents=True)
     (folder / "memory.limit_in_bytes").write_text("268435456\n")
@@ -48,6 +48,6 @@ def test_this_process_has_a_limit() -> None:
     assert memory_limit_bytes() > MIB
 
 
-def test_shares() -> None:
+def test_pods_and_process_get_shares_of_the_memory_limit() -> None:
     assert waiting_bytes(512 * MIB) == (128 * MIB, 32 * MIB)
     assert waiting_bytes(1) == (16 * MIB, 8 * MIB)

@@ -28,7 +28,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1x", "1h,30m", "10 s ago", "1e3s", "١s", "nan", "1h30"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_malformed_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a duration"):
         duration_s(text)
 

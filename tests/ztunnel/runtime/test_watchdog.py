@@ -94,12 +94,12 @@ def test_a_second_stall_is_reported_again() -> None:
     assert first == second == [False, False, True]
 
 
-def test_a_stopped_process_accuses_nobody() -> None:
+def test_a_stopped_process_is_not_reported_as_a_stall() -> None:
     """After SIGSTOP thread and loop are both late, and no processor was used; the loop beats right afterwards."""
     assert _checks(_check(), (0.5, 0.1, 0.4), (30.0, 0.1, None), (30.5, 0.1, 30.01)) == [False, False, False]
 
 
-def test_a_process_that_was_stopped_before_the_first_check_accuses_nobody() -> None:
+def test_a_process_stopped_before_the_first_check_is_not_reported_as_a_stall() -> None:
     assert _checks(_check(), (30.0, 0.1, None), (30.5, 0.1, 30.01)) == [False, False]
 
 

@@ -218,7 +218,9 @@ def test_an_unspecified_mode_is_standard_and_an_unknown_visibility_public() -> N
         (compiled_service, {"ip_families": 9}, "ip_families: unknown enumeration value 9"),
     ],
 )
-def test_refusals(make: Callable[..., object], fields: dict[str, Any], reason: str) -> None:
+def test_malformed_workloads_and_services_are_refused(
+    make: Callable[..., object], fields: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         make(**fields)
     assert reason in str(refused.value)

@@ -67,7 +67,7 @@ def matches(rules: list[Any], facts: ConnectionFacts) -> bool:
         ([[[{}]], [[{"destination_ports": [80]}]]], True),
     ],
 )
-def test_empties(rules: list[Any], expected: bool) -> None:
+def test_empty_lists_match_as_documented(rules: list[Any], expected: bool) -> None:
     assert matches(rules, PLAIN) is expected
 
 
@@ -194,7 +194,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("data", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
-def test_what_is_not_understood_lets_nobody_in_and_is_listed(data: bytes, fault: str) -> None:
+def test_unknown_parts_of_a_policy_fail_closed_and_are_listed(data: bytes, fault: str) -> None:
     allow = compile_authorization(data)
     deny = compile_authorization(data + b"\x20\x01")
     assert (allow.action, deny.action) == (Action.ALLOW, Action.DENY)

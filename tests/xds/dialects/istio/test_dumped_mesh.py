@@ -91,6 +91,6 @@ def test_a_policy_of_an_unknown_scope_is_for_the_whole_mesh() -> None:
 
 
 @pytest.mark.parametrize("value", [7, "x", [7], {"a": 7}])
-def test_what_is_no_dump_is_refused(value: object) -> None:
+def test_a_file_that_is_no_dump_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="workloads: must be a list of mappings"):
         read_dump({"workloads": value})

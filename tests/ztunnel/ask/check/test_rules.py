@@ -239,7 +239,7 @@ def healthy() -> Facts:
     )
 
 
-def test_everything_is_ok() -> None:
+def test_a_healthy_cluster_has_no_finding() -> None:
     assert [(each.id, each.fact) for each in run(CATALOGUE, healthy()) if each.severity != "ok"] == []
 
 
@@ -684,7 +684,9 @@ def results_of(facts: Facts, name: str) -> list[CheckResult]:
 
 
 @pytest.mark.parametrize(("name", "change", "severity", "fact"), CASES, ids=[f"{c[0]}-{c[3][:30]}" for c in CASES])
-def test_what_fails_a_check(name: str, change: Callable[[Facts], Facts], severity: str, fact: str) -> None:
+def test_each_faulty_state_fails_its_check(
+    name: str, change: Callable[[Facts], Facts], severity: str, fact: str
+) -> None:
     found = results_of(change(healthy()), name)
     if not severity:
         assert [each.severity for each in found] == ["ok"]

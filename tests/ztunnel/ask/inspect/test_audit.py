@@ -47,7 +47,7 @@ def agent(body: object, status: int = 200) -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-def test_nothing_is_wrong(capsys: Said) -> None:
+def test_an_audit_without_differences_exits_with_0(capsys: Said) -> None:
     with agent(page("w1", 1, [audited()])) as (address, asked):
         assert main(["audit", "--address", address]) == 0
     assert asked == ["GET /audit"]
@@ -89,7 +89,7 @@ def test_a_repair_is_asked_for_and_reported(capsys: Said) -> None:
     assert "\nrepaired: shop/web: MeshRulesChanged: 3 differences\n" in capsys.readouterr().out
 
 
-def test_nobody_there(capsys: Said) -> None:
+def test_audit_names_an_agent_that_does_not_answer(capsys: Said) -> None:
     address = f"127.0.0.1:{free_port()}"
     assert main(["audit", "--address", address]) == 2
     said = capsys.readouterr().err
@@ -107,7 +107,9 @@ def test_nobody_there(capsys: Said) -> None:
         (b"only from this node, by a loopback address\n", 403, "/audit: 403 only from this node, by a loopback"),
     ],
 )
-def test_another_answer_is_named(body: object, status: int, reason: str, capsys: Said) -> None:
+def test_audit_names_an_answer_that_is_not_the_agents(
+    body: object, status: int, reason: str, capsys: Said
+) -> None:
     with agent(body, status) as (address, _):
         assert main(["audit", "--address", address]) == 2
     assert capsys.readouterr().err.startswith(f"ztunnel audit: {address}: {reason}")

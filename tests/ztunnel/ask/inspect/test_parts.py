@@ -55,7 +55,7 @@ def test_a_part_is_found(dump: Any, words: list[str], found: Any) -> None:
         ({}, ["services"], "there are none"),
     ],
 )
-def test_what_there_is_instead_is_said(dump: Any, words: list[str], error: str) -> None:
+def test_an_unknown_part_is_answered_with_the_existing_parts(dump: Any, words: list[str], error: str) -> None:
     with pytest.raises(NoSuchPart) as raised:
         part(dump, *words)
     assert error in str(raised.value)

@@ -147,7 +147,7 @@ def test_the_sources_certificate(change: dict[str, Any], said: dict[str, Any]) -
     assert mesh.ask({"source": "shop/client", "destination": "10.0.0.2:8080"})["certificate"] == said
 
 
-def test_what_the_dump_lacks_is_said() -> None:
+def test_the_answer_lists_what_the_dump_lacks() -> None:
     rust = saved(BACK, version={"rustVersion": "1.90"}, config=None, policies=[{"name": "p", "namespace": "shop"}])
     told = rust.ask({"source": "10.0.0.9", "destination": "10.0.0.2:8080"})
     assert told["not_in_the_dump"] == [
@@ -176,7 +176,7 @@ def test_of_many_unreadable_entries_the_first_are_named() -> None:
         ({"source": "shop/client", "destination": VIP, "listener": "l"}, "only in Envoy's dialect"),
     ],
 )
-def test_bad_questions(asked: dict[str, str], error: str) -> None:
+def test_malformed_questions_are_refused(asked: dict[str, str], error: str) -> None:
     with pytest.raises(BadQuestion, match=error):
         saved().ask(asked)
 

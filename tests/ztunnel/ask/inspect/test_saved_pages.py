@@ -95,7 +95,7 @@ def test_an_envoy_has_no_page_of_policies_but_a_dump(
         ("services", "a proxy in Envoy's dialect has listeners and clusters instead: ztunnel config listeners"),
     ],
 )
-def test_what_no_dump_has(
+def test_commands_without_data_in_an_envoy_dump_are_refused(
     running: tuple[Path, Mapping[str, str]], capsys: Said, command: str, reason: str
 ) -> None:
     file, _ = running

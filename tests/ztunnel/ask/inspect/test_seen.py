@@ -324,7 +324,7 @@ ALLOW_CLIENT = replace(ALLOW, condition=PeerServiceAccount("default", "client"))
 
 @pytest.mark.parametrize("policy", [ALLOW_CLIENT, DENY, replace(ALLOW, condition=Never())])
 @pytest.mark.parametrize("dialled", [f"{VIP}:80", f"{SERVER}:{APP_PORT}"])
-def test_what_is_said_of_a_connection_is_what_became_of_it(
+def test_explain_of_a_live_or_logged_connection_agrees_with_its_outcome(
     tmp_path: Path, dialled: str, policy: AuthorizationPolicy
 ) -> None:
     """Open one through both proxies; ask about its live entries, then about its log lines."""

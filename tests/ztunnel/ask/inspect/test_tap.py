@@ -124,14 +124,16 @@ def test_a_new_capture_replaces_a_longer_one(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_there_is_no_capture(arguments: list[str], reason: str, tmp_path: Path, capsys: Said) -> None:
+def test_a_tap_that_cannot_start_names_the_reason(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: Said
+) -> None:
     socket = [] if "--socket" in arguments else ["--socket", str(tmp_path / "tap")]
     with proxy(tmp_path / "tap"):
         assert main(["tap", *arguments, *socket]) == 2
     assert capsys.readouterr().err.startswith(f"ztunnel tap: {reason}")
 
 
-def test_who_is_not_root_is_told_so(tmp_path: Path, capsys: Said) -> None:
+def test_a_user_who_is_not_root_gets_a_clear_error(tmp_path: Path, capsys: Said) -> None:
     with proxy(tmp_path / "tap", root=os.getuid() + 1):
         assert main(["tap", POD, "--socket", str(tmp_path / "tap"), "-w", "-"]) == 2
     assert capsys.readouterr().err == "ztunnel tap: a tap is for root only\n"

@@ -46,7 +46,7 @@ def test_items_that_came_and_went() -> None:
     assert list(changes(ENDS, [], [A, A])) == [("+", A), ("+", A)]
 
 
-def test_fields_that_change_by_time_tell_nothing_apart() -> None:
+def test_fields_that_change_by_time_do_not_count_as_changes() -> None:
     older = msgspec.structs.replace(A, age_seconds=2.0)
     assert list(changes(ENDS, [A], [older])) == []
 
@@ -132,7 +132,7 @@ def test_a_proxy_that_goes_away_is_waited_for(capsys: pytest.CaptureFixture[str]
         watched(gone)
 
 
-def test_nobody_reads_any_more() -> None:
+def test_a_closed_pipe_ends_the_watch() -> None:
     class Closed(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError

@@ -65,7 +65,7 @@ def node(before: str, after: str, *flows: dict[str, Any]) -> NodeReadings:
     return NodeReadings(before=reading(before), after=reading(after), flows=flows)
 
 
-def test_what_happened_between_two_readings_counts() -> None:
+def test_counters_are_compared_between_two_readings() -> None:
     before, after = page(opened=10, closed=4, sent_bytes=100), page(opened=15, closed=6, failed=1, sent_bytes=350)
     found = pairs([node(before, after)])
     counted = found[SECURED]
@@ -182,7 +182,7 @@ def test_a_real_proxy_is_measured(capsys: Said) -> None:
     served(check)
 
 
-def test_a_gate_passes_where_all_is_encrypted(capsys: Said) -> None:
+def test_fail_on_plain_exits_with_0_without_plain_connections(capsys: Said) -> None:
     bodies = {"/metrics": page(opened=5, closed=5).encode(), "/flows": b""}
     with pages(bodies) as address:
         assert main(["edges", "--total", "--fail-on", "plain", "--address", address]) == 0

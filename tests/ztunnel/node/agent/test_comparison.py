@@ -65,7 +65,7 @@ def dump(
         ),
     ],
 )
-def test_what_a_proxy_says(page: bytes, said: str) -> None:
+def test_differences_between_a_pod_and_its_proxy_are_found(page: bytes, said: str) -> None:
     found = [f"{each.reason}: {each.text}" for each in findings(POD, PORTS, (), [read_dump(page)])]
     assert len(found) == bool(said)
     assert all(line.startswith(said) for line in found)

@@ -56,7 +56,9 @@ def pod(namespace: str = "shop", **fields: Any) -> Pod:
         (pod(ended=True), AMBIENT, False, Reason.ENDED),
     ],
 )
-def test_which_pods_are_in(asked: Pod, namespace: dict[str, str] | None, wanted: bool, reason: Reason) -> None:
+def test_pods_are_in_the_mesh_by_labels_and_annotations(
+    asked: Pod, namespace: dict[str, str] | None, wanted: bool, reason: Reason
+) -> None:
     decision = decide(asked, namespace, Settings())
     assert (decision.enrol, decision.reason) == (wanted, reason)
 

@@ -52,5 +52,5 @@ LINUX = {"kubernetes.io/os": "linux"}
         (Api({}), False),
     ],
 )
-def test_whether_another_agent_follows(api: Api, last: bool) -> None:
+def test_removal_depends_on_whether_another_agent_follows(api: Api, last: bool) -> None:
     assert asyncio.run(is_last(api, "istio-system", "ztunnel-agent", "n1")) is last  # type: ignore[arg-type]

@@ -239,7 +239,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
     with_server(body)
 
 
-def test_who_gives_up_waiting_leaves_its_answer_to_nobody() -> None:
+def test_the_answer_of_a_cancelled_request_is_dropped() -> None:
     async def body(scene: Scene) -> None:
         proxy = await scene.proxy()
         adding = asyncio.get_running_loop().create_task(scene.add(A))
@@ -256,7 +256,7 @@ def test_who_gives_up_waiting_leaves_its_answer_to_nobody() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_proxy_that_is_silent_in_its_snapshot_is_let_go() -> None:
+def test_a_proxy_silent_during_its_snapshot_is_disconnected() -> None:
     async def body(scene: Scene) -> None:
         scene.pods = [scene.pod(A)]
         proxy = scene.dial()
@@ -269,7 +269,7 @@ def test_a_proxy_that_is_silent_in_its_snapshot_is_let_go() -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("hello", [b"", b"\x08\x02", b"\xff\xff", bytes(1500)])
-def test_who_does_not_say_hello_is_let_go(hello: bytes) -> None:
+def test_a_proxy_without_a_hello_is_disconnected(hello: bytes) -> None:
     async def body(scene: Scene) -> None:
         stranger = scene.dial()
         if hello:
@@ -292,7 +292,7 @@ def test_an_unasked_message_ends_the_connection(said: bytes) -> None:
     with_server(body)
 
 
-def test_losing_a_proxy_answers_everybody_who_waits() -> None:
+def test_losing_a_proxy_fails_every_waiting_request() -> None:
     async def body(scene: Scene) -> None:
         proxy = await scene.proxy()
         loop = asyncio.get_running_loop()

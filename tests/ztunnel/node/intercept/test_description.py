@@ -70,7 +70,7 @@ def test_flags_win_over_the_file() -> None:
         (GOOD, Flags(pods=("nonsense",)), "UID=ADDRESS"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, flags: Flags, problem: str) -> None:
+def test_each_fault_of_the_file_is_named(text: str, flags: Flags, problem: str) -> None:
     with pytest.raises(BadDescription) as failure:
         parse(text, flags)
     assert problem in str(failure.value)

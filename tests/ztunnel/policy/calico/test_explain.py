@@ -32,7 +32,7 @@ def loaded(folder: Path, *, connections_only: bool = True) -> Evaluator:
     return made
 
 
-def test_the_walk_of_both_ends(tmp_path: Path) -> None:
+def test_explain_shows_the_decision_trace_of_both_ends(tmp_path: Path) -> None:
     made = loaded(tmp_path)
     allowed, lines = answer(made, {"from": "shop/web", "to": "10.0.0.2", "port": "5432"})
     assert allowed

@@ -284,7 +284,7 @@ def test_a_folder_that_is_away_leaves_the_last_policies(tmp_path: Path) -> None:
     assert found.faults == ()
 
 
-def test_a_store_filled_from_what_was_compiled_has_all_of_it(tmp_path: Path) -> None:
+def test_updates_of_compiled_policies_fill_a_store_completely(tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text(PODS + "---" + POLICY.format(action="Allow"))
     compiled = compile_resources(read_files([tmp_path]))
     evaluator = Evaluator(Store())

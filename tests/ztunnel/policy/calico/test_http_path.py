@@ -49,7 +49,7 @@ def test_paths_that_mean_the_same_have_one_form(path: str, normal: str) -> None:
         "http://h/p",
     ],
 )
-def test_what_readers_could_disagree_about_has_none(path: str) -> None:
+def test_ambiguous_paths_have_no_normal_form(path: str) -> None:
     assert normal_path(path) is None
 
 

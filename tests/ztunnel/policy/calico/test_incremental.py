@@ -230,7 +230,7 @@ def _copied(compiled: Any) -> dict[str, dict[Any, Any]]:
     return {name: dict(getattr(compiled, name)) for name in type(compiled).__slots__ if name != "captured"}
 
 
-def test_what_a_pod_does_not_touch_stays_the_same_object() -> None:
+def test_objects_unrelated_to_a_changed_pod_stay_identical() -> None:
     rules = (
         "{action: Allow, source: {selector: app == 'frontend'}}, {action: Allow, source: {selector: none == 'x'}}"
     )

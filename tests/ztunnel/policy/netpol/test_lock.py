@@ -23,7 +23,7 @@ asyncio.run(main())
 """
 
 
-def test_a_second_one_waits_until_the_first_lets_go() -> None:
+def test_a_second_holder_waits_until_the_first_releases_the_lock() -> None:
     order = []
 
     async def main() -> None:
@@ -43,7 +43,7 @@ def test_a_second_one_waits_until_the_first_lets_go() -> None:
     assert sorted(order) == list(range(20))
 
 
-def test_it_is_free_when_its_owner_was_killed() -> None:
+def test_the_lock_is_released_when_its_owner_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "held\n"

@@ -348,7 +348,7 @@ def test_rules_about_nodes_fail_closed_where_nodes_are_not_followed(action: str,
         ),
     ],
 )
-def test_a_faulty_one_is_named_and_closes_what_it_selects(kind: str, spec: str, said: str) -> None:
+def test_a_faulty_cluster_policy_is_named_and_closes_the_selected_pods(kind: str, spec: str, said: str) -> None:
     policy = cluster(spec, "p", kind)
     made = Tables(policy)
     assert said in str(made.objects.problems[key_of(policy)])
@@ -358,7 +358,7 @@ def test_a_faulty_one_is_named_and_closes_what_it_selects(kind: str, spec: str, 
     assert not made.allow(Connection(YA, XA, "TCP", 80))
 
 
-def test_a_faulty_one_closes_no_more_than_its_subject() -> None:
+def test_a_faulty_cluster_policy_closes_only_its_subject() -> None:
     made = Tables(cluster(DENY_X.replace("priority: 5", "priority: 5000").replace("ns: x", "ns: y")))
     assert made.allow(Connection(OUTSIDE, XA, "TCP", 80))
     assert not made.allow(Connection(OUTSIDE, YA, "TCP", 80))

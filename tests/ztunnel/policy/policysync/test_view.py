@@ -133,7 +133,7 @@ def test_the_nodes_addresses_are_sent_to_everybody() -> None:
     assert first == c.IpSetUpdate(c.NODE_ADDRESSES, c.IpSetType.IP, ("10.0.0.254",))
 
 
-def test_nothing_is_sent_twice() -> None:
+def test_no_update_is_sent_twice() -> None:
     found = view_of(compiled(SEED), [BACK])
     assert list(changes(found, found)) == []
     assert list(changes(found, view_of(compiled(SEED), [BACK]))) == []
@@ -159,7 +159,7 @@ def test_a_big_set_is_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(changes(View(), empty)) == [c.IpSetUpdate("s", c.IpSetType.NET, ())]
 
 
-def test_old_clients_hear_of_tiers_and_names() -> None:
+def test_old_clients_get_tiers_and_names() -> None:
     found = by_names(view_of(compiled(SEED), [BACK]))
     policy = c.PolicyId("", "default", "allow-frontend-to-backend")
     assert set(found.policies) == {policy}

@@ -46,6 +46,6 @@ def test_what_is_selected(template: str, text: str) -> None:
     "template",
     ["{", "}", "{.a", "{end}", "{range .items[*]}", "{.items[}", '{"a}', "{.items[?(@.n==x)].name}", "{.a b}"],
 )
-def test_what_is_no_template(template: str) -> None:
+def test_malformed_templates_are_refused(template: str) -> None:
     with pytest.raises(BadTemplate):
         Template(template).render(VALUE)

@@ -46,7 +46,7 @@ def test_each_example_looks_like_what_it_is(kind: FileKind) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileKind.MESH, FileKind.NODE, FileKind.INJECTOR, FileKind.BOOTSTRAP])
-def test_so_does_it_as_json(kind: FileKind) -> None:
+def test_each_example_is_recognised_in_json_form(kind: FileKind) -> None:
     document = yaml.safe_load((EXAMPLES / FILES[kind]).read_text())
     assert looks_like(json.dumps(document)) is kind
 
@@ -65,7 +65,7 @@ def test_a_reader_of_another_kind_names_the_kind_and_who_reads_it(given: FileKin
 
 
 @pytest.mark.parametrize("given", [kind for kind in FILES if kind is not FileKind.OBJECTS])
-def test_so_do_readers_of_objects(given: FileKind) -> None:
+def test_object_readers_name_a_file_of_another_kind_and_its_reader(given: FileKind) -> None:
     path = EXAMPLES / FILES[given]
     said = f"looks like {given.value.name}, for {given.value.read_by}; a file of Kubernetes objects is wanted here"
     with pytest.raises(Faults) as refused:

@@ -178,7 +178,7 @@ def test_unfinished_head_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_server(use) == b""
 
 
-def test_reader_who_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_http, "_WRITE_TIMEOUT_S", 0.05)
     closed = threading.Event()
 
@@ -222,7 +222,7 @@ def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "sent", [REQUEST[:10], REQUEST.replace(b"/a", b"/long")], ids=["half a request", "unread"]
 )
-def test_slow_clients_do_not_keep_probes_out(sent: bytes) -> None:
+def test_probes_are_served_beside_slow_clients(sent: bytes) -> None:
     def pages(request: PageRequest) -> Page:
         return Page(body=("x" * 65536 for _ in range(1000))) if request.path == "/long" else echo(request)
 

@@ -95,7 +95,7 @@ def test_dns_is_captured_for_the_servers_of_the_pod() -> None:
         ("--cleanup-only", (False, False, True, "")),
     ],
 )
-def test_what_is_done(line: str, steps: tuple[bool, bool, bool, str]) -> None:
+def test_flags_select_apply_validate_remove_and_print(line: str, steps: tuple[bool, bool, bool, str]) -> None:
     found = read(line)
     assert (found.apply, found.validate, found.remove, found.show) == steps
 

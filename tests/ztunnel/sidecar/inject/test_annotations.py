@@ -28,7 +28,7 @@ def faults(**annotations: Any) -> list[str]:
     return raised.value.faults
 
 
-def test_silence_is_the_configuration() -> None:
+def test_without_annotations_the_configuration_applies() -> None:
     found = read()
     assert found.flags == {}
     assert found.resources == SidecarConfig().resources

@@ -49,7 +49,7 @@ def entries(*names: str) -> list[dict[str, Any]]:
     return [{"name": name, "clientConfig": {"url": "https://x"}} for name in names]
 
 
-def test_what_is_missing_is_filled_and_stays(tmp_path: Path) -> None:
+def test_missing_ca_bundles_are_written_and_kept_current(tmp_path: Path) -> None:
     async def check() -> None:
         ca = tmp_path / "ca.crt"
         pem = self_signed(tmp_path / "one").certificate.read_bytes()
@@ -69,7 +69,7 @@ def test_what_is_missing_is_filled_and_stays(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_what_is_right_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_valid_ca_bundle_is_not_rewritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         ca = tmp_path / "ca.crt"
         pem = self_signed(tmp_path / "one").certificate.read_bytes()

@@ -74,7 +74,7 @@ def test_the_policy_decides_what_no_row_speaks_of(policy: str, inject: bool, rea
 
 
 @pytest.mark.parametrize("word", ["True", "yes", "", "1", "enabled"])
-def test_another_word_is_no_answer_and_is_said(word: str) -> None:
+def test_an_unknown_value_is_ignored_and_reported(word: str) -> None:
     assert decide(pod({INJECT: word}), "a", Rules()) == Decision(
         True, Reason.POLICY, f'sidecar.istio.io/inject={word!r} is ignored: only "true" and "false" count'
     )

@@ -54,24 +54,24 @@ def ran(port: int, wait_s: float, least_s: float) -> tuple[int, float, list[str]
     return drain(wait_s, least_s, port=port, **options), clock.now_s, said  # type: ignore[arg-type]
 
 
-def test_a_native_sidecar_is_only_told() -> None:
+def test_a_native_sidecar_is_only_sent_the_drain_request() -> None:
     with proxy((200, "7 connections are open\n")) as (port, asked):
         assert ran(port, 0, 5) == (0, 0, [])
         assert asked == ["/drain"]
 
 
-def test_it_stays_until_nothing_is_left() -> None:
+def test_the_drain_waits_until_no_connection_is_left() -> None:
     with proxy((200, "2 connections"), (200, "1 connections"), (200, "0 connections")) as (port, asked):
         assert ran(port, 20, 0) == (0, 1.0, [])
         assert len(asked) == 3
 
 
-def test_it_stays_a_while_for_what_the_application_opens_while_it_ends() -> None:
+def test_the_drain_waits_for_connections_opened_while_the_application_ends() -> None:
     with proxy((200, "0 connections")) as (port, _):
         assert ran(port, 20, 5) == (0, 5.0, [])
 
 
-def test_it_does_not_stay_for_ever() -> None:
+def test_the_drain_ends_at_its_limit() -> None:
     with proxy((200, "4 connections")) as (port, _):
         assert ran(port, 3.2, 1) == (0, pytest.approx(3.2), ["drain: 4 connections are left after 3.2 s"])
 

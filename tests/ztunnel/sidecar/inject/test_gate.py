@@ -38,7 +38,7 @@ def test_it_opens_for_a_listener_of_either_family(address: str) -> None:
     assert "are in this pod" in lines[-1]
 
 
-def test_it_opens_when_the_listener_comes() -> None:
+def test_the_gate_opens_when_the_listener_appears() -> None:
     clock = Clock()
     with contextlib.ExitStack() as stack, socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,7 +58,7 @@ def test_it_opens_when_the_listener_comes() -> None:
 
 
 @pytest.mark.parametrize(("fail_open", "status"), [(False, 1), (True, 0)])
-def test_its_patience_ends(fail_open: bool, status: int) -> None:
+def test_the_gate_gives_up_after_its_timeout(fail_open: bool, status: int) -> None:
     clock = Clock()
     lines: list[str] = []
     with reserved() as port:

@@ -110,7 +110,7 @@ def test_to_inject_again_changes_nothing(labels: dict[str, str] | None) -> None:
         {**pod(), "spec": {"hostNetwork": True, "containers": []}},
     ],
 )
-def test_these_stay_as_they_are(given_pod: dict[str, Any]) -> None:
+def test_pods_that_are_not_injected_stay_unchanged(given_pod: dict[str, Any]) -> None:
     before = copy.deepcopy(given_pod)
     said = response(review(given_pod))
     assert said["allowed"] is True
