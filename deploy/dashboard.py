@@ -184,7 +184,7 @@ ROWS: Final = (
                     (f"rate(ztunnel_log_lines_dropped_total{_INSTANCE}[5m])", "{{instance}} log lines"),
                 ),
                 "cps",
-                "`ztunnel limits` explains each.",
+                "docs/reliability.md#limits explains each.",
                 width=16,
             ),
             Panel(

@@ -11,7 +11,6 @@ from ztunnel.ask.flows.model import FLOW
 from ztunnel.ask.inspect.audit import POD_AUDIT
 from ztunnel.ask.inspect.kinds import KINDS
 from ztunnel.ask.inspect.nodes import NODE_STATUS
-from ztunnel.ask.limits.command import LIMIT
 from ztunnel.ask.report.changes import DIFFERENCE
 from ztunnel.ask.simulate.command import PAIR
 from ztunnel.ask.stat.traffic import EDGE, STAT
@@ -23,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 def kinds() -> Iterator[Kind[Any]]:
     """Yield every kind that a command prints."""
     yield from KINDS.values()
-    yield from (CHECK_RESULT, DIFFERENCE, EDGE, FLOW, STAT, NODE_STATUS, POD_AUDIT, LIMIT, PAIR, ADDON)
+    yield from (CHECK_RESULT, DIFFERENCE, EDGE, FLOW, STAT, NODE_STATUS, POD_AUDIT, PAIR, ADDON)
 
 
 def texts() -> dict[str, str]:

@@ -170,7 +170,6 @@ PURE_APPLICATION = (
     "ztunnel/runtime/log_pressure.py",
     "ztunnel/proxy/dataplane/client_hello.py",
     "ztunnel/proxy/dataplane/names_answered.py",
-    "ztunnel/ask/limits/table.py",
     "ztunnel/proxy/tap/capture.py",
     "ztunnel/proxy/tap/pcapng.py",
     "ztunnel/proxy/tap/request.py",
@@ -312,7 +311,6 @@ LAYERS = {
     "ask/check": {"runtime", "kube", "policy", "ask/inspect"},
     "ask/report": {"runtime", "kube", "ask/check", "ask/inspect"},
     "ask/flows": {"runtime", "ask/inspect"},
-    "ask/limits": {"runtime", "policy", "policy/calico", "proxy/dataplane", "proxy/istio", "proxy/otlp"},
     "ask/stat": {"runtime", "ask/inspect"},
     "ask/simulate": {"runtime", "policy", "proxy/istio", "ask/inspect", "addons", "proxy/addons"},
     "cli": {
@@ -321,7 +319,6 @@ LAYERS = {
         "ask/check",
         "ask/inspect",
         "ask/flows",
-        "ask/limits",
         "ask/report",
         "ask/stat",
         "ask/simulate",

@@ -27,7 +27,6 @@ _PACKAGES: Final = {
     "inspect": ("ask.inspect",),
     "intercept": ("node.intercept",),
     "istio": tuple(f"proxy.istio{folder}" for folder in ("", ".path", ".accounting", ".settings")),
-    "limits": ("ask.limits",),
     "netpol": ("policy.netpol",),
     "otlp": ("proxy.otlp",),
     "policysync": ("policy.policysync",),

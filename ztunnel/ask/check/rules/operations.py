@@ -76,7 +76,7 @@ def _is_ours(monitor: object) -> bool:
 CHECKS: Final = (
     Check(
         id="OPS1", asks="restarts in the last 15 minutes", judge=restarts,
-        remedy="See the log before the restart (kubectl logs --previous); `ztunnel limits` has each limit.",
+        remedy="See the log before the restart (kubectl logs --previous); `docs/reliability.md` has each limit.",
     ),
     Check(
         id="OPS2", asks="whom the next upgrade would cut", judge=upgrades,
