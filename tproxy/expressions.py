@@ -246,7 +246,6 @@ Expression: TypeAlias = (
 )
 Phrase: TypeAlias = tuple[Expression, ...]
 
-RTN_LOCAL = 2
 #: Bits of the register that CtKey.STATE loads (``NF_CT_STATE_BIT``).
 CT_INVALID, CT_ESTABLISHED, CT_RELATED, CT_NEW = 0x1, 0x2, 0x4, 0x8
 #: The register that takes a verdict (``NFT_REG_VERDICT``).

@@ -49,16 +49,6 @@ def text(kind: int, value: str) -> bytes:
     return attribute(kind, value.encode() + b"\0")
 
 
-def u8(kind: int, value: int) -> bytes:
-    """Encode one byte."""
-    return attribute(kind, bytes((value,)))
-
-
-def u32(kind: int, value: int) -> bytes:
-    """Encode four bytes in host order, as rtnetlink has them."""
-    return attribute(kind, struct.pack("=I", value))
-
-
 def be32(kind: int, value: int) -> bytes:
     """Encode four bytes in network order, like nftables. A negative value is encoded as its two's complement."""
     return attribute(kind, struct.pack("!I", value & 0xFFFFFFFF))
@@ -93,17 +83,6 @@ def attribute_map(data: bytes) -> dict[int, bytes]:
 def read_text(payload: bytes) -> str:
     """Decode a string, with or without its terminator."""
     return payload.rstrip(b"\0").decode(errors="replace")
-
-
-def read_u32(payload: bytes) -> int:
-    """Decode four bytes in host order.
-
-    Raises:
-        MalformedDump: another length.
-    """
-    if len(payload) != 4:
-        raise MalformedDump(payload)
-    return int(struct.unpack("=I", payload)[0])
 
 
 def read_be32(payload: bytes) -> int:

@@ -37,7 +37,6 @@ _STATIC_ID: Final = "kubernetes.io/config.hash"
 class Reason(StrEnum):
     """The row of the table that decided. Used in logs."""
 
-    MISSHAPEN = "misshapen"
     ENDED = "ended"
     HOST_NETWORK = "host-network"
     SIDECAR = "sidecar"

@@ -53,8 +53,7 @@ _MAX_COMMENT: Final = 120
 _NOTES: Final = "not-as-written"
 _MAX_NOTES: Final = 100
 _CONTINUED: Final = "... "
-_WITH_PORTS: Final = (6, 17, 132, 136)
-_UDPLITE: Final = 136
+_WITH_PORTS: Final = (6, 17, 132, 136)  # TCP, UDP, SCTP, UDP-Lite
 #: Protocols whose packets have a type and a code.
 _ICMP: Final = tuple(c.ICMP_PROTOCOLS.values())
 _FAMILIES: Final = (Family.IPV4, Family.IPV6)

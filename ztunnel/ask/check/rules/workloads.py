@@ -10,7 +10,6 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, er
 
 WAYPOINT_CLASS: Final = "istio-waypoint"
 GATEWAY_NAME: Final = "gateway.networking.k8s.io/gateway-name"
-_NO_PROXY: Final = "sidecar.istio.io/inject"
 
 
 def waypoints(facts: Facts) -> Iterator[Finding]:
