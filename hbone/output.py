@@ -28,7 +28,6 @@ class OwnBuffers:
     """Buffers by allocation, for tests and engines outside a poller."""
 
     def acquire(self) -> memoryview:
-        """Allocate a buffer."""
         return memoryview(bytearray(BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:

@@ -172,7 +172,6 @@ class TlsContext:
 
     @property
     def settings(self) -> TlsSettings:
-        """The settings of this context."""
         return self._settings
 
     def expecting(self, verify: Verify) -> TlsContext:

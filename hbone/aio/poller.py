@@ -152,7 +152,6 @@ class Poller:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that runs this poller."""
         return self._loop
 
     @property

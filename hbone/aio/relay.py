@@ -202,7 +202,6 @@ class Relay(RelayObserver):
 
     @property
     def counts(self) -> ByteCounts:
-        """Its counters."""
         return self._counts
 
     @property

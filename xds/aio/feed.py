@@ -62,7 +62,6 @@ class GrpcSubscription:
         self._feed.ask(names)
 
     def close(self) -> None:
-        """Unsubscribe."""
         self.initial_fetch.over()
         self._feed.remove(self)
         if self.on_close is not None:
@@ -106,13 +105,11 @@ class Feed:
         self._wake_stream()
 
     def remove(self, subscription: GrpcSubscription) -> None:
-        """End a subscription."""
         self._interest.remove(subscription)
         self._late.pop(subscription, None)
         self._wake_stream()
 
     def subscriptions(self) -> tuple[GrpcSubscription, ...]:
-        """Return the open subscriptions."""
         return self._interest.subscribers()
 
     def tell(self) -> None:

@@ -53,7 +53,6 @@ class FileSubscription:
         self._file.read_for(self)
 
     def close(self) -> None:
-        """Unsubscribe."""
         self.initial_fetch.over()
         self._file.remove(self)
 
@@ -197,7 +196,6 @@ class FileSource:
             await self._watcher.__aexit__(*exception)
 
     def at(self, path: str, watched_directory: str | None = None) -> "FileAt":
-        """Return the source that reads ``path``."""
         return FileAt(self, path, watched_directory)
 
     def file(self, path: str, watched_directory: str | None) -> _File:

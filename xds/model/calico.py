@@ -170,7 +170,6 @@ class Policy:
     outbound: tuple[Rule, ...] = ()
 
     def rules(self, direction: Direction) -> tuple[Rule, ...]:
-        """Return the rules of one direction."""
         return self.inbound if direction is Direction.INGRESS else self.outbound
 
 
@@ -188,7 +187,6 @@ class Tier:
     passes: bool = False
 
     def policies(self, direction: Direction) -> tuple[PolicyId, ...]:
-        """Return the policies of one direction."""
         return self.ingress if direction is Direction.INGRESS else self.egress
 
 

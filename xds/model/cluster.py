@@ -319,7 +319,6 @@ class Cluster:
 
     @property
     def secret_refs(self) -> tuple[SecretRef, ...]:
-        """The secrets this cluster waits for."""
         refs: list[SecretRef] = []
         for socket in self.sockets:
             security = security_of(socket)

@@ -300,7 +300,6 @@ class FilterChain:
 
     @property
     def secret_refs(self) -> tuple[SecretRef, ...]:
-        """The secrets this chain waits for."""
         return self.tls.secret_refs if self.tls is not None else ()
 
 

@@ -116,7 +116,6 @@ class Selector:
     root: Node
 
     def matches(self, labels: Labels) -> bool:
-        """Return whether the labels satisfy the selector."""
         return _matches(self.root, labels)
 
     def __str__(self) -> str:

@@ -108,5 +108,4 @@ class Service:
 
     @property
     def mode(self) -> BalancerMode:
-        """The balancer's mode."""
         return self.load_balancing.mode if self.load_balancing is not None else BalancerMode.STANDARD

@@ -76,6 +76,5 @@ class TlsContext:
 
     @property
     def secret_refs(self) -> tuple[SecretRef, ...]:
-        """The secrets this context waits for."""
         candidates = (self.certificate, *self.further_certificates, self.validation_ref)
         return tuple(ref for ref in candidates if isinstance(ref, SecretRef))

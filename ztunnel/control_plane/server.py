@@ -168,7 +168,6 @@ class ControlPlane:
 
     @property
     def mesh(self) -> Mesh:
-        """The current mesh."""
         return self._mesh
 
     async def run(self) -> None:

@@ -238,7 +238,6 @@ class Client:
         raise AssertionError("unreachable")
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object:
-        """Return one object."""
         return self._object(await self._request("GET", kind.path(namespace, name)), kind)
 
     async def create(self, kind: Kind, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
@@ -271,7 +270,6 @@ class Client:
         )
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, grace_s: int | None = None) -> None:
-        """Delete an object."""
         params = {} if grace_s is None else {"gracePeriodSeconds": str(grace_s)}
         await self._request("DELETE", kind.path(namespace, name), params=params)
 

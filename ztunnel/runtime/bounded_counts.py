@@ -13,7 +13,6 @@ class BoundedCounts(dict[LabelsT, int]):
     """Counts by labels, in the order of their last use, at most :data:`MOST_COUNTS`."""
 
     def count(self, labels: LabelsT, by: int = 1) -> None:
-        """Add to a count."""
         number = self.pop(labels, 0) + by
         if len(self) >= MOST_COUNTS:
             del self[next(iter(self))]

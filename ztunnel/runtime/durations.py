@@ -43,7 +43,6 @@ class Durations:
         return sum(self._numbers)
 
     def counts(self) -> DurationCounts:
-        """Return the counts as a value."""
         return DurationCounts(tuple(self._numbers), self.total_s)
 
     def add(self, counts: DurationCounts) -> None:

@@ -18,7 +18,6 @@ class Latch:
         self._then: tuple[Callable[[], None], ...] = ()
 
     def is_set(self) -> bool:
-        """Return whether the latch is set."""
         return self._set
 
     def set(self) -> None:

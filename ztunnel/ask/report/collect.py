@@ -48,7 +48,6 @@ class Bounds:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
         return time.monotonic() > self.until_s
 
 

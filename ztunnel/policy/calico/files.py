@@ -156,7 +156,6 @@ class Files:
 
     @property
     def name(self) -> str:
-        """The path."""
         return str(self._path)
 
     @property

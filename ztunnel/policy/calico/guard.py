@@ -82,7 +82,6 @@ class Decision:
 
     @property
     def allowed(self) -> bool:
-        """Whether the connection is allowed."""
         return self.verdict.allowed
 
     @property

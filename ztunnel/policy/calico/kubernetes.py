@@ -150,7 +150,6 @@ class KubernetesReader(ConfigReader):
         table[key] = value
 
     def labels(self, metadata: Json, where: str) -> Mapping[str, str]:
-        """Return the labels of a resource."""
         found = self.without(
             lambda: self.mapping(metadata.get("labels"), f"{where}: metadata.labels", None), "it has no labels"
         )
@@ -173,7 +172,6 @@ class KubernetesReader(ConfigReader):
         return tuple(found)
 
     def read_namespace(self, resource: Document) -> None:
-        """Read a Namespace."""
         found = Labelled("", resource.name, self.labels(resource.metadata, resource.where))
         self.put(self.found.namespaces, resource.name, found, resource.where)
 
@@ -245,7 +243,6 @@ class KubernetesReader(ConfigReader):
         self.put(self.found.nodes, resource.name, node, resource.where)
 
     def service(self, resource: Document) -> None:
-        """Read a Service."""
         where = f"{resource.where}: spec"
         spec = self.mapping(resource.body.get("spec"), where, None)
         selector = self.mapping(spec.get("selector"), f"{where}.selector", None)

@@ -75,7 +75,6 @@ class PolicyObjects:
         return set(self._made)
 
     def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
-        """Return what changed objects change."""
         return [change for key, value in objects.items() for change in self._change(key, value)]
 
     def _change(self, key: ObjectKey, value: Object | None) -> Iterator[ResourceChange]:

@@ -167,7 +167,6 @@ class Peer:
 
     @property
     def namespace_labels(self) -> Labels:
-        """The labels of the namespace."""
         return self._store.labels_of_namespace(self.identity.namespace)
 
 

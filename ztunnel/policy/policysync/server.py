@@ -81,7 +81,6 @@ class PolicySyncServer:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of the sockets."""
         return tuple(self._sockets)
 
     def publish(self, compiled: Compiled) -> None:

@@ -57,7 +57,6 @@ class Column(Generic[T]):
     wide: bool = False
 
     def text(self, item: T) -> str:
-        """Return the cell of an item."""
         value = getattr(item, self.cell) if isinstance(self.cell, str) else self.cell(item)
         return shown(value)
 
@@ -118,7 +117,6 @@ class Answer(Generic[T]):
 
     @property
     def status(self) -> int:
-        """The exit status."""
         return NO_ANSWER if self.silent else BAD if self.bad else FINE
 
 
@@ -145,7 +143,6 @@ class Format:
 
     @property
     def is_json(self) -> bool:
-        """Whether the output is JSON."""
         return self.form == "json"
 
 

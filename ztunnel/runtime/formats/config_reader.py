@@ -45,7 +45,6 @@ class ConfigReader:
         self.faults: list[str] = []
 
     def fault(self, place: str, reason: str) -> None:
-        """Record a fault."""
         self.faults.append(f"{place}: {reason}")
 
     def document(self, text: str, known: tuple[str, ...]) -> Mapping[str, Any]:
@@ -90,7 +89,6 @@ class ConfigReader:
         return tuple(str(value) for value in values)
 
     def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
-        """Return a text."""
         value = entry.get(key, default)
         if not isinstance(value, str):
             self.fault(f"{place}.{key}".lstrip("."), f"must be text{_but(value)}")
@@ -114,7 +112,6 @@ class ConfigReader:
         return str(value)
 
     def port(self, value: object, place: str) -> int:
-        """Return a port."""
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
             self.fault(place, f"must be a port, 1 to 65535{_but(value)}")
             return 1

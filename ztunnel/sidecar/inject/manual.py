@@ -85,7 +85,6 @@ class _Rewrite:
         self._at = 0
 
     def text(self) -> str:
-        """Return the text with its replacements."""
         return "".join([*self._parts, self._text[self._at :]])
 
     def json(self, value: object, start: int, end: int, place: str) -> None:

@@ -97,7 +97,6 @@ class InjectServer:
 
     @property
     def port(self) -> int:
-        """The port that is served."""
         return int(self._listener.getsockname()[1])
 
     async def __aenter__(self) -> "InjectServer":
