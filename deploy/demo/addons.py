@@ -167,7 +167,8 @@ class AddonsDemo(InPodDemo):
 
     def _act_rate(self) -> None:
         print(f"\nrate_limit: the option changes to all namespaces; a burst of {_BURST} is admitted")
-        # Options are read at the start: this addon's limit is changed in its file, which is followed.
+        # Options are read at the start only, but the addon's file is followed, so the limit is changed in the
+        # file.
         file = self.folder / "rate_limit.py"
         self.replace("rate_limit.py", file.read_text().replace("if options.namespaces and", "if False and"))
         self._wait_replaced("rate-limit")

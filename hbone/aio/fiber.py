@@ -55,8 +55,8 @@ class OneShotFuture(asyncio.Future[T]):
         return cancelled
 
     def _wake(self) -> None:
-        # Not step(): the caller is a callback of the poller in the middle of a read, whose scratch buffers a fiber
-        # must not find in use. The poller runs its steps when all sockets have been read.
+        # The first step runs later: the caller can be in the middle of a read, and a fiber must not touch the
+        # scratch buffers of that read. The poller runs steps after all sockets have been read.
         fiber, self.fiber = self.fiber, None
         if fiber is not None:
             fiber.poller.call_soon(fiber)

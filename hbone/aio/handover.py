@@ -266,10 +266,10 @@ class Resumed:
     """A unit of another process that has not begun here; made by :func:`resumed`.
 
     Attributes:
-        connection: of the unit, if it has one.
-        ends: of each relay.
-        counts: of each relay.
-        idle_timeouts_s: of each relay; ``None``: none.
+        connection: the unit's tunnel connection, if it has one.
+        ends: the two ends of each relay.
+        counts: the byte counts of each relay.
+        idle_timeouts_s: the idle timeout of each relay. ``None``: no timeout.
         relays: the running relays, none before :meth:`start`.
     """
 

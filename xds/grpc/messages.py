@@ -38,7 +38,7 @@ class MessageReader:
 
     @property
     def between(self) -> bool:
-        """Whether no message is unfinished, so that the stream may end here."""
+        """Whether no message is unfinished, so that the stream can end here."""
         return not self._head
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:

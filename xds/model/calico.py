@@ -208,8 +208,9 @@ class IpSetType(Enum):
     NET = 2
 
 
-#: An IP set that no rule names: the addresses of the node itself. A source that sends it has Kubernetes' rules
-#: beside its policies: a pod and its own node always reach each other, and so does a pod itself. Felix sends none.
+#: The id of an IP set with the node's own addresses, which no rule names. A source that sends this set also
+#: applies Kubernetes' rules: a pod and its own node always reach each other, and a pod reaches itself. Felix does
+#: not send it.
 NODE_ADDRESSES: Final = "ztunnel:node-addresses"
 
 

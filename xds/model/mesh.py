@@ -271,7 +271,7 @@ class Mesh:
         return max(reversed(found), key=_specificity)
 
     def local_workload(self, name: str, namespace: str, service_account: str) -> Workload | None:
-        """The workload of this node that a pod is."""
+        """Return the workload of a pod of this node."""
         found = self._local.each((namespace, service_account, name))
         return next(iter(found), None)
 

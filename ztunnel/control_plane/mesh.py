@@ -106,7 +106,7 @@ class Service:
 
     @property
     def hostname(self) -> str:
-        """The name other clusters and tunnels know it by."""
+        """Its host name in the mesh."""
         return f"{self.name}.{self.namespace}.svc.cluster.local"
 
 

@@ -31,7 +31,7 @@ class Kind:
         return f"{self.name}.{self.group}" if self.group else self.name
 
     def path(self, namespace: str = "", name: str = "") -> str:
-        """Return the path of an object, or of all in a namespace, or of all."""
+        """Return the path of one object, of all objects in a namespace, or of all objects."""
         parts = ["/apis" if "/" in self.api_version else "/api", self.api_version]
         if namespace and self.namespaced:
             parts += ["namespaces", namespace]

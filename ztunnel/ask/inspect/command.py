@@ -241,7 +241,7 @@ def _config(args: argparse.Namespace) -> int:
         return failed(args, str(error))
     except NoSuchPart as error:
         return failed(args, f"{args.file or args.address}: {error}")
-    # A single value is for a shell, unless a form is asked for.
+    # A single value is printed bare, for shells, unless a form is requested.
     if isinstance(found, str) and args.output.for_people:
         print(found)
     else:

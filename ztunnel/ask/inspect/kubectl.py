@@ -242,7 +242,7 @@ def pod_name(text: str) -> tuple[str, str]:
 
 
 def _read_ports(said: IO[bytes], ports: queue.SimpleQueue[int | None]) -> None:
-    """Read what kubectl says to its end: it has a line for each connection, and would stop at a full pipe."""
+    """Read kubectl's output to its end: it writes a line for each connection, and would block at a full pipe."""
     for line in said:
         found = _FORWARDING.match(line)
         if found is not None:

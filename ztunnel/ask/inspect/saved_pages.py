@@ -41,7 +41,7 @@ class SavedPages(NamedTuple):
 
 
 def policy_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
-    """Return what the table of policies needs; how often each decided is known to the running proxy only.
+    """Return the pages for the table of policies, without counts, which only a running proxy has.
 
     Raises:
         ConfigError: it is no dump of Envoy's dialect.

@@ -544,7 +544,7 @@ class Enroller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _say(self, entry: _Entry, reason: str, message: str) -> None:
-        """Tell about a pod, once until it changes."""
+        """Log a fault of a pod once, until the fault changes."""
         if entry.fault == message or entry.pod is None:
             return
         entry.fault = message

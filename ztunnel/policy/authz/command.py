@@ -199,7 +199,7 @@ async def check_command(args: argparse.Namespace) -> int:
 
 
 async def health_command(args: argparse.Namespace) -> int:
-    """Ask a server for its health; the exit status says it."""
+    """Request a server's health and return it as the exit status."""
     from google.protobuf.message import DecodeError
 
     from xds.grpc.status import RpcFailed

@@ -94,9 +94,9 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
 
 
 def _is_about_identity(peer: c.PeerMatch) -> bool:
-    """Return whether addresses do not say what one side of a rule means.
+    """Return whether one side of a rule selects identities that no IP set has, so that addresses cannot decide.
 
-    Namespaces are realised by IP sets, as pods are: only without one is the identity all there is.
+    Selectors of namespaces and pods usually have IP sets. A namespace selector without one selects identities.
     """
     return bool(peer.account_names or peer.account_selector or (peer.namespace_selector and not peer.ip_sets))
 

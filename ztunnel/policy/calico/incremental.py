@@ -71,7 +71,7 @@ class Delta:
 
 
 class _Things:
-    """Everything that selectors select, by key and by label."""
+    """The objects that selectors select, by key and by label."""
 
     def __init__(self) -> None:
         self.all: dict[Hashable, Selectable] = {}

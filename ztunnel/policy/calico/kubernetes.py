@@ -135,7 +135,9 @@ class KubernetesReader(ConfigReader):
         return value
 
     def entries(self, rule: RuleFaults, read: Callable[[], tuple[_Value, ...]]) -> tuple[_Value, ...]:
-        """Return a list one of whose entries must match: without faulty ones if it allows, else all or any."""
+        """Return the alternatives of a rule. A faulty one is removed from an allowing rule, and makes another rule
+        match any.
+        """
         values, faults = self.attempt(read)
         rule.faults += faults
         if faults and not (rule.allows and values):

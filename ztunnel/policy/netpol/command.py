@@ -137,7 +137,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
 
 
 async def _run(args: argparse.Namespace, out: TextIO) -> int:
-    """Keep the table until SIGINT or SIGTERM; all that happens once the lock is ours can be stopped likewise."""
+    """Keep the table until SIGINT or SIGTERM, which also end the start once the lock is held."""
     from tproxy.aio.table import KeptTable
     from ztunnel.policy.netpol.controller import Controller
     from ztunnel.policy.netpol.lock import NodeLock

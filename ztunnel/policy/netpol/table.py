@@ -460,7 +460,7 @@ class _RuleCompiler:
         used: ids of the IP sets that the rules name.
         named: names of their sets here.
         own: sets of networks and ports that the rules need.
-        reasons: why the kernel cannot see all of the rule that was compiled last.
+        reasons: parts of the last compiled rule that the kernel cannot see, with reasons.
     """
 
     def __init__(self, families: tuple[Family, ...], ip_set: Callable[[str], _IpSet]) -> None:

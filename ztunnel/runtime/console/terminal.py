@@ -89,12 +89,12 @@ def print_outline(lines: Iterable[str], *, out: TextIO | None = None) -> None:
 
 @contextmanager
 def progress(what: str, limit_s: float, *, out: TextIO | None = None) -> Iterator[Callable[[float, str], None]]:
-    """Show how much of a wait is over, on a terminal; yield what is called with the seconds so far and a remark.
+    """Show the progress of a wait on a terminal. Yields a function that takes the elapsed seconds and a remark.
 
     Args:
-        what: is done meanwhile.
-        limit_s: when the wait ends.
-        out: where to; standard error, since standard output has the answer.
+        what: names the work.
+        limit_s: the longest wait in seconds.
+        out: the terminal. Standard error by default, because standard output has the answer.
     """
     out = out if out is not None else sys.stderr
     if not out.isatty():

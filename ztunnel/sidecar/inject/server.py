@@ -267,7 +267,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the command's: uvicorn would take them, and raise them again at its end."""
+    """A server that leaves signals to the command. uvicorn would handle them, and raise them again at its end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
