@@ -54,7 +54,7 @@ class Reason(StrEnum):
     OTHER = "other"
 
 
-#: The connection was refused on purpose, here or by the peer; others failed.
+#: The reasons of deliberate refusals, here or by the peer.
 REFUSALS: Final = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.POLICY_CHANGE, Reason.PEER_DENIED),

@@ -1,8 +1,8 @@
-"""The growth of a process's totals in the last 15 minutes: a ring of steps of ten seconds in 3 KiB. Pure.
+"""Keeps how much a process's totals grew in the last 15 minutes: a ring of ten-second steps in 3 KiB. Pure.
 
-A timer samples totals that exist for other reasons: a connection costs nothing. Steps are numbered by the
-monotonic clock, which all processes of a node share. Thus the rings of workers add up. If no sample was taken for
-several steps (a process was stopped), the growth is spread evenly over them.
+A timer samples existing totals, so connections have no additional cost. Steps are numbered by the monotonic clock,
+which all processes of a node share, so the rings of workers can be added. If no sample was taken for several steps
+(a process was stopped), the growth is spread evenly over them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Totals(NamedTuple):
     """The counts of one process since its start.
 
     Attributes:
-        connections: opened ones. One between two pods of this node counts at both ends.
-        failures: of connections, also of those that never opened.
+        connections: opened connections. A connection between two pods of this node counts at both ends.
+        failures: failed connections, even if they never opened.
         denials: the failures that are refusals, here or by the peer
             (:data:`~ztunnel.proxy.dataplane.reasons.REFUSALS`).
         moved: bytes in both directions.
@@ -37,7 +37,7 @@ _WIDTH: Final = len(Totals._fields)
 
 
 class Steps(NamedTuple):
-    """Growth as a value, for another process: the number of the first step, and a row as :class:`Totals` each."""
+    """Growth as a value for another process: the first step's number, and per step a row like :class:`Totals`."""
 
     first: int
     rows: tuple[tuple[int, ...], ...]
@@ -57,11 +57,11 @@ class History:
         return self._before is None or int(now_s // STEP_S) > self._next
 
     def sample(self, now_s: float, totals: Totals) -> None:
-        """Store the growth since the sample before. The first sample is the base of later ones.
+        """Store the growth since the previous sample. The first sample is the base of later ones.
 
         Args:
             now_s: monotonic seconds.
-            totals: a total that has decreased counts as unchanged.
+            totals: the current totals. A decreased total counts as unchanged.
         """
         step, before = int(now_s // STEP_S), self._before
         if before is None:

@@ -79,7 +79,7 @@ class ConnectionTimes:
         self.errors[key] = self.errors.get(key, 0) + 1
 
     def failures(self) -> tuple[int, int]:
-        """Return the numbers of failed connections, and of those that were refused."""
+        """Return the numbers of failed and of refused connections. Refusals are included in the failures."""
         refused = sum(count for (_, _, reason), count in self.errors.items() if reason in REFUSALS)
         return sum(self.errors.values()), refused
 

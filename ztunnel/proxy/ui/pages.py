@@ -52,7 +52,7 @@ _SECURITY: Final = (
     ("cross-origin-resource-policy", "same-origin"),
     ("cross-origin-opener-policy", "same-origin"),
 )
-#: Of scripts; ``app`` is the one that the page names, and the others are its modules.
+#: The scripts. The page loads ``app``, which imports the other modules.
 _SCRIPTS: Final = (
     *("app", "dom", "explain", "flow", "flowlog", "graph", "labels"),
     *("layout", "link", "mesh", "meshview", "past", "views", "words"),

@@ -29,7 +29,7 @@ from ztunnel.runtime.clock import Clock
 
 #: References of an entry, in the order of :meth:`Account.ended`.
 _WIDTH: Final = 10
-#: Live connections between two turns of the loop: a millisecond.
+#: Live connections per iteration of the loop: a millisecond.
 _SLICE: Final = 1000
 #: The longest text that is kept of a peer.
 _MOST_TEXT: Final = 512
@@ -81,7 +81,7 @@ class Account:
         self._moved += counts.sent_here + counts.received_here
 
     async def sample(self, connections: Connections) -> None:
-        """Sample the totals for the history: what has ended, and what is live."""
+        """Sample the totals of ended and live connections for the history."""
         history, now_s = self.times.history, self._clock.monotonic()
         if not history.is_due(now_s):
             return

@@ -357,7 +357,7 @@ class Metrics(ConnectionTimes):
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
-        #: The number of series that were dropped so far, and the connections and bytes that they had counted.
+        #: The number of dropped series, and below it the connections and bytes counted by these.
         self.forgotten = 0
         self.forgotten_traffic = (0, 0)
         self.sockets_open = {"source": 0, "destination": 0}

@@ -1,4 +1,4 @@
-"""The periodic work on the metrics of one process: a sample for their history, and the end of unused series."""
+"""The periodic work on one process's metrics: samples the history and expires unused series."""
 
 import asyncio
 import itertools
@@ -8,14 +8,14 @@ from ztunnel.proxy.flows.history import STEP_S, Totals
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.runtime.clock import Clock
 
-#: Samples between two looks for unused series: a minute.
+#: The number of samples after which unused series expire: a minute.
 _EXPIRY_SAMPLES: Final = 6
-#: Series between two turns of the loop: about a millisecond.
+#: Series per loop iteration: about a millisecond.
 _SLICE: Final = 1000
 
 
 async def sweep(metrics: Metrics, clock: Clock) -> None:
-    """Sample at the end of each step of the history, in all processes at once, until cancelled."""
+    """Sample at the end of each history step, at the same time in all processes, until cancelled."""
     for number in itertools.count(1):
         if metrics.history.is_due(clock.monotonic()):
             await sample(metrics, clock)
