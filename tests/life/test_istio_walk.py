@@ -29,7 +29,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     GATED,
     NEAR,
     POD,
-    Through,
+    TunnelClient,
     fields,
 )
 from tests.ztunnel.proxy.istio.pods import (
@@ -233,7 +233,7 @@ class Wire(Held):
         with contextlib.suppress(HboneError, OSError):
             context = shown.client_context((identity("server"),))
             self._connection = await connect(self._near, context, default_client(), self.cluster.node.poller)
-            self.client = Through(self.cluster, await self._connection.open(fields())).end
+            self.client = TunnelClient(self.cluster, await self._connection.open(fields())).end
 
     async def release(self) -> None:
         await super().release()

@@ -22,7 +22,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     GATED,
     NEAR,
     POD,
-    Through,
+    TunnelClient,
     fields,
     policy,
 )
@@ -154,7 +154,7 @@ class World:
             context = shown.client_context((identity("server"),))
             connection = await connect(near, context, default_client(), self.cluster.node.poller)
             self.carriers.append(connection)
-            self.clients.append(Through(self.cluster, await connection.open(fields())).end)
+            self.clients.append(TunnelClient(self.cluster, await connection.open(fields())).end)
 
     # What must hold
 

@@ -22,7 +22,7 @@ from tests.ztunnel.proxy.istio import pods as istio
 from tests.ztunnel.proxy.istio.inbound_case import (
     NEAR,
     POD,
-    Through,
+    TunnelClient,
     fields,
 )
 from ztunnel.proxy.dataplane.lives import LiveTable
@@ -95,7 +95,7 @@ async def _istio_inbound(cluster: istio.Cluster) -> Walk:
     connection = await cluster.tunnels_to("server")
 
     async def once() -> None:
-        assert await Through(cluster, await connection.open(fields())).end.ask() == b"ping"
+        assert await TunnelClient(cluster, await connection.open(fields())).end.ask() == b"ping"
         await _over(cluster.node.live)
 
     await once()

@@ -48,7 +48,7 @@ def fields(
     return ((b":method", method), (b":authority", authority.encode()), *more)
 
 
-class Through:
+class TunnelClient:
     """An application at the client's end of a tunnel."""
 
     def __init__(self, cluster: Cluster, tunnel: Tunnel) -> None:

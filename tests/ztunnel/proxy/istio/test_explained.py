@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hbone.errors import HboneError
-from tests.ztunnel.proxy.istio.inbound_case import Through, fields
+from tests.ztunnel.proxy.istio.inbound_case import TunnelClient, fields
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -342,7 +342,7 @@ async def arrived(cluster: Cluster, source: str, shown: str, destination: str) -
     except HboneError:
         return False
     else:
-        return (await Through(cluster, tunnel).end.ask()).endswith(b"ping")
+        return (await TunnelClient(cluster, tunnel).end.ask()).endswith(b"ping")
     finally:
         connection.close()
 

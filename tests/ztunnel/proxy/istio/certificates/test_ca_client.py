@@ -33,7 +33,7 @@ NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
 
 
-class Office:
+class FakeCa:
     """An authority behind gRPC."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ def client(target: str, *, roots: Roots | None = None, **options: Any) -> IstioC
 
 def test_signing_request_has_istiods_fields_and_metadata(tmp_path: Path) -> None:
     async def body() -> None:
-        office = Office()
-        server, _ = await office.serve(f"unix:{tmp_path}/ca")
+        ca = FakeCa()
+        server, _ = await ca.serve(f"unix:{tmp_path}/ca")
         ours = client(
             f"unix:{tmp_path}/ca",
             credentials=Credentials(token=Token("secret-token"), cluster_id="c1", headers=(("x-extra", "1"),)),
@@ -97,8 +97,8 @@ def test_signing_request_has_istiods_fields_and_metadata(tmp_path: Path) -> None
         )
         issued = await ours.issue(WEB)
         assert issued.identity == WEB
-        assert issued.roots_pem == office.authority.root_pem
-        request, metadata = office.requests[0], office.metadata[0]
+        assert issued.roots_pem == ca.authority.root_pem
+        request, metadata = ca.requests[0], ca.metadata[0]
         assert dict(request.metadata) == {"ImpersonatedIdentity": "spiffe://cluster.local/ns/shop/sa/web"}
         assert request.validity_duration == 3600
         assert (metadata["authorization"], metadata["clusterid"], metadata["x-extra"]) == (
@@ -106,12 +106,12 @@ def test_signing_request_has_istiods_fields_and_metadata(tmp_path: Path) -> None
             "c1",
             "1",
         )
-        office.identity = CART
+        ca.identity = CART
         with pytest.raises(IdentityError, match=f"did not find expected SAN: {WEB}"):
             await ours.issue(WEB)
         alone = client(f"unix:{tmp_path}/ca", impersonate=False)
         assert (await alone.issue(WEB)).identity == CART
-        assert not office.requests[-1].HasField("metadata")
+        assert not ca.requests[-1].HasField("metadata")
         for each in (ours, alone):
             await each.close()
         await server.stop(0)
@@ -121,9 +121,9 @@ def test_signing_request_has_istiods_fields_and_metadata(tmp_path: Path) -> None
 
 def test_ca_failures_have_texts(tmp_path: Path) -> None:
     async def body() -> None:
-        office = Office()
-        server, _ = await office.serve(f"unix:{tmp_path}/ca")
-        office.refusal = (grpc.StatusCode.UNAUTHENTICATED, "request authenticate failure")
+        ca = FakeCa()
+        server, _ = await ca.serve(f"unix:{tmp_path}/ca")
+        ca.refusal = (grpc.StatusCode.UNAUTHENTICATED, "request authenticate failure")
         ours = client(f"unix:{tmp_path}/ca")
         with pytest.raises(IdentityError) as caught:
             await ours.issue(WEB)
@@ -144,14 +144,14 @@ def test_ca_failures_have_texts(tmp_path: Path) -> None:
 
 def test_unresponsive_authority_times_out(tmp_path: Path) -> None:
     async def body() -> None:
-        office = Office()
+        ca = FakeCa()
 
         async def never(request: IstioCertificateRequest, context: Any) -> IstioCertificateResponse:
             await asyncio.Event().wait()
             raise AssertionError
 
-        office.create = never  # type: ignore[method-assign]
-        server, _ = await office.serve(f"unix:{tmp_path}/ca")
+        ca.create = never  # type: ignore[method-assign]
+        server, _ = await ca.serve(f"unix:{tmp_path}/ca")
         ours = client(f"unix:{tmp_path}/ca", timeout_s=0.2)
         with pytest.raises(IdentityError, match=r"signing gRPC error \(DEADLINE_EXCEEDED\)"):
             await ours.issue(WEB)
@@ -164,16 +164,16 @@ def test_unresponsive_authority_times_out(tmp_path: Path) -> None:
 def test_ca_roots_are_reloaded_for_each_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         path = tmp_path / "root.pem"
-        office, stranger = Office(), Office()
-        server, port = await office.serve("127.0.0.1:0", ["127.0.0.1"])
+        ca, stranger = FakeCa(), FakeCa()
+        server, port = await ca.serve("127.0.0.1:0", ["127.0.0.1"])
         ours = client(f"https://127.0.0.1:{port}", roots=Roots(str(path)))
         with pytest.raises(IdentityError, match="cannot read root certificate file"):
             await ours.issue(WEB)
         path.write_bytes(stranger.authority.root_pem)
         with pytest.raises(IdentityError, match=r"\(UNAVAILABLE\).*TLS failed \(chain\)"):
             await ours.issue(WEB)
-        assert office.requests == []
-        path.write_bytes(office.authority.root_pem)
+        assert ca.requests == []
+        path.write_bytes(ca.authority.root_pem)
         await ours.issue(WEB)
         path.unlink()
         await ours.issue(WEB)
@@ -190,9 +190,9 @@ def test_ca_roots_are_reloaded_for_each_connection(tmp_path: Path, caplog: pytes
 def test_alternative_ca_hostname_is_accepted(tmp_path: Path) -> None:
     async def body() -> None:
         for hosts in (["istiod.example"], ["127.0.0.1"]):
-            office = Office()
-            server, port = await office.serve("127.0.0.1:0", hosts)
-            roots = Roots(office.authority.root_pem.decode())
+            ca = FakeCa()
+            server, port = await ca.serve("127.0.0.1:0", hosts)
+            roots = Roots(ca.authority.root_pem.decode())
             ours = client(f"https://127.0.0.1:{port}", roots=roots, alternative_name="istiod.example")
             await ours.issue(WEB)
             await ours.issue(WEB)

@@ -15,7 +15,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     GATED,
     NEAR,
     POD,
-    Through,
+    TunnelClient,
     fields,
     refused,
 )
@@ -155,8 +155,8 @@ def test_calico_policy_judges_a_tunnel_by_certificate_and_port(tmp_path: Path, l
         made.handed.apply(inbound(by_account))
         connection = await tunnel_to_server(made)
         try:
-            through = Through(made, await connection.open(fields()))
-            assert await through.end.ask() == b"ping"
+            tunnel_client = TunnelClient(made, await connection.open(fields()))
+            assert await tunnel_client.end.ask() == b"ping"
             await made.line()
             assert await refused(connection, *fields(f"{SERVER}:9999")) == 401
             line = await made.line(2)
@@ -222,7 +222,7 @@ def test_mesh_and_calico_policies_must_both_allow(tmp_path: Path, mesh_allows: b
         made.mesh.apply([GATED, ALLOW if mesh_allows else DENY])
         try:
             if mesh_allows and calico_allows:
-                assert await Through(made, await connection.open(fields())).end.ask() == b"ping"
+                assert await TunnelClient(made, await connection.open(fields())).end.ask() == b"ping"
             else:
                 assert await refused(connection) == 401
         finally:
@@ -235,16 +235,16 @@ def test_live_connections_end_when_policies_change(tmp_path: Path) -> None:
     async def body(made: CalicoCluster) -> None:
         connection = await tunnel_to_server(made)
         try:
-            through = Through(made, await connection.open(fields()))
-            await through.end.send(b"hello")
-            assert await through.end.read(5) == b"hello"
+            tunnel_client = TunnelClient(made, await connection.open(fields()))
+            await tunnel_client.end.send(b"hello")
+            assert await tunnel_client.end.read(5) == b"hello"
             made.handed.apply(inbound(PERMIT, FORBID))
             changes = made.policies.changes
             await made.until(lambda: made.policies.changes > changes)
-            await through.end.send(b"still")
-            assert await through.end.read(5) == b"still"
+            await tunnel_client.end.send(b"still")
+            assert await tunnel_client.end.read(5) == b"still"
             made.handed.apply(inbound(FORBID))
-            assert await through.end.read_all() == b""
+            assert await tunnel_client.end.read_all() == b""
             assert (await made.line())["error"] == POLICY_CHANGE
         finally:
             connection.close()
@@ -295,7 +295,7 @@ def test_staged_policies_are_a_field_and_a_count(tmp_path: Path) -> None:
         made.handed.apply(inbound(FORBID, of=STAGED))
         connection = await tunnel_to_server(made)
         try:
-            assert await Through(made, await connection.open(fields())).end.ask() == b"ping"
+            assert await TunnelClient(made, await connection.open(fields())).end.ask() == b"ping"
         finally:
             connection.close()
         line = await made.line()

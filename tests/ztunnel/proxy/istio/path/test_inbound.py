@@ -18,7 +18,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     GATED,
     NEAR,
     POD,
-    Through,
+    TunnelClient,
     closing,
     fields,
     refused,
@@ -57,8 +57,8 @@ def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
         app = cluster.application(SERVER)
         tunnel = await connection.open(fields())
         assert dict(tunnel.headers)[b"baggage"].startswith(b"k8s.")
-        through = Through(cluster, tunnel)
-        assert await through.end.ask(b"x" * 100_000) == b"x" * 100_000
+        tunnel_client = TunnelClient(cluster, tunnel)
+        assert await tunnel_client.end.ask(b"x" * 100_000) == b"x" * 100_000
         line = await cluster.line()
         assert (line["direction"], line["bytes_recv"], line["bytes_sent"]) == ("inbound", 100_000, 100_000)
         assert (line["src.identity"], line["dst.identity"]) == (identity("client"), identity("server"))
@@ -74,8 +74,8 @@ def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
 def test_sidecar_dials_the_application_from_its_passthrough_source(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        assert await through.end.ask(b"tunnel") == b"tunnel"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        assert await tunnel_client.end.ask(b"tunnel") == b"tunnel"
         assert await cluster.plain(f"{SERVER}:{APP_PORT}").ask(b"plain") == b"plain"
         assert cluster.wire.dialled == [(APP, "127.0.0.6"), (APP, "127.0.0.6")]
 
@@ -87,15 +87,15 @@ def test_dump_shows_live_connections(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         for _ in range(2):
-            through = Through(
+            tunnel_client = TunnelClient(
                 cluster,
                 await connection.open(fields(f"{SERVER}:{APP_PORT}", (b"forwarded", b"host=shop.example"))),
             )
-            await through.end.send(b"hello")
-            assert await through.end.read(5) == b"hello"
+            await tunnel_client.end.send(b"hello")
+            assert await tunnel_client.end.read(5) == b"hello"
         (entry,) = cluster.pods["server"].dump()["inbound"]
         assert (entry["actualDst"], entry["originalDst"], entry["protocol"]) == (str(APP), "shop.example", "HBONE")
-        through.end.close()
+        tunnel_client.end.close()
 
     play(tmp_path, closing(body))
 
@@ -117,8 +117,10 @@ def test_labels_are_the_control_planes_over_those_of_the_peer(tmp_path: Path) ->
         ):
             if number == 3:
                 cluster.mesh.apply([NEAR])
-            through = Through(cluster, await connection.open(fields(f"{SERVER}:{APP_PORT}", baggage, header)))
-            await through.end.ask()
+            tunnel_client = TunnelClient(
+                cluster, await connection.open(fields(f"{SERVER}:{APP_PORT}", baggage, header))
+            )
+            await tunnel_client.end.ask()
             assert (await cluster.line(number))["src.workload"] == name
 
     play(tmp_path, closing(body))
@@ -130,7 +132,7 @@ def test_baggage_of_a_peer_cannot_exhaust_metric_series(tmp_path: Path) -> None:
         for number in range(2 * SETS_PER_PEER):
             said = (b"baggage", b"k8s.deployment.name=%d" % number)
             tunnel = await connection.open(fields(f"{SERVER}:{APP_PORT}", said, (b"x-forwarded-network", b"far")))
-            await Through(cluster, tunnel).end.ask()
+            await TunnelClient(cluster, tunnel).end.ask()
         await cluster.until(lambda: len(cluster.lines()) == 2 * SETS_PER_PEER)
         assert len(list(cluster.node.metrics.series)) == SETS_PER_PEER + 1
         assert cluster.node.baggage_labels.refused == SETS_PER_PEER
@@ -143,7 +145,7 @@ def test_unknown_peer_without_baggage_has_only_its_principal(tmp_path: Path) -> 
         cluster.application(SERVER)
         tunnel = await connection.open(fields(f"{SERVER}:{APP_PORT}", (b"baggage", b"service.name=said")))
         assert b"baggage" not in dict(tunnel.headers)
-        await Through(cluster, tunnel).end.ask()
+        await TunnelClient(cluster, tunnel).end.ask()
         line = await cluster.line()
         assert "src.workload" not in line
         assert line["src.identity"] == identity("client")
@@ -231,7 +233,7 @@ def test_request_waits_for_a_late_policy(tmp_path: Path) -> None:
         opening = asyncio.ensure_future(connection.open(fields()))  # noqa: TID251  awaited below
         await cluster.until(lambda: cluster.pods["server"].dump()["inbound"])
         cluster.mesh.apply([ALLOW])
-        await Through(cluster, await opening).end.ask()
+        await TunnelClient(cluster, await opening).end.ask()
         assert "error" not in await cluster.line()
 
     play(tmp_path, closing(body))
@@ -264,8 +266,8 @@ def test_application_gets_its_proxy_header(tmp_path: Path) -> None:
         app = cluster.application("127.0.0.1", 9000)
         app.echoes = False
         connection = await cluster.tunnels_to("server")
-        through = Through(cluster, await connection.open(fields("10.1.2.3:80")))
-        await through.end.ask(b"payload")
+        tunnel_client = TunnelClient(cluster, await connection.open(fields("10.1.2.3:80")))
+        await tunnel_client.end.ask(b"payload")
         await cluster.line()
         assert app.received.startswith(b"\r\n\r\n\x00\r\nQUIT\n\x21\x11")
         assert app.received.endswith(b"payload")
@@ -280,7 +282,7 @@ def test_source_address_is_preserved_if_the_listener_is_transparent(tmp_path: Pa
     async def body(cluster: Cluster, connection: Connection) -> None:
         app = cluster.application(SERVER)
         cluster.sockets["server"].preserves_source[HBONE_PORT] = True
-        await Through(cluster, await connection.open(fields())).end.ask()
+        await TunnelClient(cluster, await connection.open(fields())).end.ask()
         assert app.peers == [CLIENT]
         assert cluster.wire.dialled == [(APP, CLIENT)]
 
@@ -327,11 +329,11 @@ def test_a_client_that_is_revoked_as_the_application_answers(tmp_path: Path) -> 
 def test_a_reset_of_the_application_is_a_connect_error(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         app = cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         app.reset()
-        await through.end.read_all()
+        await tunnel_client.end.read_all()
         assert "error" not in await cluster.line()
 
     play(tmp_path, closing(body))
@@ -340,9 +342,9 @@ def test_a_reset_of_the_application_is_a_connect_error(tmp_path: Path) -> None:
 def test_a_broken_connection_is_the_clients_error(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         connection.abort("gone")
         line = await cluster.line()
         assert line["error"].startswith("send: ")

@@ -14,7 +14,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     GATED,
     NEVER,
     POD,
-    Through,
+    TunnelClient,
     closing,
     fields,
     policy,
@@ -63,14 +63,14 @@ def test_a_verdict_while_the_application_is_dialled(tmp_path: Path, reason: str,
 def test_live_connections_are_judged_again(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         cluster.mesh.apply([GATED, NEVER])
-        await through.end.send(b"still")
-        assert await through.end.read(5) == b"still"
+        await tunnel_client.end.send(b"still")
+        assert await tunnel_client.end.read(5) == b"still"
         cluster.mesh.apply([DENY])
-        assert await through.end.read_all() == b""
+        assert await tunnel_client.end.read_all() == b""
         assert (await cluster.line())["error"] == POLICY_CHANGE
         assert cluster.closed("destination") == {"DENY": 1}
 
@@ -81,21 +81,21 @@ def test_live_connections_are_judged_again(tmp_path: Path) -> None:
 def test_live_connection_has_a_grace_period_while_a_policy_is_missing(tmp_path: Path, comes: bool) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         cluster.mesh.apply([GATED])
         await asyncio.sleep(4)
-        await through.end.send(b"still")
-        assert await through.end.read(5) == b"still"
+        await tunnel_client.end.send(b"still")
+        assert await tunnel_client.end.read(5) == b"still"
         if comes:
             cluster.mesh.apply([ALLOW])
             await asyncio.sleep(4)
-            assert await through.end.ask(b"after") == b"after"
+            assert await tunnel_client.end.ask(b"after") == b"after"
             assert "error" not in await cluster.line()
         else:
             await asyncio.sleep(2)
-            assert await through.end.read_all() == b""
+            assert await tunnel_client.end.read_all() == b""
             assert (await cluster.line())["error"] == POLICY_CHANGE
 
     play(tmp_path, closing(body))
@@ -107,14 +107,14 @@ def test_a_revoked_client_loses_its_tunnels(tmp_path: Path) -> None:
         cluster.application(SERVER)
         shown = certificate(identity("client"))
         connection = await cluster.tunnels_to("server", shown=shown)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         cluster.revoke(RevocationLists.parse(ROOT.revoke(certificate(identity("client")).issued.chain[0])))
-        await through.end.send(b"still")
-        assert await through.end.read(5) == b"still"
+        await tunnel_client.end.send(b"still")
+        assert await tunnel_client.end.read(5) == b"still"
         cluster.revoke(RevocationLists.parse(ROOT.revoke(shown.issued.chain[0])))
-        await through.end.read_all()
+        await tunnel_client.end.read_all()
         assert (await cluster.line())["error"] == REVOKED
         assert cluster.closed("destination") == {"CERT_REVOKED": 1}
         assert cluster.node.metrics.crl_rejections["destination"] == 1
@@ -146,14 +146,14 @@ def test_revoked_client_without_a_tunnel_is_logged(tmp_path: Path) -> None:
 def test_drain_sends_goaway_and_waits_for_tunnels(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         draining = asyncio.ensure_future(cluster.pods["server"].drain(20.0))  # noqa: TID251  awaited below
         await cluster.until(lambda: connection.engine.going_away)
         await asyncio.sleep(5)
         assert not draining.done()
-        assert await through.end.ask(b"last") == b"last"
+        assert await tunnel_client.end.ask(b"last") == b"last"
         await draining
         assert "error" not in await cluster.line()
 
@@ -163,13 +163,13 @@ def test_drain_sends_goaway_and_waits_for_tunnels(tmp_path: Path) -> None:
 def test_drain_ends_remaining_tunnels_at_its_deadline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         began_s = cluster.node.clock.monotonic()
         await cluster.pods["server"].drain(20.0)
         assert 20 <= cluster.node.clock.monotonic() - began_s < 21
-        await through.end.read_all()
+        await tunnel_client.end.read_all()
         assert (await cluster.line())["error"] == DRAINED
         assert "drain duration expired with pending connections" in caplog.text
 
@@ -214,15 +214,15 @@ def test_running_handshake_completes_and_gets_goaway_in_a_drain(tmp_path: Path) 
 def test_grace_period_of_a_missing_policy_is_not_prolonged(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         began_s = cluster.node.clock.monotonic()
         cluster.mesh.apply([GATED])
         for number in range(2):
             await asyncio.sleep(4)
             cluster.mesh.apply([policy(f"other{number}", Action.ALLOW)])
-        await through.end.read_all()
+        await tunnel_client.end.read_all()
         assert (await cluster.line())["error"] == POLICY_CHANGE
         assert cluster.node.clock.monotonic() - began_s < 9
 
@@ -232,13 +232,13 @@ def test_grace_period_of_a_missing_policy_is_not_prolonged(tmp_path: Path) -> No
 def test_a_deny_that_has_arrived_does_not_wait_for_a_missing_policy(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
-        through = Through(cluster, await connection.open(fields()))
-        await through.end.send(b"hello")
-        assert await through.end.read(5) == b"hello"
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        await tunnel_client.end.send(b"hello")
+        assert await tunnel_client.end.read(5) == b"hello"
         cluster.mesh.apply([GATED])
         began_s = cluster.node.clock.monotonic()
         cluster.mesh.apply([policy("everybody", Action.DENY)])
-        await through.end.read_all()
+        await tunnel_client.end.read_all()
         assert (await cluster.line())["error"] == POLICY_CHANGE
         assert cluster.node.clock.monotonic() - began_s < 1
 

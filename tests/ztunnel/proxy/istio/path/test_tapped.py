@@ -14,7 +14,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     DENY,
     GATED,
     NEAR,
-    Through,
+    TunnelClient,
     fields,
 )
 from tests.ztunnel.proxy.istio.inbound_case import POD as SERVER_POD
@@ -172,7 +172,7 @@ def test_resets_of_either_side(tmp_path: Path) -> None:
         application = cluster.application(SERVER)
         connection = await cluster.tunnels_to("server")
         tap = await Tap.begun(cluster, "server")
-        end = Through(cluster, await connection.open(fields())).end
+        end = TunnelClient(cluster, await connection.open(fields())).end
         await end.send(b"ping")
         assert await end.read(4) == b"ping"
         application.reset()
@@ -211,7 +211,7 @@ def test_tap_captures_a_tunnel_to_the_pod(tmp_path: Path, loop: str) -> None:
         cluster.application(SERVER)
         connection = await cluster.tunnels_to("server")
         tap = await Tap.begun(cluster, "server", peer="default/client", port=str(APP_PORT))
-        assert await Through(cluster, await connection.open(fields())).end.ask(BLOB) == BLOB
+        assert await TunnelClient(cluster, await connection.open(fields())).end.ask(BLOB) == BLOB
         await cluster.line()
         found = await tap.end()
         ((client, server), both), *_ = found.streams().items()
@@ -238,7 +238,7 @@ def test_streams_of_one_tunnel_connection_are_connections_of_their_own(tmp_path:
         tap = await Tap.begun(cluster, "server")
         told = [(b"forwarded", f'for="{address}"'.encode()) for address in (f"{host}:7", "10.9.9.9:8", "nonsense")]
         through = [
-            Through(cluster, await connection.open(fields(f"{SERVER}:{APP_PORT}", each))).end
+            TunnelClient(cluster, await connection.open(fields(f"{SERVER}:{APP_PORT}", each))).end
             for each in (*told, (b"x-other", b""))
         ]
         for number, end in enumerate(through):
@@ -313,7 +313,7 @@ def test_a_connection_that_a_policy_ends_ends_in_the_capture(tmp_path: Path) -> 
         cluster.application(SERVER)
         connection = await cluster.tunnels_to("server")
         tap = await Tap.begun(cluster, "server")
-        end = Through(cluster, await connection.open(fields())).end
+        end = TunnelClient(cluster, await connection.open(fields())).end
         await end.send(b"ping")
         assert await end.read(4) == b"ping"
         cluster.mesh.apply([GATED, DENY])
