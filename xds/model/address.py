@@ -41,6 +41,14 @@ class SocketAddress(NamedTuple):
         """
         return _parse(text)
 
+    @classmethod
+    def parse_or_none(cls, text: str | None) -> "SocketAddress | None":
+        """Read like :meth:`parse`. Return None for another form, and without a text."""
+        try:
+            return None if text is None else _parse(text)
+        except ValueError:
+            return None
+
 
 # These caches replace about 20 microseconds of work per connection by look-ups. A peer that invents addresses only
 # makes them useless.

@@ -89,16 +89,16 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo, name: str) -> None:
     match entry:
         case model.OriginalDst():
             local = _text(facts.metadata, _LOCAL_METADATA, "local")
-            address = _address(local or facts.filter_state.get(f"{_LOCAL_METADATA}.local_ip"))
+            address = SocketAddress.parse_or_none(local or facts.filter_state.get(f"{_LOCAL_METADATA}.local_ip"))
             if address is not None:
                 facts.destination = address
                 info.restored = True
-            remote = _address(facts.filter_state.get(f"{_LOCAL_METADATA}.remote_ip"))
+            remote = SocketAddress.parse_or_none(facts.filter_state.get(f"{_LOCAL_METADATA}.remote_ip"))
             if remote is not None:
                 facts.source = remote
                 info.remote_text = ""
         case model.SetDstAddress():
-            destination = _address(_text(facts.metadata, "tunnel", "destination"))
+            destination = SocketAddress.parse_or_none(_text(facts.metadata, "tunnel", "destination"))
             if destination is not None:
                 facts.destination = destination
                 info.restored = True
@@ -237,15 +237,6 @@ async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: 
         info.restored = True
         if info.options.source is not None:
             info.options = info.options._replace(source=header.source.host)
-
-
-def _address(text: str | None) -> SocketAddress | None:
-    if text is None:
-        return None
-    try:
-        return SocketAddress.parse(text)
-    except ValueError:
-        return None
 
 
 def _text(metadata: Mapping[str, object], namespace: str, key: str) -> str | None:

@@ -102,8 +102,8 @@ class TunnelRules:
             if name == config.http_header_name:
                 header = value
                 break
-        authority = _ip_port(info.authority)
-        named = authority if header is None else _ip_port(header)
+        authority = SocketAddress.parse_or_none(info.authority)
+        named = authority if header is None else SocketAddress.parse_or_none(header)
         if named is None:
             text = header if header is not None else info.authority
             raise RequestRefused(Answer(400, f"no valid authority pseudo header: {text}"))
@@ -215,13 +215,6 @@ class Terminator:
             info.ready_s = hop.clock.monotonic() - info.started
         info.connected, info.failure = True, None
         return upstream
-
-
-def _ip_port(text: str) -> SocketAddress | None:
-    try:
-        return SocketAddress.parse(text)
-    except ValueError:
-        return None
 
 
 def _answer_to(error: Refused) -> Answer:

@@ -54,12 +54,12 @@ class OriginalHosts:
         """
         config = self._model.original_dst
         assert config is not None
-        address = _parsed(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
+        address = SocketAddress.parse_or_none(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
         if address is None and config.metadata_key is not None:
-            address = _parsed(_metadata_text(info, *config.metadata_key))
+            address = SocketAddress.parse_or_none(_metadata_text(info, *config.metadata_key))
         if address is None and config.use_http_header:
             values = [value for name, value in info.request_headers if name == config.http_header_name]
-            address = _parsed(values[0]) if values else None
+            address = SocketAddress.parse_or_none(values[0]) if values else None
             if values and address is None:
                 self._stats.original_dst_host_invalid.value += 1
         if address is None and info.restored:
@@ -84,15 +84,6 @@ class OriginalHosts:
             if now - used >= self._model.cleanup_interval_s and not host.active:
                 del self._found[key]
         self._hosts.changes += len(self._found) < before
-
-
-def _parsed(text: str | None) -> SocketAddress | None:
-    if text is None:
-        return None
-    try:
-        return SocketAddress.parse(text)
-    except ValueError:
-        return None
 
 
 def _metadata_text(info: StreamInfo, namespace: str, path: tuple[str, ...]) -> str | None:

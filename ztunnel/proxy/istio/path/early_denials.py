@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from xds.model.address import SocketAddress, canonical
+from xds.model.address import SocketAddress
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
@@ -48,7 +48,7 @@ def account_rejected(denials: EarlyDenials, pending: PendingHandshake, reason: s
         pending.owner.close()
     if reason:
         try:
-            source, local = address_of(pending.peer), address_of(pending.sock.getsockname())
+            source, local = SocketAddress.of(pending.peer), SocketAddress.of(pending.sock.getsockname())
         except OSError:
             return
         denials.write(source, local, handshake_error(reason))
@@ -57,8 +57,3 @@ def account_rejected(denials: EarlyDenials, pending: PendingHandshake, reason: s
 def handshake_error(reason: object) -> EarlyDeny:
     """Return the denial of a connection whose TLS handshake failed."""
     return EarlyDeny(f"tls handshake error: {reason}", Reason.TLS)
-
-
-def address_of(name: tuple[str, int]) -> SocketAddress:
-    """Return the name of a socket as an address."""
-    return SocketAddress(canonical(name[0]), name[1])

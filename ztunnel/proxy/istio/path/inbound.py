@@ -64,7 +64,7 @@ from ztunnel.proxy.istio.path.connections import (
     PodConnection,
     is_listed,
 )
-from ztunnel.proxy.istio.path.early_denials import EarlyDenials, account_rejected, address_of, handshake_error
+from ztunnel.proxy.istio.path.early_denials import EarlyDenials, account_rejected, handshake_error
 from ztunnel.proxy.istio.path.inbound_target import (
     inbound_facts,
     inbound_service,
@@ -146,7 +146,7 @@ class Inbound:
         owned: socket.SocketType | None = sock
         try:
             try:
-                source, local = address_of(pending.peer), address_of(sock.getsockname())
+                source, local = SocketAddress.of(pending.peer), SocketAddress.of(sock.getsockname())
             except OSError:
                 return
             certificate = await pod.certificate((await pod.local.get()).workload)
@@ -447,7 +447,7 @@ class Inbound:
         failure: Failed | None = None
         entry: PodConnection | None = None
         try:
-            source = address_of(peer)
+            source = SocketAddress.of(peer)
             destination = self._pod.sockets.original_destination(sock, source)
             record = Record(node, Direction.INBOUND, source, destination)
             entry = self._entry(record)
