@@ -28,13 +28,7 @@ from tproxy.inpod import PROBE_TABLE
 from tproxy.resources import Address
 from ztunnel.kube.objects import Changes, Object, ObjectKey
 from ztunnel.node.agent.enroller import Enroller
-from ztunnel.node.agent.enrolment import (
-    MODE,
-    REDIRECTION,
-    Pod,
-    Settings,
-    read_pod,
-)
+from ztunnel.node.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.proxy.istio.zds.manager import PodManager
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 

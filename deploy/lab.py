@@ -34,17 +34,7 @@ from typing import Any, Self
 
 from tproxy.aio import rtnetlink
 from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
-from tproxy.aio.netns import (
-    CLONE_NEWNET,
-    CLONE_NEWNS,
-    CLONE_NEWUSER,
-    RUN,
-    Netns,
-    mount,
-    names,
-    unpublish,
-    unshare,
-)
+from tproxy.aio.netns import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUSER, RUN, Netns, mount, names, unpublish, unshare
 from tproxy.aio.sysctl_memory import SysctlMemory, cookie_of
 from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node

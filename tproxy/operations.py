@@ -5,18 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tproxy.expressions import Family
-from tproxy.resources import (
-    Address,
-    Chain,
-    Element,
-    IpRule,
-    NamespaceName,
-    Route,
-    Rule,
-    Set,
-    SysctlKey,
-    VethPair,
-)
+from tproxy.resources import Address, Chain, Element, IpRule, NamespaceName, Route, Rule, Set, SysctlKey, VethPair
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,7 @@ from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SERVICE_ACCOUNT, Kind
 from ztunnel.proxy.identity.csr import IdentityError
 from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    Endpoint,
-    Roots,
-    Token,
-)
+from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 
 WAIT_S = 60
 REVIEWS = SpiffeId("cluster.local", "identity", "reviews")

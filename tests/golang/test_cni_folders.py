@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from tests.generated import examples
 from tests.golang.oracle import Oracle
 from ztunnel.node.agent.cni.conflist import TYPE
-from ztunnel.node.agent.cni.installer import (
-    Installation,
-    NoNetwork,
-    install,
-    taken_by_runtime,
-    uninstall,
-)
+from ztunnel.node.agent.cni.installer import Installation, NoNetwork, install, taken_by_runtime, uninstall
 
 _NAMES = (
     "00-multus.conf 00-multus.conflist 00-multus.json 02-x.conf 10-net.conf 10-net.conflist 10-net.json 10-net.txt"

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
 from xds.errors import ConfigError
-from ztunnel.runtime.formats.go_yaml import (
-    dump,
-    dump_json,
-    load,
-    resolve,
-)
+from ztunnel.runtime.formats.go_yaml import dump, dump_json, load, resolve
 from ztunnel.sidecar.inject.config import InjectConfig
 from ztunnel.sidecar.inject.manual import inject_text
 

@@ -7,10 +7,7 @@ import pytest
 from hbone import frames
 from hbone.engine import Engine
 from hbone.errors import ErrorCode
-from hbone.events import (
-    ConnectionFailed,
-    StreamReset,
-)
+from hbone.events import ConnectionFailed, StreamReset
 from hbone.frames import frame
 from hbone.limits import Limits
 from tests.hbone.wire import OPENING, failure, opened, request, server, split, take

@@ -7,9 +7,7 @@ from hpack import Decoder, Encoder
 
 from hbone import frames
 from hbone.errors import ErrorCode
-from hbone.events import (
-    RequestReceived,
-)
+from hbone.events import RequestReceived
 from hbone.frames import frame
 from tests.hbone.wire import CONNECT, OPENING, block, client, failure, opened, plain, request, server, split, take
 

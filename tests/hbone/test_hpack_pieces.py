@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from hbone.events import Header
 from hbone.hpack_cache import LONG_BLOCK_BYTES, TOLERATED_LIST_BYTES, BlockDecoder, HeaderBlockError
-from hbone.hpack_pieces import (
-    HUFFMAN_OCTETS,
-    PIECE_FIELDS,
-    PIECE_OCTETS,
-    Unreadable,
-    next_piece,
-    plain_length,
-)
+from hbone.hpack_pieces import HUFFMAN_OCTETS, PIECE_FIELDS, PIECE_OCTETS, Unreadable, next_piece, plain_length
 
 LIMIT = 65_536
 #: Names and values that come again, so that blocks refer to the dynamic table, and new ones.

@@ -9,11 +9,7 @@ from hpack import Encoder
 
 from hbone import frames
 from hbone.engine import Engine
-from hbone.events import (
-    ConnectionFailed,
-    DataReceived,
-    Event,
-)
+from hbone.events import ConnectionFailed, DataReceived, Event
 from hbone.frames import frame
 from hbone.settings import Http2Settings, Role, client_settings
 

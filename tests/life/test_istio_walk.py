@@ -22,16 +22,7 @@ from hbone.aio.server import Request
 from hbone.errors import HboneError
 from tests.life.copying import both_ways
 from tests.life.outcome import Outcome, expected
-from tests.ztunnel.proxy.istio.inbound_case import (
-    ALLOW,
-    APP,
-    DENY,
-    GATED,
-    NEAR,
-    POD,
-    TunnelClient,
-    fields,
-)
+from tests.ztunnel.proxy.istio.inbound_case import ALLOW, APP, DENY, GATED, NEAR, POD, TunnelClient, fields
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -55,12 +46,7 @@ from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.dataplane.life import Event, State
 from ztunnel.proxy.identity.crl import RevocationLists
-from ztunnel.proxy.istio.accounting.outcome import (
-    DRAINED,
-    POLICY_CHANGE,
-    REJECTED,
-    REVOKED,
-)
+from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REJECTED, REVOKED
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.settings.config import HBONE_PORT

@@ -17,15 +17,7 @@ from hbone.aio.connection import Connection, connect
 from hbone.aio.connection_settings import default_client
 from hbone.errors import HboneError
 from tests.generated import examples
-from tests.ztunnel.proxy.istio.inbound_case import (
-    APP,
-    GATED,
-    NEAR,
-    POD,
-    TunnelClient,
-    fields,
-    policy,
-)
+from tests.ztunnel.proxy.istio.inbound_case import APP, GATED, NEAR, POD, TunnelClient, fields, policy
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,

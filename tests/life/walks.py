@@ -19,12 +19,7 @@ from typing import Any
 from tests.hbone import virtual_time
 from tests.ztunnel.proxy.envoy import rig as envoy
 from tests.ztunnel.proxy.istio import pods as istio
-from tests.ztunnel.proxy.istio.inbound_case import (
-    NEAR,
-    POD,
-    TunnelClient,
-    fields,
-)
+from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD, TunnelClient, fields
 from ztunnel.proxy.dataplane.lives import LiveTable
 
 PACKAGE = str(Path(__file__).parents[2] / "ztunnel") + "/"

@@ -31,13 +31,7 @@ from ztunnel.node.agent.auditor import Auditor
 from ztunnel.node.agent.cni.installer import Installation, install
 from ztunnel.node.agent.cni_server import CniServer
 from ztunnel.node.agent.enroller import Added, Enroller
-from ztunnel.node.agent.enrolment import (
-    MODE,
-    REDIRECTION,
-    Pod,
-    Settings,
-    read_pod,
-)
+from ztunnel.node.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.node.agent.errors import CannotAdd
 from ztunnel.node.agent.namespaces import iptables_tables, remove_probes, remove_rules, try_rules
 from ztunnel.node.agent.phase import Phase

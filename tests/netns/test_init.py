@@ -21,12 +21,7 @@ from tproxy.aio.loopback import put_address, remove_address
 from tproxy.aio.sockets import listen, original_destination
 from tproxy.render.text import table_text
 from tproxy.sidecar import PASSTHROUGH, USER, Sidecar, sidecar
-from ztunnel.sidecar.init.command import (
-    BAD_FLAGS,
-    DONE,
-    NOT_CAPTURED,
-    run,
-)
+from ztunnel.sidecar.init.command import BAD_FLAGS, DONE, NOT_CAPTURED, run
 from ztunnel.sidecar.init.flags import add_flags
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]

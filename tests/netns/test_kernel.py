@@ -21,16 +21,7 @@ from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
 from tproxy.aio.sysctl_memory import SysctlMemory, cookie_of
 from tproxy.errors import NotOurs, UnknownInterface
-from tproxy.expressions import (
-    TCP,
-    Family,
-    Immediate,
-    Nat,
-    NatKind,
-    destination_is,
-    mark_is,
-    protocol_is,
-)
+from tproxy.expressions import TCP, Family, Immediate, Nat, NatKind, destination_is, mark_is, protocol_is
 from tproxy.node import HOST, OWNERSHIP, TABLE, ZTUNNEL, Member, member_sets, node
 from tproxy.operations import (
     AddChain,

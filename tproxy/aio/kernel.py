@@ -53,15 +53,7 @@ from tproxy.render.nf_tables import (
     NFTA_TABLE_NAME,
 )
 from tproxy.render.text import operation_text
-from tproxy.resources import (
-    End,
-    Namespace,
-    NamespaceName,
-    Ownership,
-    State,
-    SysctlKey,
-    VethPair,
-)
+from tproxy.resources import End, Namespace, NamespaceName, Ownership, State, SysctlKey, VethPair
 from tproxy.wire import Message, text
 
 log = logging.getLogger(__name__)

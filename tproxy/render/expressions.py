@@ -29,17 +29,7 @@ from tproxy.expressions import (
     Verdict,
 )
 from tproxy.render import nf_tables as nf
-from tproxy.wire import (
-    MalformedDump,
-    attribute,
-    attribute_map,
-    attributes,
-    be32,
-    nest,
-    read_be32,
-    read_text,
-    text,
-)
+from tproxy.wire import MalformedDump, attribute, attribute_map, attributes, be32, nest, read_be32, read_text, text
 
 
 class _Layout(NamedTuple):

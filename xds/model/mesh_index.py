@@ -8,12 +8,7 @@ from typing import Generic, TypeVar
 
 from xds.model.address import IpAddress, IpNetwork
 from xds.model.service import HealthPolicy, Service
-from xds.model.workload import (
-    Health,
-    ServiceKey,
-    Workload,
-    WorkloadUid,
-)
+from xds.model.workload import Health, ServiceKey, Workload, WorkloadUid
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value", Workload, Service)

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.mesh_index import Key
 from xds.model.policy import Always, Policy, PolicyList, Tier, Verdict
-from xds.model.workload import (
-    PolicyKey,
-    Workload,
-)
+from xds.model.workload import PolicyKey, Workload
 
 #: The limit of remembered (namespace, selected policies) pairs. The workloads of one node have a few hundred. The
 #: limit bounds the memory of a mesh that keeps renaming its policies.

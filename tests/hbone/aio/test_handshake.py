@@ -18,13 +18,7 @@ from hbone.aio.poller import Poller
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.tls_socket import TlsSocket
 from hbone.aio.tunnel import Tunnel
-from hbone.errors import (
-    ConnectionBroken,
-    PeerSilent,
-    RemoteProtocolError,
-    TlsError,
-    TlsReason,
-)
+from hbone.errors import ConnectionBroken, PeerSilent, RemoteProtocolError, TlsError, TlsReason
 from hbone.settings import Http2Settings, Role
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext

@@ -12,18 +12,7 @@ from tproxy.operations import AddChain, AddElements, AddSet, AppendRule
 from tproxy.render import nf_tables as nf
 from tproxy.render import nftables, nftables_dump
 from tproxy.render.nftables_dump import NftDump, read_tables
-from tproxy.resources import (
-    Chain,
-    Element,
-    Hook,
-    HookPoint,
-    Ownership,
-    Rule,
-    Set,
-    SetKey,
-    SysctlKey,
-    Table,
-)
+from tproxy.resources import Chain, Element, Hook, HookPoint, Ownership, Rule, Set, SetKey, SysctlKey, Table
 from tproxy.wire import MalformedDump, Message, be32, nest, text
 
 PROTOCOL = 162

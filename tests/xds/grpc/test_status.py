@@ -3,13 +3,7 @@
 import pytest
 from h2.errors import ErrorCodes
 
-from xds.grpc.status import (
-    RpcFailed,
-    Status,
-    failure_of_fields,
-    failure_of_http,
-    failure_of_reset,
-)
+from xds.grpc.status import RpcFailed, Status, failure_of_fields, failure_of_http, failure_of_reset
 
 
 def test_a_message_as_other_implementations_write_it() -> None:

@@ -13,15 +13,7 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
     Resource,
 )
 from xds.proto.istio.workload import workload_pb2 as wds
-from xds.protocol.client import (
-    ISTIO,
-    ClientOptions,
-    Dialect,
-    DoublingBackoff,
-    Received,
-    StreamEnd,
-    stream_end,
-)
+from xds.protocol.client import ISTIO, ClientOptions, Dialect, DoublingBackoff, Received, StreamEnd, stream_end
 from xds.protocol.delta import DeltaClient
 from xds.protocol.types import ADDRESS, AUTHORIZATION
 

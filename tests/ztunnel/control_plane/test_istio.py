@@ -36,12 +36,7 @@ from ztunnel.control_plane.tokens import node_token
 from ztunnel.proxy.identity.authority import CertificateAuthority
 from ztunnel.proxy.identity.csr import IdentityError, signing_request
 from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    Endpoint,
-    Roots,
-    Token,
-)
+from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 
 WAIT_S = 20.0
 ADDRESS, AUTHORIZATION = registry.type_url(Address), registry.type_url(Authorization)

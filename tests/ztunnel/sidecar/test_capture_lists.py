@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ztunnel.sidecar.capture_lists import (
-    all_or_networks,
-    all_or_ports,
-    interfaces,
-    networks,
-    ports,
-)
+from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, interfaces, networks, ports
 
 
 def test_lists_keep_their_order_and_each_value_once() -> None:

@@ -4,15 +4,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from xds.dialects.envoy.reading import (
-    Surroundings,
-    at,
-    config_source,
-    constraint,
-    fetch_timeout,
-    only,
-    unpack,
-)
+from xds.dialects.envoy.reading import Surroundings, at, config_source, constraint, fetch_timeout, only, unpack
 from xds.errors import Unsupported
 from xds.model import listener as model
 from xds.model.address import canonical

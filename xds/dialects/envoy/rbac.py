@@ -7,14 +7,7 @@ would admit or reject peers against its author's intention.
 from collections.abc import Iterable
 
 from xds.dialects.envoy.cel import compile_expression
-from xds.dialects.envoy.reading import (
-    at,
-    constraint,
-    network,
-    only,
-    required,
-    string_match,
-)
+from xds.dialects.envoy.reading import at, constraint, network, only, required, string_match
 from xds.errors import ConfigError, Unsupported
 from xds.model import policy as p
 from xds.model.listener import Rbac

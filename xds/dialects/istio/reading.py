@@ -13,14 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
-from xds.model.workload import (
-    GatewayAddress,
-    Locality,
-    NamespacedHostname,
-    NetworkAddress,
-    PolicyKey,
-    ServiceKey,
-)
+from xds.model.workload import GatewayAddress, Locality, NamespacedHostname, NetworkAddress, PolicyKey, ServiceKey
 
 #: Entries per cache of shared values. Further distinct values are not shared. A guess.
 _SHARED = 65536

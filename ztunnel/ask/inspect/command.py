@@ -16,23 +16,8 @@ from ztunnel.ask.inspect.completion import SCRIPTS
 from ztunnel.ask.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.ask.inspect.fleet import Found, gather, items_of, selected_pods
 from ztunnel.ask.inspect.parts import NoSuchPart, part
-from ztunnel.ask.inspect.source import (
-    AskFailed,
-    Pages,
-    add_source,
-    ask,
-    ask_json,
-    failed,
-    reaching,
-    read_json,
-)
-from ztunnel.ask.inspect.tables import (
-    TABLES,
-    NotAMesh,
-    denials,
-    is_envoy_dump,
-    mesh_dump,
-)
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, ask_json, failed, reaching, read_json
+from ztunnel.ask.inspect.tables import TABLES, NotAMesh, denials, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.console.output import Answer, Kind, emit, emit_object

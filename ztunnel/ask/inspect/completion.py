@@ -8,11 +8,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ztunnel.ask.inspect.parts import (
-    NoSuchPart,
-    part,
-    parts_of,
-)
+from ztunnel.ask.inspect.parts import NoSuchPart, part, parts_of
 from ztunnel.ask.inspect.source import AskFailed, ask_json
 from ztunnel.runtime.console.subcommands import subcommands
 from ztunnel.runtime.formats.entries import names_of

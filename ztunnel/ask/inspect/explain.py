@@ -11,23 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ztunnel.ask.inspect.outline import outline
-from ztunnel.ask.inspect.seen import (
-    BadLine,
-    Seen,
-    line_of_flow,
-    live,
-    logged,
-    told_of,
-)
-from ztunnel.ask.inspect.source import (
-    AskFailed,
-    add_source,
-    ask,
-    ask_json,
-    failed,
-    reaching,
-    read_json,
-)
+from ztunnel.ask.inspect.seen import BadLine, Seen, line_of_flow, live, logged, told_of
+from ztunnel.ask.inspect.source import AskFailed, add_source, ask, ask_json, failed, reaching, read_json
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.runtime.console.arguments import add_flags

@@ -13,14 +13,7 @@ from xds.dialects.istio.dumped_mesh import DumpedMesh, entries, read_dump
 from xds.errors import ConfigError
 from xds.model.identity import SpiffeId
 from xds.model.workload import Protocol
-from ztunnel.proxy.istio.path.explain import (
-    Answer,
-    BadQuestion,
-    Surroundings,
-    certificate,
-    explain,
-    question,
-)
+from ztunnel.proxy.istio.path.explain import Answer, BadQuestion, Surroundings, certificate, explain, question
 
 #: Keys of our own proxies' dumps. The Rust ztunnel has neither.
 _LACKS_OF_OURS: Final = ("endpoints that failed a moment ago, which come last", "Calico's policies")

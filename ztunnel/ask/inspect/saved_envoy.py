@@ -7,12 +7,7 @@ from typing import Any
 
 from xds.model.address import SocketAddress
 from ztunnel.ask.inspect.envoy_listeners import read_configuration
-from ztunnel.proxy.envoy.path.explain import (
-    Answer,
-    Question,
-    client_address,
-    explain,
-)
+from ztunnel.proxy.envoy.path.explain import Answer, Question, client_address, explain
 from ztunnel.runtime.clock import Clock
 
 

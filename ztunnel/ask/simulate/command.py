@@ -13,27 +13,11 @@ from typing import Any, Final
 from xds.dialects.istio.local_file import LocalMesh
 from xds.errors import ConfigError
 from xds.model.workload import Protocol
-from ztunnel.ask.inspect.source import (
-    AskFailed,
-    add_source,
-    ask_json,
-    reaching,
-    read_json,
-)
+from ztunnel.ask.inspect.source import AskFailed, add_source, ask_json, reaching, read_json
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
-from ztunnel.ask.simulate.changes import (
-    Change,
-    Simulation,
-    allowed,
-    simulate,
-)
+from ztunnel.ask.simulate.changes import Change, Simulation, allowed, simulate
 from ztunnel.ask.simulate.policies import applied, mesh_of, read_policies
-from ztunnel.ask.simulate.seen import (
-    Log,
-    Seen,
-    open_now,
-    read_log,
-)
+from ztunnel.ask.simulate.seen import Log, Seen, open_now, read_log
 from ztunnel.ask.simulate.suggest import suggest
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 from ztunnel.runtime.console.terminal import progress

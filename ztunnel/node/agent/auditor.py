@@ -19,13 +19,7 @@ from tproxy.aio.sockets import connect
 from tproxy.errors import TproxyError
 from ztunnel.kube.kinds import NODE, POD
 from ztunnel.kube.objects import EventSink, ObjectKey
-from ztunnel.node.agent.audit import (
-    RULES_CHANGED,
-    Audited,
-    own_findings,
-    page,
-    repaired,
-)
+from ztunnel.node.agent.audit import RULES_CHANGED, Audited, own_findings, page, repaired
 from ztunnel.node.agent.comparison import (
     LISTENER_MISSING,
     TOLD,
@@ -37,12 +31,7 @@ from ztunnel.node.agent.comparison import (
 )
 from ztunnel.node.agent.enroller import Enroller
 from ztunnel.node.agent.enrolment import Decision, Pod, Reason
-from ztunnel.node.agent.namespaces import (
-    device_names,
-    foreign_rules,
-    listening_ports,
-    wrong_rules,
-)
+from ztunnel.node.agent.namespaces import device_names, foreign_rules, listening_ports, wrong_rules
 from ztunnel.node.agent.phase import Phase
 from ztunnel.proxy.istio.zds.pods import PodUid
 from ztunnel.runtime.http.client import ask

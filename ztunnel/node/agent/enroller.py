@@ -28,29 +28,11 @@ from ztunnel.kube.kinds import NAMESPACE, POD, Selection
 from ztunnel.kube.objects import Changes, EventSink, Object, ObjectKey, ObjectSource
 from ztunnel.node.agent import enrolment
 from ztunnel.node.agent.description import PodDescription
-from ztunnel.node.agent.enrolment import (
-    Decision,
-    Misshapen,
-    Pod,
-    Settings,
-    Situation,
-    Step,
-)
-from ztunnel.node.agent.errors import (
-    AgentError,
-    CannotAdd,
-    EnrolFailed,
-    NotFound,
-    TwoAgents,
-)
+from ztunnel.node.agent.enrolment import Decision, Misshapen, Pod, Settings, Situation, Step
+from ztunnel.node.agent.errors import AgentError, CannotAdd, EnrolFailed, NotFound, TwoAgents
 from ztunnel.node.agent.node import NodeAgent
 from ztunnel.node.agent.phase import Phase
-from ztunnel.node.agent.scan import (
-    PROC,
-    Found,
-    is_pods,
-    pod_namespaces,
-)
+from ztunnel.node.agent.scan import PROC, Found, is_pods, pod_namespaces
 from ztunnel.proxy.istio.zds.pods import PodUid
 from ztunnel.runtime.backoff import Backoff
 from ztunnel.runtime.settings import plain_reason

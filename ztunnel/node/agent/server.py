@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from tproxy.aio.netns import Netns
-from ztunnel.node.agent.errors import (
-    NoProxy,
-    ProxyGone,
-    ProxyRefused,
-    ProxySilent,
-)
+from ztunnel.node.agent.errors import NoProxy, ProxyGone, ProxyRefused, ProxySilent
 from ztunnel.proxy.istio.zds.channel import Channel, Listener
 from ztunnel.proxy.istio.zds.messages import (
     AddPod,

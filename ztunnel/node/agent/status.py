@@ -16,19 +16,8 @@ from ztunnel.node.agent.cni_server import CniServer
 from ztunnel.node.agent.enroller import Enroller
 from ztunnel.node.agent.namespaces import iptables_tables, try_rules
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.http.exposition import (
-    Family,
-    family,
-    page,
-    process_families,
-)
-from ztunnel.runtime.http.page import (
-    JSON,
-    Page,
-    PageRequest,
-    not_found,
-    text,
-)
+from ztunnel.runtime.http.exposition import Family, family, page, process_families
+from ztunnel.runtime.http.page import JSON, Page, PageRequest, not_found, text
 from ztunnel.runtime.http.server import PageServer
 from ztunnel.runtime.kernel_facts import kernel_facts
 from ztunnel.runtime.settings import plain_reason

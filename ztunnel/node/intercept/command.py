@@ -20,13 +20,7 @@ from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
 from tproxy.operations import Operation
 from tproxy.render.text import operation_text, state_text
 from tproxy.resources import Namespace, NamespaceName, State
-from ztunnel.node.intercept.description import (
-    BadDescription,
-    Description,
-    Flags,
-    namespaces,
-    parse,
-)
+from ztunnel.node.intercept.description import BadDescription, Description, Flags, namespaces, parse
 from ztunnel.runtime.console.serving import until_signal
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.text_file import read_text

@@ -115,13 +115,7 @@ async def _serve(
     from ztunnel.policy.authz.server import AuthzSettings, PolicyServer
     from ztunnel.policy.calico.follower import Follower
     from ztunnel.runtime.clock import SystemClock
-    from ztunnel.runtime.http.page import (
-        PLAIN,
-        Page,
-        PageRequest,
-        not_found,
-        text,
-    )
+    from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, not_found, text
     from ztunnel.runtime.http.server import PageServer
     from ztunnel.runtime.tasks import Tasks
 

@@ -6,15 +6,7 @@ from ztunnel.policy.authz.server import PolicyServer
 from ztunnel.policy.calico.explain import BadQuestion, answer
 from ztunnel.policy.calico.follower import Follower
 from ztunnel.policy.calico.report import in_force, state_of
-from ztunnel.runtime.http.page import (
-    JSON,
-    PLAIN,
-    Page,
-    PageRequest,
-    not_found,
-    printable,
-    text,
-)
+from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, not_found, printable, text
 
 
 def page(server: PolicyServer, follower: Follower, request: PageRequest) -> Page:

@@ -22,13 +22,7 @@ from xds.model.address import IpNetwork
 from xds.model.selector import Labels, SelectorError, parse_selector
 from ztunnel.policy.calico.http_path import is_below, normal_path
 from ztunnel.policy.calico.ip_sets import address_number
-from ztunnel.policy.calico.verdict import (
-    Code,
-    Facts,
-    Peer,
-    RuleRef,
-    Undecidable,
-)
+from ztunnel.policy.calico.verdict import Code, Facts, Peer, RuleRef, Undecidable
 
 Check: TypeAlias = Callable[[Facts], bool]
 

@@ -15,13 +15,7 @@ from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from xds.model import calico as c
-from ztunnel.policy.calico.clauses import (
-    Check,
-    all_hold,
-    connection_clauses,
-    http_clause,
-    unseen_http_clause,
-)
+from ztunnel.policy.calico.clauses import Check, all_hold, connection_clauses, http_clause, unseen_http_clause
 from ztunnel.policy.calico.ip_sets import address_number
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import (

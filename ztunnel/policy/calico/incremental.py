@@ -41,13 +41,7 @@ from ztunnel.policy.calico.compile import (
     service_members,
     with_addresses,
 )
-from ztunnel.policy.calico.resources import (
-    BUILT_IN_TIERS,
-    ApiPolicy,
-    ApiProfile,
-    Pod,
-    Resources,
-)
+from ztunnel.policy.calico.resources import BUILT_IN_TIERS, ApiPolicy, ApiProfile, Pod, Resources
 
 #: A label and its value. None matches any value. The empty anchor is for selectors without one.
 _Term: TypeAlias = tuple[str, str | None]

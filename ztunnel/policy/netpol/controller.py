@@ -24,12 +24,7 @@ from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
-from ztunnel.policy.netpol.table import (
-    Built,
-    TableBuilder,
-    Unseen,
-    local_endpoints,
-)
+from ztunnel.policy.netpol.table import Built, TableBuilder, Unseen, local_endpoints
 from ztunnel.policy.policysync.cluster import Publisher
 from ztunnel.policy.policysync.problems import ProblemReports
 from ztunnel.policy.policysync.view import excerpt

@@ -37,12 +37,7 @@ from xds.model import calico as c
 from xds.model.address import IpNetwork
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.ip_sets import MalformedMember
-from ztunnel.policy.netpol.intervals import (
-    Interval,
-    merged,
-    ranges_of,
-    without,
-)
+from ztunnel.policy.netpol.intervals import Interval, merged, ranges_of, without
 from ztunnel.policy.netpol.members import addresses_of, ports_of
 
 TABLE: Final = "ztunnel-netpol"

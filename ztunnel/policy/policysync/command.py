@@ -108,13 +108,7 @@ def explain_command(args: argparse.Namespace) -> int:
     if args.server is not None:
         return _ask_server(args)
     from ztunnel.policy.calico.compile import compile_resources
-    from ztunnel.policy.calico.explain import (
-        BadQuestion,
-        UnknownParty,
-        explain_both,
-        flow_of,
-        port_text,
-    )
+    from ztunnel.policy.calico.explain import BadQuestion, UnknownParty, explain_both, flow_of, port_text
     from ztunnel.policy.policysync.explain import evaluator_of, party
 
     if not args.files:

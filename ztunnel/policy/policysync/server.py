@@ -23,12 +23,7 @@ from xds.model import calico as c
 from xds.proto.felix.policysync_pb2 import ReportResult
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.policysync.flows import Flows
-from ztunnel.policy.policysync.view import (
-    View,
-    by_names,
-    changes,
-    view_of,
-)
+from ztunnel.policy.policysync.view import View, by_names, changes, view_of
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.watched_file import FileState, file_state
 

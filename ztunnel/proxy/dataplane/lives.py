@@ -21,14 +21,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
-from ztunnel.proxy.dataplane.life import (
-    ALLOWED,
-    TABLE,
-    Action,
-    Event,
-    State,
-    Verdict,
-)
+from ztunnel.proxy.dataplane.life import ALLOWED, TABLE, Action, Event, State, Verdict
 
 log = logging.getLogger(__name__)
 

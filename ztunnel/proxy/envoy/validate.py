@@ -37,12 +37,7 @@ from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text
 from xds.proto.well_known import Any as AnyMessage
-from ztunnel.proxy.envoy.config.bootstrap import (
-    BootstrapConfig,
-    GrpcTarget,
-    parse_bootstrap,
-    read_bootstrap,
-)
+from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig, GrpcTarget, parse_bootstrap, read_bootstrap
 from ztunnel.proxy.envoy.listeners.listener import chain_places
 from ztunnel.proxy.envoy.listeners.manager import wanted_sources
 from ztunnel.proxy.envoy.secrets.build import build

@@ -38,12 +38,7 @@ from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
 from ztunnel.proxy.istio.admin.server import Servers
 from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    Endpoint,
-    Roots,
-    Token,
-)
+from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.proxy.istio.certificates.fake_ca import FakeCertificateAuthority
 from ztunnel.proxy.istio.certificates.manager import CertificateAuthority, CertificateManager
 from ztunnel.proxy.istio.path.names import Names

@@ -40,12 +40,7 @@ from ztunnel.proxy.istio.accounting.logs import InvalidLevel, LogFilter
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.proxy.istio.certificates.credentials import Endpoint
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy
-from ztunnel.proxy.istio.settings.app_probes import (
-    LEGACY_LOCALHOST,
-    VARIABLE,
-    AppProbe,
-    parse_probers,
-)
+from ztunnel.proxy.istio.settings.app_probes import LEGACY_LOCALHOST, VARIABLE, AppProbe, parse_probers
 from ztunnel.proxy.istio.settings.config import (
     DNS_PORT,
     ROOT_CERT,

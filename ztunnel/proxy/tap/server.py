@@ -40,12 +40,7 @@ from ztunnel.proxy.tap.request import (
     TapRequest,
     Totals,
 )
-from ztunnel.proxy.tap.taps import (
-    FLUSH_S,
-    CannotTap,
-    Carry,
-    TapSource,
-)
+from ztunnel.proxy.tap.taps import FLUSH_S, CannotTap, Carry, TapSource
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, Sink, Streamed, text
 from ztunnel.runtime.http.server import LocalServer

@@ -13,12 +13,7 @@ from collections.abc import Awaitable
 from typing import Final, Protocol
 
 from ztunnel.proxy.tap.capture import Capture
-from ztunnel.proxy.tap.request import (
-    MOST_TAPS,
-    Direction,
-    TapRequest,
-    Totals,
-)
+from ztunnel.proxy.tap.request import MOST_TAPS, Direction, TapRequest, Totals
 from ztunnel.runtime.clock import Clock
 
 #: The time for the queue to be read after the end.

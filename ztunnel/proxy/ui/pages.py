@@ -24,15 +24,7 @@ from typing import Final
 from ztunnel.proxy.ui.seen import Seen
 from ztunnel.proxy.ui.view import Rates, event
 from ztunnel.runtime.clock import Clock
-from ztunnel.runtime.http.page import (
-    JSON,
-    PLAIN,
-    Page,
-    PageRequest,
-    Repeated,
-    not_found,
-    text,
-)
+from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, Repeated, not_found, text
 
 PATH: Final = "/ui"
 #: Concurrent streams: one per person and visible tab.

@@ -12,12 +12,7 @@ import asyncio
 from typing import Final
 
 from hbone.aio.poller import Poller
-from ztunnel.runtime.http.page import (
-    PLAIN,
-    Page,
-    PageRequest,
-    text,
-)
+from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, text
 from ztunnel.runtime.turns import turned
 
 PATH: Final = "/healthz/live"

@@ -23,17 +23,7 @@ from tproxy.aio import sockets
 from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress, canonical, is_loopback
 from ztunnel.runtime.clock import Clock
-from ztunnel.runtime.http.page import (
-    TEXT,
-    Deferred,
-    Page,
-    PageRequest,
-    Piece,
-    Query,
-    Repeated,
-    Streamed,
-    text,
-)
+from ztunnel.runtime.http.page import TEXT, Deferred, Page, PageRequest, Piece, Query, Repeated, Streamed, text
 from ztunnel.runtime.line_limit import LineLimit
 from ztunnel.runtime.sockets import PeerProcess, UnixListener
 from ztunnel.runtime.tasks import Tasks

@@ -16,13 +16,7 @@ from tproxy.resources import IpAddress, Version
 from tproxy.sidecar import USER, Sidecar
 from ztunnel.runtime.formats.go_flags import read_as_go
 from ztunnel.runtime.formats.go_values import parse_bool, parse_cidr, parse_duration_s
-from ztunnel.sidecar.capture_lists import (
-    all_or_networks,
-    all_or_ports,
-    interfaces,
-    networks,
-    ports,
-)
+from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, interfaces, networks, ports
 
 T = TypeVar("T")
 ONLY_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS"

@@ -15,13 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 from xds.errors import ConfigError
 from ztunnel.runtime.formats.go_values import parse_bool
 from ztunnel.runtime.formats.go_yaml import load
-from ztunnel.sidecar.capture_lists import (
-    all_or_networks,
-    all_or_ports,
-    interfaces,
-    networks,
-    ports,
-)
+from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, interfaces, networks, ports
 from ztunnel.sidecar.inject.config import SidecarConfig
 
 T = TypeVar("T")

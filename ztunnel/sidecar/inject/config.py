@@ -47,12 +47,7 @@ from typing import Any, Final
 
 from ztunnel.runtime.formats.config_reader import ConfigReader, Faults
 from ztunnel.runtime.formats.file_kinds import FileKind, explained
-from ztunnel.sidecar.capture_lists import (
-    all_or_networks,
-    all_or_ports,
-    networks,
-    ports,
-)
+from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, networks, ports
 from ztunnel.sidecar.inject.decision import Rules
 from ztunnel.sidecar.inject.selector import BadSelector, Selector, selector
 

@@ -18,13 +18,7 @@ from ztunnel.runtime.formats.go_values import parse_bool
 from ztunnel.sidecar.inject.annotations import BadAnnotations, asked
 from ztunnel.sidecar.inject.config import TEMPLATES, InjectConfig
 from ztunnel.sidecar.inject.decision import Decision, decide, mapping
-from ztunnel.sidecar.inject.sidecar import (
-    STATUS,
-    BadPod,
-    add,
-    is_ours,
-    strip,
-)
+from ztunnel.sidecar.inject.sidecar import STATUS, BadPod, add, is_ours, strip
 
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
 DATAPLANE_MODE: Final = "istio.io/dataplane-mode"

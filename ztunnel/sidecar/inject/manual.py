@@ -10,15 +10,7 @@ from typing import Any, Final
 
 from xds.errors import ConfigError
 from ztunnel.runtime.formats.file_kinds import FileKind, explained
-from ztunnel.runtime.formats.go_yaml import (
-    Document,
-    Span,
-    dump,
-    dump_json,
-    json_items,
-    load_documents,
-    load_json,
-)
+from ztunnel.runtime.formats.go_yaml import Document, Span, dump, dump_json, json_items, load_documents, load_json
 from ztunnel.sidecar.inject.config import InjectConfig
 from ztunnel.sidecar.inject.decision import mapping
 from ztunnel.sidecar.inject.inject import Denied, inject

@@ -17,15 +17,7 @@ from xds.dialects.istio import local_yaml
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
 from xds.errors import ConfigError
 from xds.model.authorization import Action, PolicyScope
-from xds.model.policy import (
-    AllOf,
-    AnyOf,
-    DestinationPort,
-    Not,
-    PeerPrincipal,
-    PeerServiceAccount,
-    SourceIp,
-)
+from xds.model.policy import AllOf, AnyOf, DestinationPort, Not, PeerPrincipal, PeerServiceAccount, SourceIp
 from xds.model.service import (
     BalancerMode,
     CidrAddress,

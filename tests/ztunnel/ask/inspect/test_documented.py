@@ -11,16 +11,7 @@ from tests.ztunnel.ask.inspect.test_seen import INBOUND, PODS
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import write_reference
 from tests.ztunnel.proxy.istio.path.test_explain import ONLY_CLIENT, policy
-from tests.ztunnel.proxy.istio.path.test_route import (
-    BACK,
-    BY_NAME,
-    VIP,
-    WAYPOINT,
-    behind,
-    cart,
-    pod,
-    wp,
-)
+from tests.ztunnel.proxy.istio.path.test_route import BACK, BY_NAME, VIP, WAYPOINT, behind, cart, pod, wp
 from xds.model.authorization import Action
 from xds.model.workload import Health, Protocol
 from ztunnel.ask.inspect.seen import live, told_of

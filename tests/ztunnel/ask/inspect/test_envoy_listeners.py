@@ -12,12 +12,7 @@ from tests.ztunnel.proxy.envoy.admin.reference import IDENTITY, write_reference
 from xds.errors import ConfigError
 from xds.model.address import SocketAddress
 from ztunnel.ask.inspect.envoy_listeners import read_configuration
-from ztunnel.proxy.envoy.path.explain import (
-    Answer,
-    Question,
-    client_address,
-    explain,
-)
+from ztunnel.proxy.envoy.path.explain import Answer, Question, client_address, explain
 from ztunnel.runtime.clock import SystemClock
 
 QUESTIONS: list[dict[str, str]] = [

@@ -7,22 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ztunnel.proxy.istio.path.test_explain import (
-    _balancing,
-    _endpoints,
-    _regions,
-    around,
-)
-from tests.ztunnel.proxy.istio.path.test_route import (
-    BACK,
-    BY_NAME,
-    CLIENT,
-    VIP,
-    WAYPOINT,
-    cart,
-    pod,
-    wp,
-)
+from tests.ztunnel.proxy.istio.path.test_explain import _balancing, _endpoints, _regions, around
+from tests.ztunnel.proxy.istio.path.test_route import BACK, BY_NAME, CLIENT, VIP, WAYPOINT, cart, pod, wp
 from xds.dialects.istio.local_file import read_policy
 from xds.errors import ConfigError
 from xds.model.authorization import AuthorizationPolicy

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.istio.inbound_case import (
-    ALLOW,
-    DENY,
-    GATED,
-    NEAR,
-)
+from tests.ztunnel.proxy.istio.inbound_case import ALLOW, DENY, GATED, NEAR
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     ELSEWHERE,
@@ -27,19 +22,8 @@ from tests.ztunnel.proxy.istio.pods import (
 )
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.policy import Never, PeerServiceAccount
-from ztunnel.ask.inspect.seen import (
-    BadLine,
-    Seen,
-    live,
-    logged,
-    told_of,
-)
-from ztunnel.proxy.istio.path.explain import (
-    Answer,
-    Surroundings,
-    explain,
-    question,
-)
+from ztunnel.ask.inspect.seen import BadLine, Seen, live, logged, told_of
+from ztunnel.proxy.istio.path.explain import Answer, Surroundings, explain, question
 
 CLIENT_ID = "spiffe://cluster.local/ns/shop/sa/client"
 

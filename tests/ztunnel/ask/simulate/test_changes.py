@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from tests.ztunnel.ask.simulate.test_policies import DUMP, read, written
 from xds.dialects.istio.local_file import LocalMesh
 from xds.model.address import SocketAddress
-from ztunnel.ask.simulate.changes import (
-    Change,
-    Judge,
-    Row,
-    allowed,
-    simulate,
-)
+from ztunnel.ask.simulate.changes import Change, Judge, Row, allowed, simulate
 from ztunnel.ask.simulate.policies import applied, mesh_of, read_policies
 from ztunnel.ask.simulate.seen import Seen
 from ztunnel.ask.simulate.suggest import suggest

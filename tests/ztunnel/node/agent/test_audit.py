@@ -20,20 +20,8 @@ from ztunnel.node.agent.audit import (
     page,
     repaired,
 )
-from ztunnel.node.agent.comparison import (
-    LISTENER_MISSING,
-    NO_CERTIFICATE,
-    TOLD,
-    WORKLOAD_WRONG,
-    Finding,
-)
-from ztunnel.node.agent.enrolment import (
-    REDIRECTION,
-    Decision,
-    Pod,
-    Reason,
-    Step,
-)
+from ztunnel.node.agent.comparison import LISTENER_MISSING, NO_CERTIFICATE, TOLD, WORKLOAD_WRONG, Finding
+from ztunnel.node.agent.enrolment import REDIRECTION, Decision, Pod, Reason, Step
 from ztunnel.node.agent.phase import Phase
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from ztunnel.node.agent.comparison import (
-    PORTS,
-    ebpf_hint,
-    findings,
-    read_dump,
-)
+from ztunnel.node.agent.comparison import PORTS, ebpf_hint, findings, read_dump
 from ztunnel.node.agent.enrolment import Pod
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 

@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from tests.ztunnel.proxy.istio.zds.agents import (
-    INFO,
-    WAIT_S,
-    Starts,
-    open_descriptors,
-)
+from tests.ztunnel.proxy.istio.zds.agents import INFO, WAIT_S, Starts, open_descriptors
 from tproxy.aio.netns import Netns
 from ztunnel.node.agent import server as server_module
-from ztunnel.node.agent.errors import (
-    NoProxy,
-    ProxyGone,
-    ProxyRefused,
-    ProxySilent,
-)
+from ztunnel.node.agent.errors import NoProxy, ProxyGone, ProxyRefused, ProxySilent
 from ztunnel.node.agent.server import Announced, ZdsServer
 from ztunnel.proxy.istio.zds.channel import Channel, connect
 from ztunnel.proxy.istio.zds.manager import PodManager

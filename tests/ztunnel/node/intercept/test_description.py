@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tproxy.node import Member
-from ztunnel.node.intercept.description import (
-    BadDescription,
-    Flags,
-    namespaces,
-    parse,
-)
+from ztunnel.node.intercept.description import BadDescription, Flags, namespaces, parse
 
 GOOD = """
 host: {namespace: node, addresses: [172.18.0.2, "fd00:172:18::2"]}

@@ -12,12 +12,7 @@ from hbone.events import ConnectionFailed, DataReceived, ResponseReceived, Strea
 from hbone.frames import PREFACE, RST_STREAM, WINDOW_UPDATE, frame
 from hbone.settings import Http2Settings, Role
 from ztunnel.policy.authz import calls
-from ztunnel.policy.authz.calls import (
-    MESSAGE_BYTES,
-    STREAMS,
-    Code,
-    UnaryConnection,
-)
+from ztunnel.policy.authz.calls import MESSAGE_BYTES, STREAMS, Code, UnaryConnection
 
 ECHO, FAILS, LONG = b"/x.Y/Echo", b"/x.Y/Fails", b"/x.Y/Long"
 

@@ -20,14 +20,7 @@ from xds.grpc.status import RpcFailed
 from xds.model import calico as c
 from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
 from xds.proto.envoy.service.auth.v3.external_auth_pb2 import CheckRequest, CheckResponse
-from ztunnel.policy.authz.server import (
-    CHECK_METHODS,
-    HEALTH,
-    LIVENESS,
-    READINESS,
-    AuthzSettings,
-    PolicyServer,
-)
+from ztunnel.policy.authz.server import CHECK_METHODS, HEALTH, LIVENESS, READINESS, AuthzSettings, PolicyServer
 from ztunnel.policy.calico import evaluator as evaluator_module
 from ztunnel.policy.calico.follower import Follower
 from ztunnel.policy.calico.verdict import Code

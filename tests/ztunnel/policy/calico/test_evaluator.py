@@ -15,14 +15,7 @@ from xds.model import calico as c
 from ztunnel.policy.calico import evaluator as module
 from ztunnel.policy.calico.evaluator import Evaluator
 from ztunnel.policy.calico.store import Store
-from ztunnel.policy.calico.verdict import (
-    PROFILE_TIER,
-    Code,
-    Identity,
-    RuleRef,
-    Verdict,
-    identity_of,
-)
+from ztunnel.policy.calico.verdict import PROFILE_TIER, Code, Identity, RuleRef, Verdict, identity_of
 from ztunnel.policy.calico.walk import Outcome, walk
 
 POD = c.EndpointId("k8s", "shop/web-0", "eth0")

@@ -16,12 +16,7 @@ from tests.ztunnel.policy.calico.stores import FLOW
 from xds.model import calico as c
 from ztunnel.policy.calico.compile import compile_resources
 from ztunnel.policy.calico.evaluator import Evaluator
-from ztunnel.policy.calico.files import (
-    FilePolicies,
-    Files,
-    read_files,
-    updates_of,
-)
+from ztunnel.policy.calico.files import FilePolicies, Files, read_files, updates_of
 from ztunnel.policy.calico.guard import Guard
 from ztunnel.policy.calico.read import read_resources
 from ztunnel.policy.calico.resources import Resources

@@ -9,17 +9,7 @@ import pytest
 import uvloop
 
 from tests.ztunnel.policy.calico.felix import Felix
-from tests.ztunnel.policy.calico.stores import (
-    ALLOW,
-    DB,
-    DB_HOST,
-    DENY,
-    FLOW,
-    ONE,
-    both,
-    endpoint,
-    snapshot,
-)
+from tests.ztunnel.policy.calico.stores import ALLOW, DB, DB_HOST, DENY, FLOW, ONE, both, endpoint, snapshot
 from xds.model import calico as c
 from ztunnel.policy.calico import live as module
 from ztunnel.policy.calico.follower import Follower

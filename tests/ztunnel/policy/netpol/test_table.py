@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.generated import examples
-from tests.ztunnel.policy.calico.cluster import (
-    BACK,
-    FRONT,
-    compiled,
-    evaluator,
-    global_policy,
-    local_policy,
-)
+from tests.ztunnel.policy.calico.cluster import BACK, FRONT, compiled, evaluator, global_policy, local_policy
 from tests.ztunnel.policy.netpol.packets import packets
 from tproxy.expressions import Counter, Expression, Verdict
 from tproxy.packets import Interpreter, Packet

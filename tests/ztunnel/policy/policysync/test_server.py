@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.policy.calico.cluster import (
-    BACK,
-    FRONT,
-    SEED,
-    compiled,
-    flow,
-)
-from tests.ztunnel.policy.calico.test_follower import (
-    LOOPS,
-    following,
-    run,
-    until,
-)
+from tests.ztunnel.policy.calico.cluster import BACK, FRONT, SEED, compiled, flow
+from tests.ztunnel.policy.calico.test_follower import LOOPS, following, run, until
 from xds.aio.channel import Channel
 from xds.dialects.calico.policysync import PolicyForm, decode, decode_report, encode_report
 from xds.grpc.serve_error import ServeError
@@ -31,12 +20,7 @@ from ztunnel.policy.calico.follower import METHOD
 from ztunnel.policy.calico.verdict import Code, RuleRef, Verdict
 from ztunnel.policy.policysync.flows import COUNTED_RULES, FlowCounts, Flows
 from ztunnel.policy.policysync.metrics import families
-from ztunnel.policy.policysync.server import (
-    REPORT,
-    Binder,
-    PolicySyncServer,
-    pod_socket,
-)
+from ztunnel.policy.policysync.server import REPORT, Binder, PolicySyncServer, pod_socket
 
 
 async def opened(stack: AsyncExitStack, folder: Path, form: PolicyForm = PolicyForm.MESSAGES) -> PolicySyncServer:

@@ -7,27 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.generated import examples
-from tests.ztunnel.policy.calico.cluster import (
-    BACK,
-    FRONT,
-    OTHER,
-    PODS,
-    SEED,
-    compiled,
-    global_policy,
-)
+from tests.ztunnel.policy.calico.cluster import BACK, FRONT, OTHER, PODS, SEED, compiled, global_policy
 from xds.model import calico as c
 from ztunnel.policy.calico.incremental import Compiler, differences
 from ztunnel.policy.calico.read import read_resources
 from ztunnel.policy.calico.resources import Resources
 from ztunnel.policy.policysync import view as module
-from ztunnel.policy.policysync.view import (
-    View,
-    by_names,
-    changes,
-    excerpt,
-    view_of,
-)
+from ztunnel.policy.policysync.view import View, by_names, changes, excerpt, view_of
 
 SPECS = (
     "{selector: app == 'backend', ingress: [{action: Allow, source: {selector: app == 'frontend'}}]}",

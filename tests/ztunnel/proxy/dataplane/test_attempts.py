@@ -2,14 +2,7 @@
 
 import pytest
 
-from ztunnel.proxy.dataplane.attempts import (
-    ANSWER_TIMEOUT_S,
-    RETRY_WINDOW_S,
-    Again,
-    Attempts,
-    GiveUp,
-    Reason,
-)
+from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S, RETRY_WINDOW_S, Again, Attempts, GiveUp, Reason
 
 
 def not_a_value_error(error: Exception) -> bool:

@@ -9,20 +9,10 @@ import dns.message
 import dns.rcode
 import pytest
 
-from tests.ztunnel.proxy.istio.dns.upstreams import (
-    Behaviour,
-    Upstream,
-    plain,
-    silent,
-)
+from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, plain, silent
 from xds.model.address import SocketAddress
 from xds.model.dns import DnsResolver
-from ztunnel.proxy.dataplane.resolver import (
-    Answer,
-    ResolveFailed,
-    Resolver,
-    addresses_in,
-)
+from ztunnel.proxy.dataplane.resolver import Answer, ResolveFailed, Resolver, addresses_in
 
 SEARCH = "search a.test b.test\noptions ndots:2 timeout:1 attempts:1\n"
 

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ztunnel.proxy.dataplane.server_name import (
-    ClientHello,
-    NeedMore,
-    NotTls,
-    parse_client_hello,
-)
+from ztunnel.proxy.dataplane.server_name import ClientHello, NeedMore, NotTls, parse_client_hello
 
 
 def hello(name: str | None, alpn: list[str]) -> bytes:

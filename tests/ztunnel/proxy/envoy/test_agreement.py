@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.path.test_calico import (
-    BY_CLIENT,
-    BY_OTHER,
-    CalicoRig,
-    with_calico,
-)
+from tests.ztunnel.proxy.envoy.path.test_calico import BY_CLIENT, BY_OTHER, CalicoRig, with_calico
 from tests.ztunnel.proxy.envoy.path.test_calico import policies as policies_of_calico
 from tests.ztunnel.proxy.envoy.rig import (
     CLIENT,

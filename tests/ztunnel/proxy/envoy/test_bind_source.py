@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
-    Rig,
-    ask,
-    cluster,
-    listener,
-    run,
-)
+from tests.ztunnel.proxy.envoy.rig import Rig, ask, cluster, listener, run
 from tproxy.aio import sockets
 from tproxy.errors import NeedCapability
 

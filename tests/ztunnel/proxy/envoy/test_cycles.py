@@ -5,15 +5,7 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
-from tests.ztunnel.proxy.envoy.rig import (
-    Identities,
-    Rig,
-    access_log,
-    application,
-    ask,
-    run,
-    tunnel,
-)
+from tests.ztunnel.proxy.envoy.rig import Identities, Rig, access_log, application, ask, run, tunnel
 
 _OURS = ("hbone", "tproxy", "xds", "ztunnel")
 

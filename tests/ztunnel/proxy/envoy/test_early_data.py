@@ -18,18 +18,7 @@ from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.settings import Http2Settings
 from tests.hbone.aio.harness import tcp_pair
-from tests.ztunnel.proxy.envoy.rig import (
-    WAIT_S,
-    Open,
-    Rig,
-    access_log,
-    chain,
-    cluster,
-    http2,
-    listener,
-    run,
-    tcp,
-)
+from tests.ztunnel.proxy.envoy.rig import WAIT_S, Open, Rig, access_log, chain, cluster, http2, listener, run, tcp
 from ztunnel.proxy.envoy.config.settings import Switches
 
 

@@ -9,18 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
-    CLIENT,
-    SERVER,
-    Identities,
-    Json,
-    Rig,
-    ask,
-    cluster,
-    listener,
-    run,
-    tls,
-)
+from tests.ztunnel.proxy.envoy.rig import CLIENT, SERVER, Identities, Json, Rig, ask, cluster, listener, run, tls
 from xds.aio.grpc_server import GrpcServer
 from ztunnel.proxy.envoy.path.probe import Prober
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster

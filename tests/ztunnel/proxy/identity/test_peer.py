@@ -3,12 +3,7 @@
 import pytest
 
 from tests.hbone.certificates import Authority
-from ztunnel.proxy.identity.peer import (
-    is_of_trust_domain,
-    is_one_of,
-    of_trust_domain,
-    one_of,
-)
+from ztunnel.proxy.identity.peer import is_of_trust_domain, is_one_of, of_trust_domain, one_of
 
 ROOT = Authority()
 WEB, CART = "spiffe://cluster.local/ns/shop/sa/web", "spiffe://cluster.local/ns/shop/sa/cart"

@@ -11,14 +11,7 @@ from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused
-from tests.ztunnel.proxy.istio.pods import (
-    APP_PORT,
-    CLIENT,
-    SERVER,
-    Cluster,
-    End,
-    workload,
-)
+from tests.ztunnel.proxy.istio.pods import APP_PORT, CLIENT, SERVER, Cluster, End, workload
 from xds.model.address import SocketAddress
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Always, Condition, Never

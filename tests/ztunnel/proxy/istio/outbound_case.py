@@ -1,22 +1,9 @@
 """What tests of connections from a pod share: addresses, and the workloads behind them."""
 
 from hbone.aio.server import Request
-from tests.ztunnel.proxy.istio.pods import (
-    CLIENT,
-    ELSEWHERE,
-    SERVER,
-    Cluster,
-    Peer,
-    pass_on,
-    workload,
-)
+from tests.ztunnel.proxy.istio.pods import CLIENT, ELSEWHERE, SERVER, Cluster, Peer, pass_on, workload
 from xds.model.address import SocketAddress
-from xds.model.workload import (
-    GatewayAddress,
-    NetworkAddress,
-    ServiceKey,
-    Workload,
-)
+from xds.model.workload import GatewayAddress, NetworkAddress, ServiceKey, Workload
 
 POD = workload("client", CLIENT)
 REMOTE = workload("server", SERVER, node=ELSEWHERE)

@@ -48,13 +48,7 @@ from ztunnel.proxy.istio.path.names import Names
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod import Dns, PodProxy
 from ztunnel.proxy.istio.path.pod_sockets import Accepted, Bound, PodSockets
-from ztunnel.proxy.istio.settings.config import (
-    HBONE_PORT,
-    OUTBOUND_PORT,
-    PLAINTEXT_PORT,
-    SOCKS_PORT,
-    PodName,
-)
+from ztunnel.proxy.istio.settings.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, PodName
 from ztunnel.runtime.accepting import Gate
 
 WAIT_S = 30.0

@@ -9,13 +9,7 @@ import pytest
 from ztunnel.policy.calico.settings import PolicySettings
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy
 from ztunnel.proxy.istio.environment import ISTIOD, MESH_CONFIG, config_from
-from ztunnel.proxy.istio.settings.config import (
-    IstioConfig,
-    OriginalSource,
-    PodName,
-    ProxyMode,
-    SocketConfig,
-)
+from ztunnel.proxy.istio.settings.config import IstioConfig, OriginalSource, PodName, ProxyMode, SocketConfig
 from ztunnel.proxy.tap.request import VARIABLE as TAP_VARIABLE
 from ztunnel.runtime.settings import SettingsError, duration_s
 

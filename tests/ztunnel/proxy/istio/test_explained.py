@@ -52,12 +52,7 @@ from xds.model.workload import (
     Protocol,
     Workload,
 )
-from ztunnel.proxy.istio.path.explain import (
-    Answer,
-    Surroundings,
-    explain,
-    question,
-)
+from ztunnel.proxy.istio.path.explain import Answer, Surroundings, explain, question
 
 Json = dict[str, Any]
 

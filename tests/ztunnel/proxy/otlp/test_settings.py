@@ -8,12 +8,7 @@ import pytest
 
 from ztunnel.proxy.envoy.config.settings import settings_from
 from ztunnel.proxy.istio.environment import config_from
-from ztunnel.proxy.otlp.settings import (
-    VARIABLES,
-    Batching,
-    Destination,
-    otlp_settings,
-)
+from ztunnel.proxy.otlp.settings import VARIABLES, Batching, Destination, otlp_settings
 from ztunnel.runtime.settings import SettingsError
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}

@@ -3,12 +3,7 @@
 import pytest
 
 from xds.model.address import SocketAddress
-from ztunnel.proxy.tap.request import (
-    BadRequest,
-    Direction,
-    StreamFacts,
-    TapRequest,
-)
+from ztunnel.proxy.tap.request import BadRequest, Direction, StreamFacts, TapRequest
 
 FACTS = StreamFacts(
     direction=Direction.OUTBOUND,

@@ -14,13 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from tests.ztunnel.proxy.tap.tapping import (
-    FACTS,
-    POD,
-    WAIT_S,
-    Source,
-    Tapped,
-)
+from tests.ztunnel.proxy.tap.tapping import FACTS, POD, WAIT_S, Source, Tapped
 from tproxy.errors import TproxyError
 from ztunnel.proxy.tap.capture import Capture, CapturedStream
 from ztunnel.proxy.tap.request import TapRequest, Totals

@@ -2,18 +2,8 @@
 
 import json
 
-from tests.ztunnel.proxy.ui.values import (
-    connection,
-    flow,
-    seen,
-    workload,
-)
-from ztunnel.proxy.ui.view import (
-    LONGEST_TEXT,
-    Bounds,
-    Rates,
-    event,
-)
+from tests.ztunnel.proxy.ui.values import connection, flow, seen, workload
+from ztunnel.proxy.ui.view import LONGEST_TEXT, Bounds, Rates, event
 
 
 def test_rates_are_of_the_time_since_the_event_before() -> None:

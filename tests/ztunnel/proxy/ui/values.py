@@ -3,14 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ztunnel.proxy.ui.seen import (
-    Connection,
-    Facts,
-    Flow,
-    Security,
-    Seen,
-    Workload,
-)
+from ztunnel.proxy.ui.seen import Connection, Facts, Flow, Security, Seen, Workload
 
 FACTS = Facts(dialect="istio", version="1", node="w1", ready=True, state="ready", uptime_s=5.0)
 NOTHING = Seen(

@@ -9,13 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.samples import Sample
 
-from ztunnel.runtime.http.exposition import (
-    Family,
-    UnsuffixedCounter,
-    accepts,
-    page,
-    process_families,
-)
+from ztunnel.runtime.http.exposition import Family, UnsuffixedCounter, accepts, page, process_families
 from ztunnel.runtime.http.page import Page, PageRequest
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores"

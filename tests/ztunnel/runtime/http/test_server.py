@@ -15,12 +15,7 @@ from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.http import server as admin_http
-from ztunnel.runtime.http.page import (
-    Deferred,
-    Page,
-    PageRequest,
-    text,
-)
+from ztunnel.runtime.http.page import Deferred, Page, PageRequest, text
 from ztunnel.runtime.http.server import LocalServer, PageServer, Stage
 
 LOCAL = SocketAddress("127.0.0.1", 0)

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 
-from ztunnel.sidecar.inject.annotations import (
-    STATUS_PORT,
-    Asked,
-    BadAnnotations,
-    asked,
-)
+from ztunnel.sidecar.inject.annotations import STATUS_PORT, Asked, BadAnnotations, asked
 from ztunnel.sidecar.inject.config import SidecarConfig, parse_config
 
 TRAFFIC = "traffic.sidecar.istio.io/"

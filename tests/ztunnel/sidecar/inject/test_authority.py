@@ -7,13 +7,7 @@ from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from ztunnel.cli import main
-from ztunnel.sidecar.inject.authority import (
-    Authority,
-    BadAuthority,
-    issue,
-    make_authority,
-    service_names,
-)
+from ztunnel.sidecar.inject.authority import Authority, BadAuthority, issue, make_authority, service_names
 
 NOW = datetime.datetime(2026, 11, 23, tzinfo=datetime.UTC)
 

@@ -6,20 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ztunnel.sidecar.inject.decision import (
-    IGNORED_NAMESPACES,
-    INJECT,
-    Decision,
-    Reason,
-    Rules,
-    decide,
-)
-from ztunnel.sidecar.inject.selector import (
-    BadSelector,
-    Requirement,
-    Selector,
-    selector,
-)
+from ztunnel.sidecar.inject.decision import IGNORED_NAMESPACES, INJECT, Decision, Reason, Rules, decide
+from ztunnel.sidecar.inject.selector import BadSelector, Requirement, Selector, selector
 
 NEVER = Selector((Requirement("app", "In", ("job",)),))
 ALWAYS = Selector((Requirement("team", "Exists"),))

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from ztunnel.runtime.formats.go_yaml import load_json
 from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config
 from ztunnel.sidecar.inject.decision import INJECT, Reason
-from ztunnel.sidecar.inject.inject import (
-    DATAPLANE_MODE,
-    GATE,
-    TEMPLATES_ANNOTATION,
-    Denied,
-    inject,
-)
+from ztunnel.sidecar.inject.inject import DATAPLANE_MODE, GATE, TEMPLATES_ANNOTATION, Denied, inject
 from ztunnel.sidecar.inject.manual import BadDocument, inject_text
 from ztunnel.sidecar.inject.review import MAX_BODY, answer
 

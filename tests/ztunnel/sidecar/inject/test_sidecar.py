@@ -16,23 +16,11 @@ from hypothesis import strategies as st
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.proxy.istio.settings.app_probes import parse_probers
 from ztunnel.sidecar.inject.config import InjectConfig, SidecarConfig, parse_config
-from ztunnel.sidecar.inject.inject import (
-    GATE,
-    TEMPLATES_ANNOTATION,
-    Denied,
-    Outcome,
-    inject,
-)
+from ztunnel.sidecar.inject.inject import GATE, TEMPLATES_ANNOTATION, Denied, Outcome, inject
 from ztunnel.sidecar.inject.manual import inject_text
 from ztunnel.sidecar.inject.patch import diff
 from ztunnel.sidecar.inject.review import answer, url_parts
-from ztunnel.sidecar.inject.sidecar import (
-    INIT,
-    OVERRIDES,
-    PROXY,
-    STATUS,
-    strip,
-)
+from ztunnel.sidecar.inject.sidecar import INIT, OVERRIDES, PROXY, STATUS, strip
 
 HERE = Path(__file__).parent / "goldens"
 CONFIG = InjectConfig(image="example/ztunnel:1", templates=("sidecar",), pull_secrets=("registry",))

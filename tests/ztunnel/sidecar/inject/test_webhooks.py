@@ -11,12 +11,7 @@ import yaml
 
 from ztunnel.sidecar.inject.command import add_arguments
 from ztunnel.sidecar.inject.selector import selector
-from ztunnel.sidecar.inject.webhooks import (
-    SYSTEM_NAMESPACES,
-    ambient,
-    sidecars,
-    tag,
-)
+from ztunnel.sidecar.inject.webhooks import SYSTEM_NAMESPACES, ambient, sidecars, tag
 
 MANIFESTS = Path(__file__).parents[4] / "deploy" / "kustomize" / "injector"
 WHERE = ("ztunnel-injector", "istio-system")

@@ -25,24 +25,11 @@ from ztunnel.proxy.envoy.admin import (
     server_info,
 )
 from ztunnel.proxy.envoy.admin.dump import address_message
-from ztunnel.proxy.envoy.admin.help import (
-    Command,
-    Parameter,
-    help_text,
-    home_page,
-)
+from ztunnel.proxy.envoy.admin.help import Command, Parameter, help_text, home_page
 from ztunnel.proxy.envoy.admin.inspected import Asked, Drain, InspectedProxy
 from ztunnel.proxy.envoy.stats import stats_page
 from ztunnel.proxy.tap.request import refusal
-from ztunnel.runtime.http.page import (
-    HTML,
-    JSON,
-    Page,
-    PageRequest,
-    Query,
-    printable,
-    text,
-)
+from ztunnel.runtime.http.page import HTML, JSON, Page, PageRequest, Query, printable, text
 from ztunnel.runtime.http.server import Pages
 
 _NO_POLICIES = "no policies of Calico: give --policy or --policy-sync\n"

@@ -19,15 +19,7 @@ from xds.proto.well_known import FieldMask
 from ztunnel.proxy.envoy.admin import dump
 from ztunnel.proxy.envoy.admin.dump import Dump
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
-from ztunnel.runtime.http.page import (
-    JSON,
-    PLAIN,
-    Deferred,
-    Page,
-    Piece,
-    Query,
-    text,
-)
+from ztunnel.runtime.http.page import JSON, PLAIN, Deferred, Page, Piece, Query, text
 
 #: Elements with more encoded bytes are printed outside the event loop. 32 KiB take about 10 ms.
 _LARGE_BYTES = 16 * 1024

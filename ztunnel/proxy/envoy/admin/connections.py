@@ -11,20 +11,9 @@ from xds.proto.dump import format_json
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.config.settings import TunnelSource
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
-from ztunnel.proxy.envoy.path.explain import (
-    Configuration,
-    Question,
-    client_address,
-    explain,
-)
+from ztunnel.proxy.envoy.path.explain import Configuration, Question, client_address, explain
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
-from ztunnel.runtime.http.page import (
-    JSON,
-    Page,
-    Piece,
-    Query,
-    text,
-)
+from ztunnel.runtime.http.page import JSON, Page, Piece, Query, text
 
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.listeners.connections import LiveConnection

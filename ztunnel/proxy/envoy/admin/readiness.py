@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.runtime.http import liveness
-from ztunnel.runtime.http.page import (
-    PLAIN,
-    Page,
-    PageRequest,
-    not_found,
-    printable,
-    text,
-)
+from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, not_found, printable, text
 
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING
 
 from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
-from ztunnel.proxy.envoy.admin import (
-    commands,
-    metrics,
-    process,
-    readiness,
-)
+from ztunnel.proxy.envoy.admin import commands, metrics, process, readiness
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.runtime.http.page import Page, PageRequest

@@ -8,12 +8,7 @@ from typing import Any
 
 from xds.errors import ConfigError
 from xds.model.address import SocketAddress
-from ztunnel.policy.calico.settings import (
-    PolicySettings,
-    policy_settings,
-    sync_target,
-    unknown_pods,
-)
+from ztunnel.policy.calico.settings import PolicySettings, policy_settings, sync_target, unknown_pods
 from ztunnel.proxy.addons.settings import OPTIONS_FILE, VARIABLES, AddonSettings, addon_settings
 from ztunnel.proxy.flows.ring import CAPACITY, flow_count
 from ztunnel.proxy.flows.settings import VARIABLES as HUBBLE

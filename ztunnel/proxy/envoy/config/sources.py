@@ -6,13 +6,7 @@ from operator import attrgetter
 from xds.errors import ConfigError
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
-from ztunnel.proxy.envoy.stats.stats import (
-    Counter,
-    Declared,
-    Gauge,
-    Scope,
-    TextReadout,
-)
+from ztunnel.proxy.envoy.stats.stats import Counter, Declared, Gauge, Scope, TextReadout
 
 #: What Envoy counts of a subscription; ``version`` is a hash of the text.
 _COUNTED = (

@@ -16,13 +16,7 @@ from xds.errors import ConfigError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager
-from xds.model.listener import (
-    DiscoveredFilter,
-    FilterChain,
-    Listener,
-    ListenerFilter,
-    ListenerFilterEntry,
-)
+from xds.model.listener import DiscoveredFilter, FilterChain, Listener, ListenerFilter, ListenerFilterEntry
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveSsl
 from ztunnel.proxy.envoy.listeners.filters import InspectorCounts, ReadsBytes

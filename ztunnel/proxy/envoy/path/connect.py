@@ -50,14 +50,7 @@ from ztunnel.proxy.envoy.path.dial import (
 )
 from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
-from ztunnel.proxy.envoy.stream.outcome import (
-    Denied,
-    NoCluster,
-    NoHealthyHost,
-    Overflow,
-    Refused,
-    UpstreamFailed,
-)
+from ztunnel.proxy.envoy.stream.outcome import Denied, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host

@@ -15,13 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from xds.model.address import InternalAddress, NamedAddress, SocketAddress, canonical
-from xds.model.cluster import (
-    Discovery,
-    Endpoint,
-    TransportSocket,
-    proxy_version_of,
-    security_of,
-)
+from xds.model.cluster import Discovery, Endpoint, TransportSocket, proxy_version_of, security_of
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.listener import OriginalDst, OriginalSrc
 from xds.model.matcher import IpTree, Matcher, MatcherList, hits
@@ -33,13 +27,7 @@ from ztunnel.policy.reasons import reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveRbac, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.filters import FilterClosed, ReadsBytes, annotate, due
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.path.connect import (
-    NO_ADDRESS,
-    NO_HTTP2,
-    passed_on,
-    tunnel_request,
-    tunnels,
-)
+from ztunnel.proxy.envoy.path.connect import NO_ADDRESS, NO_HTTP2, passed_on, tunnel_request, tunnels
 from ztunnel.proxy.envoy.path.internal import facts_behind, takes_internal
 from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, RequestRefused, TunnelRules, tunnel_route
 from ztunnel.proxy.envoy.path.verdict import verdict_of

@@ -25,12 +25,7 @@ from xds.errors import ConfigError
 from xds.model.secret import Certificate, Secret, Validation
 from xds.model.tls import SecretRef, TlsVersion
 from xds.model.tls import TlsContext as ContextModel
-from ztunnel.proxy.envoy.secrets.verify import (
-    check_secret,
-    peer_verifier,
-    unlocked,
-    with_usable_roots,
-)
+from ztunnel.proxy.envoy.secrets.verify import check_secret, peer_verifier, unlocked, with_usable_roots
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
 
-from ztunnel.proxy.envoy.stats.stats import (
-    BUCKETS,
-    Counter,
-    Gauge,
-    Histogram,
-    Stats,
-    TextReadout,
-)
+from ztunnel.proxy.envoy.stats.stats import BUCKETS, Counter, Gauge, Histogram, Stats, TextReadout
 
 QUANTILES = (0, 25, 50, 75, 90, 95, 99, 99.5, 99.9, 100)
 _SLICE = 200  # lines per piece

@@ -20,12 +20,7 @@ from xds.model.secret import Certificate
 from ztunnel.proxy.envoy.secrets.verify import leaf_of
 from ztunnel.proxy.envoy.stream.request_headers import header_values, stream_id
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
-from ztunnel.proxy.envoy.telemetry.certificate_values import (
-    VALUES,
-    Chain,
-    end_s,
-    start_s,
-)
+from ztunnel.proxy.envoy.telemetry.certificate_values import VALUES, Chain, end_s, start_s
 from ztunnel.runtime.clock import utc
 
 Reader = Callable[[StreamInfo], str | None]

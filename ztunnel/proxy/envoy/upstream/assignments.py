@@ -4,11 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from xds.model.address import NamedAddress, SocketAddress
-from xds.model.cluster import (
-    Endpoint,
-    LoadAssignment,
-    LocalityGroup,
-)
+from xds.model.cluster import Endpoint, LoadAssignment, LocalityGroup
 from ztunnel.proxy.envoy.upstream.host import Host
 
 

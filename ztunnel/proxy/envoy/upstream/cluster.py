@@ -38,9 +38,7 @@ from ztunnel.proxy.dataplane.resolver import ResolveFailed, Resolver
 from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, hardened
 from ztunnel.proxy.envoy.secrets.store import SecretStore
-from ztunnel.proxy.envoy.stats.stats import (
-    Stats,
-)
+from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.assignments import resolved, with_hosts
 from ztunnel.proxy.envoy.upstream.balancer import Balancer, in_subset, source_hash

@@ -6,9 +6,7 @@ from typing import Any
 
 from hbone.errors import TlsError, TlsReason
 from hbone.tls import PeerFacts
-from xds.model.cluster import (
-    Cluster,
-)
+from xds.model.cluster import Cluster
 from ztunnel.proxy.envoy.stats.stats import (
     Counter,
     Declared,

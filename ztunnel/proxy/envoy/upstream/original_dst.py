@@ -4,10 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from xds.model.address import SocketAddress
-from xds.model.cluster import (
-    Cluster,
-    Endpoint,
-)
+from xds.model.cluster import Cluster, Endpoint
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster_stats import ClusterStats
 from ztunnel.proxy.envoy.upstream.host import Host, HostSet

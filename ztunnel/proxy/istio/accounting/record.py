@@ -19,19 +19,8 @@ from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.flows.times import RESULTS
 from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.logs import (
-    Bare,
-    Field,
-    LogStream,
-    Recurring,
-)
-from ztunnel.proxy.istio.accounting.metrics import (
-    UNKNOWN,
-    Metrics,
-    PeerLabels,
-    TrafficSeries,
-    traffic_labels,
-)
+from ztunnel.proxy.istio.accounting.logs import Bare, Field, LogStream, Recurring
+from ztunnel.proxy.istio.accounting.metrics import UNKNOWN, Metrics, PeerLabels, TrafficSeries, traffic_labels
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
 from ztunnel.runtime.clock import Clock
 

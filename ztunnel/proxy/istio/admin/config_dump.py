@@ -26,12 +26,7 @@ from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.credentials import Roots
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.path.pod import PodProxy
-from ztunnel.proxy.istio.settings.config import (
-    IstioConfig,
-    OriginalSource,
-    PodName,
-    ProxyMode,
-)
+from ztunnel.proxy.istio.settings.config import IstioConfig, OriginalSource, PodName, ProxyMode
 from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.proxy.istio.zds.pods import RunningPod
 from ztunnel.runtime.formats.entries import names_of

@@ -17,12 +17,7 @@ from urllib.parse import urljoin, urlsplit
 from xds.aio.channel import Channel
 from xds.aio.health import serves
 from xds.grpc.status import RpcFailed
-from ztunnel.proxy.istio.admin.probe_response import (
-    LONGEST_HEAD,
-    BadResponse,
-    read_body,
-    read_head,
-)
+from ztunnel.proxy.istio.admin.probe_response import LONGEST_HEAD, BadResponse, read_body, read_head
 from ztunnel.proxy.istio.settings.app_probes import AppProbe
 from ztunnel.runtime.http.page import PLAIN, Page, text
 from ztunnel.runtime.settings import plain_reason

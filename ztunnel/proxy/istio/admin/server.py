@@ -21,17 +21,7 @@ from ztunnel.proxy.istio.path.pod_sockets import PASSTHROUGH4, PASSTHROUGH6
 from ztunnel.proxy.istio.settings.app_probes import PREFIXES
 from ztunnel.proxy.tap.request import refusal
 from ztunnel.runtime.http import liveness
-from ztunnel.runtime.http.page import (
-    HTML,
-    JSON,
-    PLAIN,
-    Page,
-    PageRequest,
-    Query,
-    not_found,
-    printable,
-    text,
-)
+from ztunnel.runtime.http.page import HTML, JSON, PLAIN, Page, PageRequest, Query, not_found, printable, text
 from ztunnel.runtime.http.server import Pages, PageServer
 
 if TYPE_CHECKING:

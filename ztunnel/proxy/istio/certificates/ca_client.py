@@ -11,19 +11,8 @@ from xds.grpc.status import RpcFailed
 from xds.grpc.tls import client_tls
 from xds.model.identity import SpiffeId
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
-from ztunnel.proxy.identity.csr import (
-    IdentityError,
-    IssuedCertificate,
-    issued_certificate,
-    signing_request,
-)
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    CredentialsError,
-    Endpoint,
-    Metadata,
-    Roots,
-)
+from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate, issued_certificate, signing_request
+from ztunnel.proxy.istio.certificates.credentials import Credentials, CredentialsError, Endpoint, Metadata, Roots
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)

@@ -27,11 +27,7 @@ from ztunnel.policy.calico.guard import Decision, connection
 from ztunnel.policy.calico.live import LivePolicies
 from ztunnel.proxy.dataplane.life import Event, Verdict
 from ztunnel.proxy.dataplane.reasons import Reason
-from ztunnel.proxy.istio.accounting.outcome import (
-    POLICY_CHANGE,
-    REJECTED,
-    Failed,
-)
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, REJECTED, Failed
 from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S, Authorizer, Denied
@@ -45,12 +41,7 @@ from ztunnel.proxy.istio.path.plans import Plan
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 from ztunnel.proxy.istio.path.request_plans import Peer
-from ztunnel.proxy.istio.path.route import (
-    Direct,
-    DoubleTunnel,
-    Route,
-    Tunnel,
-)
+from ztunnel.proxy.istio.path.route import Direct, DoubleTunnel, Route, Tunnel
 
 log = logging.getLogger(__name__)
 

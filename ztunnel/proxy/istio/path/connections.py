@@ -18,13 +18,7 @@ from hbone.aio.tunnel import TunnelCarrier
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
-from ztunnel.proxy.dataplane.lives import (
-    Abort,
-    Life,
-    Lives,
-    LiveTable,
-    all_emptied,
-)
+from ztunnel.proxy.dataplane.lives import Abort, Life, Lives, LiveTable, all_emptied
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import REVOKED
 from ztunnel.proxy.istio.accounting.record import Record

@@ -28,12 +28,7 @@ from ztunnel.proxy.identity.peer import foreign
 from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL, judgement
 from ztunnel.proxy.istio.path.balance import Question as Draw
 from ztunnel.proxy.istio.path.balance import candidates_for, pick
-from ztunnel.proxy.istio.path.inbound_target import (
-    RequestRefused,
-    inbound_facts,
-    inbound_target,
-    plain_target,
-)
+from ztunnel.proxy.istio.path.inbound_target import RequestRefused, inbound_facts, inbound_target, plain_target
 from ztunnel.proxy.istio.path.route import (
     Client,
     Direct,

@@ -21,14 +21,7 @@ from hbone.aio.relay import LINGER_S, relay
 from hbone.aio.server import Request, Requests, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
-from hbone.errors import (
-    ConnectRefused,
-    HboneError,
-    PeerSilent,
-    TlsError,
-    TlsReason,
-    TunnelBroken,
-)
+from hbone.errors import ConnectRefused, HboneError, PeerSilent, TlsError, TlsReason, TunnelBroken
 from hbone.events import Headers
 from hbone.headers import forwarded_host
 from tproxy.errors import TproxyError
@@ -58,18 +51,9 @@ from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
 from ztunnel.proxy.istio.path.admission import Admission, Refusal
 from ztunnel.proxy.istio.path.authorizer import Authorizer
-from ztunnel.proxy.istio.path.connections import (
-    Carrier,
-    Phase,
-    PodConnection,
-    is_listed,
-)
+from ztunnel.proxy.istio.path.connections import Carrier, Phase, PodConnection, is_listed
 from ztunnel.proxy.istio.path.early_denials import EarlyDenials, account_rejected, handshake_error
-from ztunnel.proxy.istio.path.inbound_target import (
-    inbound_facts,
-    inbound_service,
-    plain_target,
-)
+from ztunnel.proxy.istio.path.inbound_target import inbound_facts, inbound_service, plain_target
 from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.pod_context import PodContext

@@ -29,12 +29,7 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId
 from xds.model.workload import WorkloadUid
-from ztunnel.proxy.dataplane.attempts import (
-    ANSWER_TIMEOUT_S,
-    RETRY_WINDOW_S,
-    Attempts,
-    GiveUp,
-)
+from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S, RETRY_WINDOW_S, Attempts, GiveUp
 from ztunnel.proxy.dataplane.life import ALLOWED, State, Verdict
 from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
 from ztunnel.proxy.dataplane.reasons import Reason
@@ -62,16 +57,7 @@ from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.path.plans import Plan, Plans, enter_route
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
-from ztunnel.proxy.istio.path.route import (
-    Client,
-    Direct,
-    DoubleTunnel,
-    Missing,
-    Named,
-    Route,
-    Tunnel,
-    route_for,
-)
+from ztunnel.proxy.istio.path.route import Client, Direct, DoubleTunnel, Missing, Named, Route, Tunnel, route_for
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 if TYPE_CHECKING:

@@ -17,13 +17,7 @@ from ztunnel.proxy.istio.path.outbound import Outbound
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_sockets import Bound, PodSockets
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
-from ztunnel.proxy.istio.settings.config import (
-    HBONE_PORT,
-    OUTBOUND_PORT,
-    PLAINTEXT_PORT,
-    SOCKS_PORT,
-    PodName,
-)
+from ztunnel.proxy.istio.settings.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, PodName
 from ztunnel.runtime.accepting import Gates
 from ztunnel.runtime.tasks import Tasks
 

@@ -27,12 +27,7 @@ from xds.model.workload import Workload
 from ztunnel.proxy.istio.accounting.record import Described, Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.authorizer import Authorizer
-from ztunnel.proxy.istio.path.inbound_target import (
-    RequestRefused,
-    inbound_facts,
-    inbound_service,
-    inbound_target,
-)
+from ztunnel.proxy.istio.path.inbound_target import RequestRefused, inbound_facts, inbound_service, inbound_target
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.settings.config import HBONE_PORT

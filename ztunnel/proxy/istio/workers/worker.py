@@ -34,24 +34,12 @@ from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.path.names import Names
-from ztunnel.proxy.istio.path.node import (
-    Node,
-    addons_of,
-    log_pressure,
-    policies_in_force,
-    taps_permitted,
-)
+from ztunnel.proxy.istio.path.node import Node, addons_of, log_pressure, policies_in_force, taps_permitted
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.path.pod_sockets import Bound, PodSockets
 from ztunnel.proxy.istio.settings.config import ProxyMode
 from ztunnel.proxy.istio.workers.certificate_replica import ReplicatedCertificates, ReplicatedRevocations
-from ztunnel.proxy.istio.workers.channel import (
-    ChannelClosed,
-    Descriptors,
-    IpcChannel,
-    Refused,
-    RequestBody,
-)
+from ztunnel.proxy.istio.workers.channel import ChannelClosed, Descriptors, IpcChannel, Refused, RequestBody
 from ztunnel.proxy.istio.workers.connection_counts import ConnectionCounts
 from ztunnel.proxy.istio.workers.mesh_replica import MeshReplica
 from ztunnel.proxy.istio.workers.messages import (

@@ -18,13 +18,7 @@ from xds.model.mesh import Mesh
 from xds.protocol.client import ISTIO, DoublingBackoff
 from xds.protocol.resource import Receive, Update, UpdateRejected
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    CredentialsError,
-    Endpoint,
-    Roots,
-    Token,
-)
+from ztunnel.proxy.istio.certificates.credentials import Credentials, CredentialsError, Endpoint, Roots, Token
 from ztunnel.proxy.istio.settings.config import IstioConfig
 from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.proxy.istio.xds.mesh_feed import LocalFile, MeshFeed

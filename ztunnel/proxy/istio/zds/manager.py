@@ -26,13 +26,7 @@ from ztunnel.proxy.istio.zds.messages import (
     hello_bytes,
     read_request,
 )
-from ztunnel.proxy.istio.zds.pods import (
-    PodInfo,
-    PodState,
-    PodUid,
-    RunningPod,
-    StartPod,
-)
+from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid, RunningPod, StartPod
 from ztunnel.proxy.istio.zds.reconcile import (
     Action,
     Answer,

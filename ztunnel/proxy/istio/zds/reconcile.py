@@ -28,14 +28,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, NewType, TypeAlias, assert_never
 
-from ztunnel.proxy.istio.zds.messages import (
-    AddPod,
-    DeletePod,
-    KeepPod,
-    Request,
-    SnapshotSent,
-    Unexpected,
-)
+from ztunnel.proxy.istio.zds.messages import AddPod, DeletePod, KeepPod, Request, SnapshotSent, Unexpected
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 
 #: The interval of attempts to start a pod, like in the Rust ztunnel.

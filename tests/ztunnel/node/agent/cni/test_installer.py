@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from ztunnel.node.agent.cni.conflist import (
-    TYPE,
-    BadConfiguration,
-    read,
-    with_plugin,
-    without_plugin,
-)
+from ztunnel.node.agent.cni.conflist import TYPE, BadConfiguration, read, with_plugin, without_plugin
 from ztunnel.node.agent.cni.installer import (
     OWNED,
     Installation,

@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.admin.harness import (
-    WAIT_S,
-    Answer,
-    Client,
-    Running,
-    serve,
-)
+from tests.ztunnel.proxy.envoy.admin.harness import WAIT_S, Answer, Client, Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import IDENTITY, Reference, write_reference
 from ztunnel.cli import main
 

@@ -6,12 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.admin.harness import (
-    Answer,
-    Client,
-    Running,
-    serve,
-)
+from tests.ztunnel.proxy.envoy.admin.harness import Answer, Client, Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import (
     IDENTITY,
     SERVICE_CLUSTER,

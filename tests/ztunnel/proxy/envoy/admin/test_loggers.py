@@ -3,13 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ztunnel.proxy.envoy.admin.loggers import (
-    LEVELS,
-    PACKAGES,
-    active,
-    level_name,
-    page,
-)
+from ztunnel.proxy.envoy.admin.loggers import LEVELS, PACKAGES, active, level_name, page
 from ztunnel.runtime.http.page import Query
 
 

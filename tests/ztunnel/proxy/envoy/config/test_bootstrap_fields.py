@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import (
-    Rig,
-    cluster,
-    listener,
-    run,
-)
+from tests.ztunnel.proxy.envoy.rig import Rig, cluster, listener, run
 from xds.errors import ConfigError
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.json import parse_value

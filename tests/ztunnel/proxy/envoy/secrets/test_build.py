@@ -25,18 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from hbone.errors import TlsReason
 from hbone.settings import Role
 from tests.hbone.certificates import Authority, Leaf
-from tests.ztunnel.proxy.envoy.rig import (
-    Json,
-    Rig,
-    T,
-    application,
-    ask,
-    chain,
-    cluster,
-    listener,
-    run,
-    tcp,
-)
+from tests.ztunnel.proxy.envoy.rig import Json, Rig, T, application, ask, chain, cluster, listener, run, tcp
 from tests.ztunnel.proxy.identity.material import handshake
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation

@@ -10,16 +10,7 @@ from hbone.settings import Role
 from hbone.tls_context import TlsContext as HboneContext
 from hbone.tls_context import TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
-from tests.ztunnel.proxy.envoy.rig import (
-    Rig,
-    T,
-    application,
-    chain,
-    cluster,
-    listener,
-    run,
-    tcp,
-)
+from tests.ztunnel.proxy.envoy.rig import Rig, T, application, chain, cluster, listener, run, tcp
 from tests.ztunnel.proxy.envoy.secrets.test_build import certificate, own, secret
 from tests.ztunnel.proxy.identity.material import handshake
 from xds.errors import ConfigError

@@ -15,12 +15,7 @@ from ztunnel.proxy.envoy.stats.stats import (
     count_parameters,
     declared_in,
 )
-from ztunnel.proxy.envoy.stats.stats_page import (
-    Choice,
-    Kind,
-    chosen,
-    text_pieces,
-)
+from ztunnel.proxy.envoy.stats.stats_page import Choice, Kind, chosen, text_pieces
 
 
 class Owner:

@@ -19,12 +19,7 @@ from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
 from xds.model.format_string import COMMANDS, Command, FormatString, parse_format
 from xds.model.secret import Certificate
-from ztunnel.proxy.envoy.stream.stream_info import (
-    LONG_NAMES,
-    Flag,
-    StreamInfo,
-    TlsFacts,
-)
+from ztunnel.proxy.envoy.stream.stream_info import LONG_NAMES, Flag, StreamInfo, TlsFacts
 from ztunnel.proxy.envoy.telemetry.format import log_renderer, renderer
 
 

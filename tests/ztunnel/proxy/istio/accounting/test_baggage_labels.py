@@ -4,12 +4,7 @@ from dataclasses import replace
 
 from hbone.headers import Baggage
 from xds.model.identity import SpiffeId
-from ztunnel.proxy.istio.accounting.baggage_labels import (
-    PEERS,
-    SETS_PER_PEER,
-    VALUE_CHARACTERS,
-    BaggageLabels,
-)
+from ztunnel.proxy.istio.accounting.baggage_labels import PEERS, SETS_PER_PEER, VALUE_CHARACTERS, BaggageLabels
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
 
 WEB, CART = SpiffeId("td", "shop", "web"), SpiffeId("td", "shop", "cart")

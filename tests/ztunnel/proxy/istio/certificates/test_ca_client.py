@@ -20,12 +20,7 @@ from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateR
 from ztunnel.proxy.identity.authority import CertificateAuthority
 from ztunnel.proxy.identity.csr import IdentityError
 from ztunnel.proxy.istio.certificates.ca_client import METHOD, IstioCertificateAuthority
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    Endpoint,
-    Roots,
-    Token,
-)
+from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.proxy.istio.certificates.fake_ca import FakeCertificateAuthority
 
 WAIT_S = 30.0

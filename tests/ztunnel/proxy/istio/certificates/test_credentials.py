@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.hbone.certificates import Authority
-from ztunnel.proxy.istio.certificates.credentials import (
-    Credentials,
-    CredentialsError,
-    Endpoint,
-    Roots,
-    Token,
-)
+from ztunnel.proxy.istio.certificates.credentials import Credentials, CredentialsError, Endpoint, Roots, Token
 
 ROOT = Authority()
 NOWHERE = Path("/nonexistent/token")

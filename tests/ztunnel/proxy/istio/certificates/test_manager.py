@@ -10,12 +10,7 @@ from cryptography import x509
 
 from hbone.errors import TlsReason
 from tests.hbone.certificates import Authority
-from tests.ztunnel.proxy.identity.material import (
-    CART,
-    WEB,
-    certificate,
-    handshake,
-)
+from tests.ztunnel.proxy.identity.material import CART, WEB, certificate, handshake
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.certificates.manager import (

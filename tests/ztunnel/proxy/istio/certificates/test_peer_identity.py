@@ -9,14 +9,7 @@ from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import TlsContext, TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
-from tests.ztunnel.proxy.identity.material import (
-    CART,
-    WEB,
-    End,
-    certificate,
-    handshake,
-    issued,
-)
+from tests.ztunnel.proxy.identity.material import CART, WEB, End, certificate, handshake, issued
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy, WorkloadCertificate

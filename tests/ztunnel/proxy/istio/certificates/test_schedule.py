@@ -7,12 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.generated import examples
 from xds.model.identity import SpiffeId
-from ztunnel.proxy.istio.certificates.schedule import (
-    Fetch,
-    Phase,
-    Priority,
-    Schedule,
-)
+from ztunnel.proxy.istio.certificates.schedule import Fetch, Phase, Priority, Schedule
 
 A, B, C, D = (SpiffeId("td", "ns", name) for name in "abcd")
 DAY = 86400.0

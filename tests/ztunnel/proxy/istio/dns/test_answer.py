@@ -5,22 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.istio.dns.meshes import (
-    CLIENT,
-    mesh,
-    service,
-    workload,
-)
+from tests.ztunnel.proxy.istio.dns.meshes import CLIENT, mesh, service, workload
 from xds.model.mesh import Mesh
 from xds.model.service import IpFamilies, Visibility
-from ztunnel.proxy.istio.dns.answer import (
-    DnsSettings,
-    Local,
-    aliases,
-    answer,
-    expansions,
-    wildcards,
-)
+from ztunnel.proxy.istio.dns.answer import DnsSettings, Local, aliases, answer, expansions, wildcards
 
 SETTINGS = DnsSettings()
 

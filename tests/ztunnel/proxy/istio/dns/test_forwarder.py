@@ -14,13 +14,7 @@ import dns.rcode
 import dns.update
 import pytest
 
-from tests.ztunnel.proxy.istio.dns.upstreams import (
-    Behaviour,
-    Upstream,
-    open_socket,
-    plain,
-    silent,
-)
+from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
 from ztunnel.proxy.istio.dns.forwarder import (
     Cache,
     Forwarder,

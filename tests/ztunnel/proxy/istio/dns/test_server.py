@@ -12,19 +12,8 @@ import dns.rcode
 import pytest
 import uvloop
 
-from tests.ztunnel.proxy.istio.dns.meshes import (
-    CLIENT,
-    mesh,
-    service,
-    workload,
-)
-from tests.ztunnel.proxy.istio.dns.upstreams import (
-    Behaviour,
-    Upstream,
-    open_socket,
-    plain,
-    silent,
-)
+from tests.ztunnel.proxy.istio.dns.meshes import CLIENT, mesh, service, workload
+from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.dns.answer import DnsSettings
 from ztunnel.proxy.istio.dns.forwarder import Forwarder

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from hbone.aio.tunnel import Tunnel
-from tests.ztunnel.proxy.istio.handover.generations import (
-    OUTSIDE,
-    REMOTE_HOST,
-    SERVER,
-    Generations,
-    echoed,
-    play,
-)
+from tests.ztunnel.proxy.istio.handover.generations import OUTSIDE, REMOTE_HOST, SERVER, Generations, echoed, play
 from tests.ztunnel.proxy.istio.inbound_case import DENY, GATED
 from tests.ztunnel.proxy.istio.pods import APP_PORT, LOOPS, ROOT, Cluster, End, identity
 from ztunnel.proxy.identity.crl import RevocationLists

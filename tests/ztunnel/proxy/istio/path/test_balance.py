@@ -23,13 +23,7 @@ from xds.model.workload import (
     Workload,
     WorkloadUid,
 )
-from ztunnel.proxy.istio.path.balance import (
-    Weighted,
-    narrowed,
-    pick,
-    question_of,
-    rank_of,
-)
+from ztunnel.proxy.istio.path.balance import Weighted, narrowed, pick, question_of, rank_of
 
 KEY = ServiceKey("shop/cart")
 CLIENT = Workload(

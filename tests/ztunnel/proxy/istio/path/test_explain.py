@@ -28,19 +28,8 @@ from xds.model.policy import DestinationPort, Not, PeerPrincipal, PeerServiceAcc
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
 from xds.model.workload import Health, Locality, PolicyKey, Protocol, Workload, WorkloadUid
 from ztunnel.policy.engine import judge
-from ztunnel.proxy.istio.path.explain import (
-    Answer,
-    BadQuestion,
-    Surroundings,
-    explain,
-    question,
-)
-from ztunnel.proxy.istio.path.route import (
-    Client,
-    Route,
-    RouteRefused,
-    route_for,
-)
+from ztunnel.proxy.istio.path.explain import Answer, BadQuestion, Surroundings, explain, question
+from ztunnel.proxy.istio.path.route import Client, Route, RouteRefused, route_for
 
 ONLY_CLIENT = PeerServiceAccount("shop", "client")
 

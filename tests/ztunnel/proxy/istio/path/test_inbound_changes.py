@@ -19,15 +19,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     fields,
     policy,
 )
-from tests.ztunnel.proxy.istio.pods import (
-    LOOPS,
-    ROOT,
-    SERVER,
-    Cluster,
-    certificate,
-    identity,
-    play,
-)
+from tests.ztunnel.proxy.istio.pods import LOOPS, ROOT, SERVER, Cluster, certificate, identity, play
 from xds.model.authorization import Action
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOKED

@@ -10,15 +10,7 @@ from hbone.aio.connection import Connection
 from hbone.errors import HboneError
 from tests.hbone.certificates import Authority
 from tests.ztunnel.proxy.istio.inbound_case import POD, closing, fields
-from tests.ztunnel.proxy.istio.pods import (
-    CLIENT,
-    ROOT,
-    SERVER,
-    Cluster,
-    certificate,
-    identity,
-    play,
-)
+from tests.ztunnel.proxy.istio.pods import CLIENT, ROOT, SERVER, Cluster, certificate, identity, play
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.settings.config import HBONE_PORT

@@ -18,12 +18,7 @@ from xds.model.workload import (
     Workload,
     WorkloadUid,
 )
-from ztunnel.proxy.istio.path.inbound_target import (
-    InboundTarget,
-    RequestRefused,
-    inbound_service,
-    inbound_target,
-)
+from ztunnel.proxy.istio.path.inbound_target import InboundTarget, RequestRefused, inbound_service, inbound_target
 
 HERE = "10.0.0.9"
 WP = ServiceKey("shop/wp.example")

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from tests.hbone.certificates import Authority
-from tests.ztunnel.proxy.istio.inbound_case import (
-    APP,
-    DENY,
-    GATED,
-    NEAR,
-    POD,
-)
+from tests.ztunnel.proxy.istio.inbound_case import APP, DENY, GATED, NEAR, POD
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     ELSEWHERE,

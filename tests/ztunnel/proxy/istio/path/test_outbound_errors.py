@@ -30,9 +30,7 @@ from tests.ztunnel.proxy.istio.pods import (
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut
 from xds.model.address import SocketAddress
-from xds.model.workload import (
-    WorkloadUid,
-)
+from xds.model.workload import WorkloadUid
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL
 from ztunnel.proxy.istio.settings.config import OUTBOUND_PORT

@@ -34,13 +34,7 @@ from tests.ztunnel.proxy.istio.pods import (
     workload,
 )
 from xds.model.service import BalancerMode, LoadBalancing, Service
-from xds.model.workload import (
-    GatewayAddress,
-    NamespacedHostname,
-    NetworkAddress,
-    Protocol,
-    Workload,
-)
+from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol, Workload
 
 # The route table, row by row
 

@@ -16,12 +16,7 @@ from tests.ztunnel.proxy.istio.pods import APP_PORT, NODE, VIP, endpoint, shop, 
 from xds.model.address import SocketAddress
 from xds.model.mesh import Mesh
 from xds.model.service import WeightedWaypoint
-from xds.model.workload import (
-    GatewayAddress,
-    NamespacedHostname,
-    NetworkAddress,
-    Protocol,
-)
+from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.workload_labels import labels_of
 from ztunnel.proxy.istio.path import plans as module

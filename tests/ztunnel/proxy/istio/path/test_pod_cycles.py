@@ -4,14 +4,7 @@ import gc
 from collections import Counter
 from pathlib import Path
 
-from tests.ztunnel.proxy.istio.pods import (
-    CLIENT,
-    SERVER,
-    Cluster,
-    WiredSockets,
-    play,
-    workload,
-)
+from tests.ztunnel.proxy.istio.pods import CLIENT, SERVER, Cluster, WiredSockets, play, workload
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.settings.config import PodName
 

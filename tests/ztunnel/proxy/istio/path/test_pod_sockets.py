@@ -20,13 +20,7 @@ from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.proxy.istio.path.node import Node, log_pressure
 from ztunnel.proxy.istio.path.pod import PodProxy
-from ztunnel.proxy.istio.path.pod_sockets import (
-    PASSTHROUGH4,
-    PASSTHROUGH6,
-    PodSockets,
-    bind,
-    ports,
-)
+from ztunnel.proxy.istio.path.pod_sockets import PASSTHROUGH4, PASSTHROUGH6, PodSockets, bind, ports
 from ztunnel.proxy.istio.settings.config import PodName
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_pressure import LogPressure

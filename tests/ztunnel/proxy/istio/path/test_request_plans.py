@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hbone.events import RequestHead
-from tests.ztunnel.proxy.istio.pods import (
-    APP_PORT,
-    CLIENT,
-    NODE,
-    SERVER,
-    SHOP,
-    endpoint,
-    identity,
-    shop,
-    workload,
-)
+from tests.ztunnel.proxy.istio.pods import APP_PORT, CLIENT, NODE, SERVER, SHOP, endpoint, identity, shop, workload
 from xds.model.address import SocketAddress
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.facts import PeerCertificate
@@ -33,12 +23,7 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.outcome import judgement
 from ztunnel.proxy.istio.accounting.workload_labels import labels_of
 from ztunnel.proxy.istio.path.authorizer import Authorizer
-from ztunnel.proxy.istio.path.inbound_target import (
-    RequestRefused,
-    inbound_facts,
-    inbound_service,
-    inbound_target,
-)
+from ztunnel.proxy.istio.path.inbound_target import RequestRefused, inbound_facts, inbound_service, inbound_target
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, RequestPlans

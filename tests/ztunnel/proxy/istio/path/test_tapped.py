@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.istio.inbound_case import (
-    APP,
-    DENY,
-    GATED,
-    NEAR,
-    TunnelClient,
-    fields,
-)
+from tests.ztunnel.proxy.istio.inbound_case import APP, DENY, GATED, NEAR, TunnelClient, fields
 from tests.ztunnel.proxy.istio.inbound_case import POD as SERVER_POD
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE, through_gateway
 from tests.ztunnel.proxy.istio.path.test_outbound import double

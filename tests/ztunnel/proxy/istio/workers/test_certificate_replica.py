@@ -13,18 +13,8 @@ from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.csr import IdentityError
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy
 from ztunnel.proxy.istio.workers.certificate_replica import ReplicatedCertificates
-from ztunnel.proxy.istio.workers.channel import (
-    Descriptors,
-    IpcChannel,
-    Refused,
-    RequestBody,
-)
-from ztunnel.proxy.istio.workers.messages import (
-    CertificateIssued,
-    GetCertificate,
-    Notification,
-    Value,
-)
+from ztunnel.proxy.istio.workers.channel import Descriptors, IpcChannel, Refused, RequestBody
+from ztunnel.proxy.istio.workers.messages import CertificateIssued, GetCertificate, Notification, Value
 
 ROOT = Authority()
 

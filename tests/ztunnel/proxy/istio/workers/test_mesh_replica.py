@@ -8,22 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.generated import examples
-from tests.ztunnel.proxy.istio.workers.test_messages import (
-    SERVICE,
-    WORKLOAD,
-    decoded,
-    policy,
-)
+from tests.ztunnel.proxy.istio.workers.test_messages import SERVICE, WORKLOAD, decoded, policy
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Changes, Mesh
 from xds.model.service import Service
 from xds.model.workload import PolicyKey, ServiceKey, Workload, WorkloadUid
-from ztunnel.proxy.istio.workers.mesh_replica import (
-    BATCH,
-    MeshReplica,
-    delta,
-    snapshot,
-)
+from ztunnel.proxy.istio.workers.mesh_replica import BATCH, MeshReplica, delta, snapshot
 from ztunnel.proxy.istio.workers.messages import MeshChange, encode
 
 POLICY = policy()

@@ -9,14 +9,7 @@ from pathlib import Path
 
 from tproxy.aio.netns import Netns
 from ztunnel.proxy.istio.zds.channel import Channel, Listener
-from ztunnel.proxy.istio.zds.messages import (
-    AddPod,
-    Request,
-    SnapshotSent,
-    read_answer,
-    read_hello,
-    request_bytes,
-)
+from ztunnel.proxy.istio.zds.messages import AddPod, Request, SnapshotSent, read_answer, read_hello, request_bytes
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid, RunningPod
 
 WAIT_S = 5.0

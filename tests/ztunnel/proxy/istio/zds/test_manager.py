@@ -12,24 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.generated import examples
-from tests.ztunnel.proxy.istio.zds.agents import (
-    INFO,
-    WAIT_S,
-    Agent,
-    Starts,
-    open_descriptors,
-)
+from tests.ztunnel.proxy.istio.zds.agents import INFO, WAIT_S, Agent, Starts, open_descriptors
 from tproxy.aio.netns import Netns
 from tproxy.errors import PortTaken
 from ztunnel.proxy.istio.zds import manager as manager_module
 from ztunnel.proxy.istio.zds import reconcile
 from ztunnel.proxy.istio.zds.manager import PodManager
-from ztunnel.proxy.istio.zds.messages import (
-    DeletePod,
-    KeepPod,
-    SnapshotSent,
-    request_bytes,
-)
+from ztunnel.proxy.istio.zds.messages import DeletePod, KeepPod, SnapshotSent, request_bytes
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 from ztunnel.runtime.backoff import Backoff
 

@@ -10,13 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.generated import examples
-from ztunnel.proxy.istio.zds.messages import (
-    AddPod,
-    DeletePod,
-    KeepPod,
-    SnapshotSent,
-    Unexpected,
-)
+from ztunnel.proxy.istio.zds.messages import AddPod, DeletePod, KeepPod, SnapshotSent, Unexpected
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 from ztunnel.proxy.istio.zds.reconcile import (
     ANSWER_S,
