@@ -98,10 +98,16 @@ class Place:
         with self.netns.entered():
             return socket.socket(family, kind, protocol)
 
-    def popen(self, args: Sequence[str | os.PathLike[str]], **options: Any) -> "subprocess.Popen[Any]":
-        """Start a program here; leaving the lab ends it."""
+    def popen(
+        self,
+        args: Sequence[str | os.PathLike[str]],
+        *,
+        start: "Callable[..., subprocess.Popen[Any]]" = subprocess.Popen,
+        **options: Any,
+    ) -> "subprocess.Popen[Any]":
+        """Start a program here, by default as a child of this process; leaving the lab ends it."""
         with self.netns.entered():
-            process = subprocess.Popen(args, **options)
+            process = start(args, **options)
         self._lab.own(process)
         return process
 

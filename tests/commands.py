@@ -1,29 +1,36 @@
-"""Runs command lines of ``ztunnel`` as processes that need not import it: one process has, and forks per command.
+"""Runs ``ztunnel`` in processes that need not import it: one process has done so, and forks for each of them.
 
-An interpreter with the modules of a command takes half a second to start. A forked process has its own
-descriptors, environment, exit status and end of the interpreter, so a shell would see the same.
-``tests/test_examples.py`` and ``tests/test_architecture.py`` start commands without this.
+An interpreter with the modules of a command takes half a second of processor time to start, and a run of all tests
+starts more than a thousand. A forked process has its own descriptors, environment, network namespace, exit status
+and end of the interpreter, so a shell would see the same; ``sys.argv`` is that of ``python -m ztunnel``.
+``tests/test_examples.py`` and ``tests/test_architecture.py`` start commands without this, and so do tests of what
+an interpreter imports, of its memory and of its command line in ``/proc``.
 """
 
+import ctypes
 import functools
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 LIMIT_S = 30.0
 _ROOT = Path(__file__).parents[1]
-_one_at_a_time = threading.Lock()  # the socket carries one request and its answers
+_one_at_a_time = threading.Lock()  # the socket carries one request and its answer
 _kept: list["subprocess.Popen[bytes]"] = []  # a Popen that is collected warns of the process that still runs
 _APPLICATIONS = ("ztunnel.proxy.envoy.app", "ztunnel.proxy.istio.app")
+#: Instead of an exit status: the process runs.
+_RUNS = -(1 << 31)
 
 
 def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
@@ -32,39 +39,117 @@ def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
     Raises:
         subprocess.TimeoutExpired: it did not end in :data:`LIMIT_S`; it is killed.
     """
-    with _one_at_a_time, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        server = _server()
-        request = json.dumps({"args": args, "env": dict(os.environ), "folder": os.getcwd()}).encode()
-        socket.send_fds(server, [len(request).to_bytes(4, "big")], [output.fileno(), errors.fileno()])
-        server.sendall(request)
-        pid = _number(server)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = Ztunnel(args, stdout=output, stderr=errors)
         try:
-            server.settimeout(LIMIT_S)
-            status = _number(server)
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            server.settimeout(None)
-            _number(server)
-            raise subprocess.TimeoutExpired(["ztunnel", *args], LIMIT_S) from None
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
         texts = []
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read().decode())
-    return subprocess.CompletedProcess(["ztunnel", *args], status, *texts)
+    return subprocess.CompletedProcess(["ztunnel", *args], process.returncode, *texts)
+
+
+class Ztunnel(subprocess.Popen[bytes]):
+    """``ztunnel ARGS`` as a running process, with what tests use of :class:`subprocess.Popen`.
+
+    It starts in the network namespace of the calling thread. It is a child of the process that forks, which keeps
+    its status until somebody asks: its pid names no other process before :meth:`poll` or :meth:`wait` returned it.
+
+    Args:
+        args: what follows the program's name.
+        stdout, stderr: files; without one, this process's own.
+        env, cwd: like those of :class:`subprocess.Popen`.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.args = ["ztunnel", *args]
+        self.stdin = self.stdout = self.stderr = None
+        self.returncode: int | Any = None
+        output = _descriptor(stdout, 1)
+        request = {
+            "args": list(args),
+            "env": dict(os.environ if env is None else env),
+            "folder": os.path.abspath(cwd or os.getcwd()),
+        }
+        netns = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        try:
+            files = [output, output if stderr == subprocess.STDOUT else _descriptor(stderr, 2), netns]
+            self.pid = _asked(request, files)
+        finally:
+            os.close(netns)
+        self._ended = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        if self.returncode is None and (status := _asked({"status": self.pid})) != _RUNS:
+            self.returncode = status
+            os.close(self._ended)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+        while self.poll() is None:
+            poller = select.poll()
+            poller.register(self._ended, select.POLLIN)
+            if not poller.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return int(self.returncode)
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _descriptor(file: IO[bytes] | int | None, default: int) -> int:
+    if file is None:
+        return default
+    return file if isinstance(file, int) else file.fileno()
+
+
+def _asked(request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
+    """Return the answer of the process that forks: a pid, or an exit status."""
+    text = json.dumps(request).encode()
+    with _one_at_a_time:
+        server = _server(os.getpid())
+        socket.send_fds(server, [len(text).to_bytes(4, "big")], files)
+        server.sendall(text)
+        return int.from_bytes(_exactly(server, 4), "big", signed=True)
 
 
 @functools.cache
-def _server() -> socket.socket:
+def _server(_pid: int) -> socket.socket:
     """The process that forks; it ends with this one, when the other end of its socket closes."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "tests.commands", str(theirs.fileno())]
         _kept.append(subprocess.Popen(command, cwd=_ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
     return ours
-
-
-def _number(server: socket.socket) -> int:
-    return int.from_bytes(_exactly(server, 4), "big", signed=True)
 
 
 def _exactly(server: socket.socket, size: int) -> bytes:
@@ -77,32 +162,47 @@ def _exactly(server: socket.socket, size: int) -> bytes:
 
 
 def _serve(server: socket.socket) -> list[str] | None:
-    """Fork for every request.
+    """Answer requests: fork, or tell the exit status of a process.
 
     Returns:
         In a new process its arguments; in the first one None, when there are no more requests.
     """
     while True:
-        size, descriptors, _, _ = socket.recv_fds(server, 4, 2)
+        size, descriptors, _, _ = socket.recv_fds(server, 4, 3)
         if not size:
             return None
         request = json.loads(_exactly(server, int.from_bytes(size, "big")))
-        pid = os.fork()
-        if not pid:
-            server.close()
-            for number, descriptor in enumerate(descriptors, 1):
-                os.dup2(descriptor, number)
+        if (asked := request.get("status")) is not None:
+            pid, status = os.waitpid(asked, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else _RUNS
+        else:
+            answer = os.fork()
+            if not answer:
+                server.close()
+                return _become(request, descriptors)
+            for descriptor in descriptors:
                 os.close(descriptor)
-            os.environ.clear()
-            os.environ.update(request["env"])
-            os.chdir(request["folder"])
-            args: list[str] = request["args"]
-            return args
-        for descriptor in descriptors:
-            os.close(descriptor)
-        server.sendall(pid.to_bytes(4, "big"))
-        _, status = os.waitpid(pid, 0)
-        server.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+        server.sendall(answer.to_bytes(4, "big", signed=True))
+
+
+def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> list[str]:
+    """Take the descriptors, namespace, environment and folder of a request; return its arguments."""
+    *files, netns = descriptors
+    for number, descriptor in enumerate(files, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["folder"])
+    if os.fstat(netns).st_ino != os.stat("/proc/self/ns/net").st_ino:  # an ordinary user could not enter its own
+        setns = ctypes.CDLL(None, use_errno=True).setns
+        if setns(netns, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(netns)
+    args: list[str] = request["args"]
+    sys.argv = [str(_ROOT / "ztunnel" / "__main__.py"), *args]
+    sys.orig_argv = [sys.executable, "-m", "ztunnel", *args]
+    return args
 
 
 def _main(argv: Sequence[str]) -> int:

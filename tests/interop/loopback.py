@@ -24,8 +24,9 @@ import h2.connection
 import h2.events
 import h2.exceptions
 
+from tests.commands import Ztunnel
 from tests.interop.case import Case, Opened
-from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
+from tests.interop.proxies import ENVOY, WAIT_S
 from tests.interop.refusals import ROWS, Row, accepted, word
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
@@ -61,20 +62,19 @@ def serving(kind: str, path: Path, *, admin: bool = False) -> Iterator[None]:
     off = dict.fromkeys(("ZTUNNEL_READINESS_ADDRESS", "ZTUNNEL_METRICS_ADDRESS"), "off")
     if not admin:
         off["ZTUNNEL_ADMIN_ADDRESS"] = "off"
-    command: list[str | Path] = [ENVOY, "-c", path, "-l", "off", "--disable-hot-restart", "--concurrency", "1"]
-    command += ["--file-flush-interval-msec", "50"]
-    if kind != "envoy":
-        command = [ZTUNNEL, "proxy", "--bootstrap", path]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **off, "ZTUNNEL_LOG_FLUSH_INTERVAL": "50ms"},
-    ) as process:
-        try:
-            yield
-        finally:
-            process.kill()
+    with open(os.devnull, "wb") as output:
+        if kind == "envoy":
+            command = [str(ENVOY), "-c", str(path), "-l", "off", "--disable-hot-restart", "--concurrency", "1"]
+            command += ["--file-flush-interval-msec", "50"]
+            process: subprocess.Popen[bytes] = subprocess.Popen(command, stdout=output, stderr=output)
+        else:
+            env = {**os.environ, **off, "ZTUNNEL_LOG_FLUSH_INTERVAL": "50ms"}
+            process = Ztunnel(["proxy", "--bootstrap", str(path)], stdout=output, stderr=output, env=env)
+        with process:
+            try:
+                yield
+            finally:
+                process.kill()
 
 
 def until(ready: Callable[[], object]) -> None:

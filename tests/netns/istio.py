@@ -20,6 +20,7 @@ from typing import IO, Any
 import yaml
 
 from deploy.lab import Lab, Place, Worker
+from tests.commands import Ztunnel
 from tproxy.aio.sockets import connect
 from ztunnel.control_plane.server import ControlPlane
 from ztunnel.node.agent.description import PodDescription
@@ -333,12 +334,13 @@ class AmbientMesh:
         *,
         stdout: IO[bytes] | None = None,
         prefix: Sequence[str] = (),
-        program: Sequence[str] = (sys.executable, "-m", "ztunnel"),
+        program: Sequence[str] = (),
         **env: str,
     ) -> "subprocess.Popen[bytes]":
         """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file.
 
-        ``prefix`` is a program that starts it, such as setpriv. ``program`` is ours by default.
+        ``prefix`` is a program that starts it, such as setpriv. Without ``program`` it is ours; without either it
+        is forked from a process that has imported it.
         """
         name = worker.place.name
         place = place or worker.place
@@ -363,7 +365,8 @@ class AmbientMesh:
             **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
-        command = [*prefix, *program, "proxy", "ztunnel"]
+        forked = not prefix and not program and self.resolv_conf is None
+        command = [*prefix, *(program or (sys.executable, "-m", "ztunnel")), "proxy", "ztunnel"]
         if self.resolv_conf is not None:
             file = self.folder / "resolv.conf"
             file.write_text(self.resolv_conf(self))
@@ -371,13 +374,10 @@ class AmbientMesh:
             command = ["unshare", "--mount", "sh", "-c", mounted, str(file), *command]
         output = (self.folder / f"{place.name}.log").open("ab")
         with output:
-            return place.popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout or output,
-                stderr=output,
-            )
+            outputs = {"stdout": stdout or output, "stderr": output}
+            if forked:
+                return place.popen(["proxy", "ztunnel"], start=Ztunnel, env=environment, **outputs)
+            return place.popen(command, env=environment, stdin=subprocess.DEVNULL, **outputs)
 
     def described(self, pod: Place) -> PodDescription:
         """A pod as the agent announces it."""

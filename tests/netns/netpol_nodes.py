@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from ipaddress import ip_address
 from pathlib import Path
 
+from tests.commands import Ztunnel
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.table import BlockingTable
@@ -70,10 +71,9 @@ class Node:
         self.running: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "ztunnel", "netpol", "run", "--kubeconfig", str(self._config)]
-        process = subprocess.Popen(
-            [*command, "--node", self.name, "--netns", self.netns.name], cwd=ROOT, stderr=subprocess.DEVNULL
-        )
+        command = ["netpol", "run", "--kubeconfig", str(self._config)]
+        with open(os.devnull, "wb") as null:
+            process = Ztunnel([*command, "--node", self.name, "--netns", self.netns.name], cwd=ROOT, stderr=null)
         self.running.append(process)
         return process
 

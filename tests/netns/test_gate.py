@@ -2,13 +2,13 @@
 
 import asyncio
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from deploy.lab import Lab, Place
-from tests.netns.istio import HELLO, ROOT, ask, eventually, mesh_of
+from tests.commands import Ztunnel
+from tests.netns.istio import HELLO, ask, eventually, mesh_of
 from tests.netns.toys import app
 from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.node import NodeAgent, Phase
@@ -19,11 +19,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 
 def gate(pod: Place, log: Path, timeout_s: float) -> "subprocess.Popen[bytes]":
     with log.open("wb") as output:
-        return pod.popen(
-            [sys.executable, "-m", "ztunnel", "gate", f"--timeout={timeout_s}"],
-            env={"PYTHONPATH": str(ROOT)},
-            stderr=output,
-        )
+        return pod.popen(["gate", f"--timeout={timeout_s}"], start=Ztunnel, env={}, stderr=output)
 
 
 def test_the_gate_opens_when_the_pod_is_in_the_mesh(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from deploy.lab import Lab
+from tests.commands import ztunnel
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S
 from tests.programs import needed
@@ -59,6 +60,8 @@ def describe(lab: Lab, pods: list[str], **changes: object) -> str:
 
 
 def intercept(*words: str | Path, prefix: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
+    if not prefix:
+        return ztunnel("intercept", *map(str, words))
     return subprocess.run(
         [*prefix, *COMMAND, *map(str, words)], capture_output=True, text=True, cwd=ROOT, timeout=30, check=False
     )
