@@ -661,6 +661,9 @@ def test_the_image_installs_what_is_locked_and_runs_as_the_chart_expects() -> No
     cache = re.search(r"PYTHONPYCACHEPREFIX=(\S+)", compiled)
     assert cache is not None
     assert 'get_path("stdlib")' in compiled
+    level = re.search(r"compileall -q -o (\d) ", compiled)
+    assert level is not None, "the interpreter reads only byte code of its own level"
+    assert any(f" PYTHONOPTIMIZE={level[1]}" in line for line in final if line.startswith("ENV "))
     assert any(f" PYTHONPYCACHEPREFIX={cache[1]} " in line for line in final if line.startswith("ENV "))
     assert cache[1].startswith("/opt/ztunnel/"), "the last stage copies that folder"
     assert not any(line.startswith(("RUN", "ADD")) for line in final), "the last stage only copies"

@@ -339,8 +339,8 @@ class AmbientMesh:
     ) -> "subprocess.Popen[bytes]":
         """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file.
 
-        ``prefix`` is a program that starts it, such as setpriv. Without ``program`` it is ours; without either it
-        is forked from a process that has imported it.
+        ``prefix`` is a program that starts it, such as setpriv. Without ``program`` it is ours; it is
+        forked from a process that has imported it, unless it needs an interpreter of its own.
         """
         name = worker.place.name
         place = place or worker.place
@@ -365,7 +365,7 @@ class AmbientMesh:
             **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
-        forked = not prefix and not program and self.resolv_conf is None
+        forked = not prefix and not program and self.resolv_conf is None and "PYTHONOPTIMIZE" not in environment
         command = [*prefix, *(program or (sys.executable, "-m", "ztunnel")), "proxy", "ztunnel"]
         if self.resolv_conf is not None:
             file = self.folder / "resolv.conf"

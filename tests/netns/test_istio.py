@@ -22,11 +22,12 @@ async def hello(client: Place, server: Place, version: int = 4) -> bytes:
     return answer
 
 
-def test_captured_pods_of_one_node_and_of_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interpreter", [{}, {"PYTHONOPTIMIZE": "2"}], ids=["plain", "as in the image"])
+def test_captured_pods_of_one_node_and_of_two(interpreter: dict[str, str], tmp_path: Path) -> None:
     # local_captured_inpod, cross_node_captured_inpod
     async def main() -> None:
         nodes = {"w1": ["client", "near"], "w2": ["far"]}
-        async with mesh_of(nodes, tmp_path) as mesh:
+        async with mesh_of(nodes, tmp_path, env=interpreter) as mesh:
             client = mesh.lab.pod("client")
             for name in ("near", "far"):
                 server = mesh.lab.pod(name)

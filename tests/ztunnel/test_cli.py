@@ -62,8 +62,8 @@ def test_an_unknown_command_is_one_line_that_says_what_to_do(given: str, hint: s
     assert done.stderr == f"unknown command: {given}; {hint}`ztunnel help` lists them\n"
 
 
-def test_help_of_a_command_is_its_own() -> None:
-    command = [sys.executable, "-m", "ztunnel", "help", "explain"]
+def test_help_of_a_command_is_its_own_without_docstrings_too() -> None:
+    command = [sys.executable, "-OO", "-m", "ztunnel", "help", "explain"]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert "usage: ztunnel explain" in asked.stdout
     assert asked.stdout == ztunnel("explain", "--help").stdout
