@@ -587,7 +587,8 @@ def _checked(name: str, apps: dict[str, int], ports: tuple[str, str], **check: A
     """A cluster of two hosts, of which the second fails its checks."""
     _, found = cluster(
         name=name,
-        health_checks=[{**CHECK, "unhealthy_threshold": 1, **check}],
+        # A busy machine can take a second for a check, and one late answer would decide.
+        health_checks=[{**CHECK, "timeout": "4s", "unhealthy_threshold": 1, **check}],
         common_lb_config=beside.NO_PANIC,
         **({"typed_extension_protocol_options": http2()} if "grpc_health_check" in check else {}),
     )
