@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy import dashboard
 from hbone.aio.relay import ByteCounts
 from tests.programs import needed
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from xds.model.identity import SpiffeId
 from ztunnel.node.agent import status
 from ztunnel.policy.ledger import Use
@@ -55,8 +55,8 @@ def on_a_page() -> dict[str, set[str]]:
     """Return the labels of each metric that a proxy shows which has done everything once."""
     found: dict[str, set[str]] = {}
 
-    async def read(rig: Rig) -> None:
-        metrics, counts = rig.proxy.metrics, ByteCounts()
+    async def read(harness: Harness) -> None:
+        metrics, counts = harness.proxy.metrics, ByteCounts()
         labels = traffic_labels("source", PeerLabels(known=True), PeerLabels(), None, secured=True)
         metrics.opened(labels, (), counts, 0.0).finished("DENY", counts)
         metrics.ledger.own.note("shop/p", Use.DENIED, 0.0)
@@ -64,8 +64,8 @@ def on_a_page() -> dict[str, set[str]]:
         metrics.connects["hbone", "ok"].observe(0.1)
         metrics.shook_hands("client", 0.1, True)
         metrics.waited("policy", 0.1)
-        await rig.proxy.certificates.fetch(SpiffeId("cluster.local", "shop", "a"))
-        page = (await rig.ask("stats", "/stats/prometheus")).text + others()
+        await harness.proxy.certificates.fetch(SpiffeId("cluster.local", "shop", "a"))
+        page = (await harness.ask("stats", "/stats/prometheus")).text + others()
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)

@@ -15,7 +15,7 @@ from statistics import linear_regression
 
 from tests.handover import envoy
 from tests.handover.generations import Report, run
-from tests.handover.rig import missing_of_postgres
+from tests.handover.harness import missing_of_postgres
 from tests.netns.istio import ROOT
 
 

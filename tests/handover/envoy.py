@@ -32,7 +32,7 @@ from tests.handover.generations import Replacement, Report, cpu_s, descriptors, 
 from tests.handover.traffic import KINDS, PORT, client, serving, short_connections
 from tests.hbone.certificates import Authority
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     Json,
     T,
     chain,

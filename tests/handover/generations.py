@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.lab import Place, Worker
-from tests.handover import rig
+from tests.handover import harness
 from tests.handover.traffic import KINDS, Outcome, client, serving, short_connections
 from tests.netns.istio import ROOT, AmbientMesh, NodeProxy, eventually, mesh_of
 
@@ -208,14 +208,14 @@ async def run(
     async with running(folder, rival) as mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far", "outside"):
             await stack.enter_async_context(serving(mesh.lab.pod(name), outcome))
-            await rig.serve(mesh.lab.pod(name))
+            await harness.serve(mesh.lab.pod(name))
         if sessions:
-            await stack.enter_async_context(rig.postgres(mesh.lab.pod("far")))
+            await stack.enter_async_context(harness.postgres(mesh.lab.pod("far")))
         async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as programs:
             for one, other in PROGRAM_PAIRS:
                 place, host = mesh.lab.pod(one), mesh.lab.pod(other).ipv4
                 wanted = sessions if (one, other) == PROGRAM_PAIRS[0] else 0
-                await programs.enter_async_context(rig.using(place, host, others, wanted, outcome))
+                await programs.enter_async_context(harness.using(place, host, others, wanted, outcome))
             for number in range(connections - 2 * others * len(PROGRAM_PAIRS)):
                 one, other = PAIRS[number % len(PAIRS)]
                 kind = KINDS[number // len(PAIRS) % len(KINDS)]

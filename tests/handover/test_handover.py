@@ -8,7 +8,7 @@ import pytest
 from tests.handover import envoy
 from tests.handover.__main__ import shown
 from tests.handover.generations import PROGRAM_PAIRS, run
-from tests.handover.rig import missing_of_postgres
+from tests.handover.harness import missing_of_postgres
 from tests.handover.traffic import KINDS
 from tests.interop.proxies import ENVOY
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from tests.interop.loopback import Running, application
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, cluster, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, cluster, tcp
 
 _DAY = datetime.timedelta(days=1)
 _NAME = x509.NameOID

@@ -19,7 +19,7 @@ from typing import Any
 from tests.interop.authorization import Certificates
 from tests.interop.loopback import Running, until
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, chain, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, chain, tcp
 
 WAIT_S = 5.0
 LOG = "%RESPONSE_FLAGS% %RESPONSE_FLAGS_LONG% %UPSTREAM_CLUSTER% %UPSTREAM_CLUSTER_RAW% %FILTER_CHAIN_NAME% "

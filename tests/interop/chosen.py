@@ -24,7 +24,7 @@ from tests.interop.loopback import COLUMNS, Running, application, until
 from tests.interop.operators import on_loopback
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, cluster, rbac, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, cluster, rbac, tcp
 
 NAME = "spiffe://td/ns/a/sa/b"
 

@@ -23,7 +23,7 @@ from tests.interop.loopback import COLUMNS, Running, application
 from tests.interop.operators import context, on_loopback, tls_socket
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, cluster, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, cluster, tcp
 from xds.proto.google.api.expr.v1alpha1 import syntax_pb2 as syntax
 from xds.proto.well_known import Any as AnyMessage
 

@@ -42,7 +42,7 @@ from tests.interop.tables import LOOPBACK
 from tests.interop.test_log_services import Logging
 from tests.xds.dialects.field_walk import walk
 from tests.xds.dialects.walked import RESOURCES
-from tests.ztunnel.proxy.envoy.rig import Json
+from tests.ztunnel.proxy.envoy.harness import Json
 from xds.errors import ConfigError
 from xds.proto import registry
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap

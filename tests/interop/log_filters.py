@@ -14,7 +14,7 @@ from tests.interop.case import Case
 from tests.interop.loopback import COLUMNS, Running, Tunnels, application, echoes, text_log, until
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, connect_route, connection_manager, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, connect_route, connection_manager, tcp
 
 
 def compares(kind: str, op: str, value: int) -> Json:

@@ -30,7 +30,7 @@ from tests.interop.proxies import ENVOY, WAIT_S
 from tests.interop.refusals import ROWS, Row, accepted, word
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
-from tests.ztunnel.proxy.envoy.rig import Json, connect_route, connection_manager, http2, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, connect_route, connection_manager, http2, tcp
 
 COLUMNS = ("envoy", "ours")
 HEADINGS = COLUMNS

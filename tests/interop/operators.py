@@ -42,7 +42,7 @@ from tests.interop.loopback import (
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
-from tests.ztunnel.proxy.envoy.rig import Json, T, connect_route, connection_manager, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, connect_route, connection_manager, tcp
 
 _NAMES = """
     ACCESS_LOG_TYPE BYTES_RECEIVED BYTES_RETRANSMITTED BYTES_SENT CLUSTER_METADATA(x)

@@ -14,7 +14,7 @@ from tests.commands import ztunnel
 from tests.interop.proxies import ENVOY
 from tests.xds.dialects.test_envoy import HEADER, PATH
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
-from tests.ztunnel.proxy.envoy.rig import Json, T, chain, cluster, listener, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, chain, cluster, listener, tcp
 from tests.ztunnel.proxy.envoy.secrets.test_build import BAD, PINS, certificate, inline_ca, socket
 
 

@@ -20,7 +20,7 @@ from tests.interop.loopback import Running, text_log, until
 from tests.interop.operators import on_loopback
 from tests.interop.proxies import WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, connection_manager
+from tests.ztunnel.proxy.envoy.harness import Json, connection_manager
 
 _LOGGED = ("x-request-id", "x-forwarded-proto", "x-forwarded-for", "x-envoy-internal", "x-envoy-external-address")
 _FORMAT = "%RESPONSE_CODE%|%STREAM_ID%|" + "|".join(f"%REQ({name})%" for name in _LOGGED) + "\n"

@@ -17,7 +17,7 @@ import dns.rrset
 from tests.interop.beside import NO_PANIC
 from tests.interop.loopback import application
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, cluster, endpoint
+from tests.ztunnel.proxy.envoy.harness import Json, T, cluster, endpoint
 
 #: Criteria of a TLS socket, towards an endpoint whose metadata has ``true``. The application speaks plain text.
 CRITERIA = (True, 1, "true", [True], None)

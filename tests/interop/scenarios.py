@@ -25,7 +25,7 @@ from tests.interop.beside import (
     to,
 )
 from tests.interop.scenario_clusters import CRITERIA, OF_CLUSTERS, OF_HOSTS, SERVED, applications, bootstrap
-from tests.ztunnel.proxy.envoy.rig import Json, T, chain, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, chain, tcp
 
 
 def _reads_header(**more: Any) -> Json:

@@ -26,7 +26,7 @@ from tests.interop.loopback import Tunnels, application, tunnels_then
 from tests.interop.request_headers import answer
 from tests.interop.scenario_clusters import CHECK
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, chain, cluster, connection_manager, endpoint, http2, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, chain, cluster, connection_manager, endpoint, http2, tcp
 
 WAIT_S = beside.WAIT_S
 Headers = tuple[tuple[str, str], ...]

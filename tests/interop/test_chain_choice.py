@@ -11,7 +11,7 @@ from tests.interop.loopback import serving, until
 from tests.interop.proxies import ENVOY, WAIT_S
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.config.test_bootstrap_fields import FILE_LOG
-from tests.ztunnel.proxy.envoy.rig import Json, T, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, tcp
 
 pytestmark = pytest.mark.interop
 

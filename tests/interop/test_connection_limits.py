@@ -12,7 +12,7 @@ import pytest
 from tests.interop.loopback import application, echoes, listening, serving, text_log, until
 from tests.interop.proxies import ENVOY
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T, chain, cluster, listener, tcp
+from tests.ztunnel.proxy.envoy.harness import Json, T, chain, cluster, listener, tcp
 
 pytestmark = pytest.mark.interop
 _FILTERS = f"{T}envoy.extensions.filters.network"

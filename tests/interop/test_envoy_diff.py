@@ -4,7 +4,7 @@ import pytest
 
 from tests.interop import beside, scenario_clusters, scenarios
 from tests.interop.envoy_diff import Recorder
-from tests.ztunnel.proxy.envoy.rig import cluster
+from tests.ztunnel.proxy.envoy.harness import cluster
 
 _SERVED = next(iter(scenario_clusters.SERVED))
 

@@ -12,7 +12,7 @@ import pytest
 from tests.interop.loopback import application, listening, serving, until
 from tests.interop.proxies import ENVOY
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, cluster, endpoint, listener
+from tests.ztunnel.proxy.envoy.harness import Json, cluster, endpoint, listener
 from tests.ztunnel.proxy.envoy.test_health_checks import HTTP, NO_PANIC, TCP
 
 pytestmark = pytest.mark.interop

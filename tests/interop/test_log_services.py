@@ -9,7 +9,7 @@ from google.protobuf import json_format
 from tests.interop.loopback import until
 from tests.interop.operators import Pair
 from tests.interop.proxies import ENVOY
-from tests.ztunnel.proxy.envoy.rig import Json, T, http2
+from tests.ztunnel.proxy.envoy.harness import Json, T, http2
 from tests.ztunnel.proxy.envoy.telemetry.log_service import LogService
 from xds.proto.pool import POOL
 

@@ -16,7 +16,7 @@ from tests.interop.loopback import Running
 from tests.interop.operators import Pair
 from tests.interop.proxies import ENVOY, WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json, T
+from tests.ztunnel.proxy.envoy.harness import Json, T
 
 pytestmark = pytest.mark.interop
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.interop.loopback import serving, until
 from tests.interop.proxies import ENVOY
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Json
+from tests.ztunnel.proxy.envoy.harness import Json
 from xds.errors import ConfigError
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.json import parse_text, parse_value

@@ -28,13 +28,13 @@ from hbone.settings import Role
 from hbone.tls_context import TlsContext, TlsSettings
 from tests.life.copying import both_ways
 from tests.life.outcome import Outcome, expected
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     access_log,
     application,
     chain,
@@ -77,8 +77,10 @@ class Held(ABC):
 
     secured = False
 
-    def __init__(self, rig: Rig, port: int, state: State, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.rig, self.port, self.state = rig, port, state
+    def __init__(
+        self, harness: Harness, port: int, state: State, monkeypatch: pytest.MonkeyPatch, folder: Path
+    ) -> None:
+        self.harness, self.port, self.state = harness, port, state
         self.wanted = Wanted(principal=CLIENT if self.secured else None)
         self.log = access_log(folder)
         self.client: Open | None = None
@@ -101,7 +103,7 @@ class Held(ABC):
 
     def _hold_by_addon(self) -> None:
         """Have an addon whose answer waits for the release. Of a tunnel it holds the inbound half."""
-        gate, proxy = self._gate, self.rig.proxy
+        gate, proxy = self._gate, self.harness.proxy
 
         async def wait(addon: Addon, facts: Facts) -> None:
             await gate.wait()
@@ -136,8 +138,10 @@ class Held(ABC):
 
     async def publish(self) -> None:
         """Publish it, and wait until all of it is active."""
-        await self.rig.published(*self.documents())
-        await self.rig.until(lambda: self.rig.proxy.listeners.active and not self.rig.proxy.listeners.warming)
+        await self.harness.published(*self.documents())
+        await self.harness.until(
+            lambda: self.harness.proxy.listeners.active and not self.harness.proxy.listeners.warming
+        )
 
     def inbound(self, filters: list[Json], more: Json) -> tuple[str, Json]:
         """A listener that ends tunnels for a pod at 127.0.0.1."""
@@ -161,7 +165,7 @@ class Held(ABC):
     @property
     def is_held(self) -> bool:
         """Whether a life is in the state."""
-        return any(life.state is self.state for life in self.rig.proxy.connections.table)
+        return any(life.state is self.state for life in self.harness.proxy.connections.table)
 
     async def works(self) -> bool:
         """Whether bytes get through and back."""
@@ -173,22 +177,24 @@ class Held(ABC):
         match event:
             case Event.POLICIES:
                 wanted.principal = OTHER
-                before = self.rig.proxy.listeners.extensions["guard"].good
-                self.rig.publish(*self.documents())
-                await self.rig.until(lambda: self.rig.proxy.listeners.extensions["guard"].good is not before)
+                before = self.harness.proxy.listeners.extensions["guard"].good
+                self.harness.publish(*self.documents())
+                await self.harness.until(
+                    lambda: self.harness.proxy.listeners.extensions["guard"].good is not before
+                )
             case Event.REVOCATIONS:
                 leaf = self.leaf()
                 wanted.crl = self.identities.authority.revoke(leaf)
                 before_count = self._updates()
-                self.rig.publish(*self.documents())
+                self.harness.publish(*self.documents())
                 if self.secured:
-                    await self.rig.until(lambda: self._updates() > before_count)
+                    await self.harness.until(lambda: self._updates() > before_count)
             case Event.CERTIFICATE:
                 self._own[1] = self.identities.secret(SERVER)
                 before_count = self._updates()
-                self.rig.publish(*self.documents())
+                self.harness.publish(*self.documents())
                 if self.secured:
-                    await self.rig.until(lambda: self._updates() > before_count)
+                    await self.harness.until(lambda: self._updates() > before_count)
             case Event.CONFIGURATION:
                 wanted.inline = [rbac(OTHER)]
                 wanted.more = {} if how == "in place" else {"per_connection_buffer_limit_bytes": 4096}
@@ -197,9 +203,9 @@ class Held(ABC):
                 wanted.more = {"per_connection_buffer_limit_bytes": 4096}
                 await self.publish()
                 if event is Event.DEADLINE:
-                    await self.rig.until(lambda: not self.rig.proxy.listeners.draining)
+                    await self.harness.until(lambda: not self.harness.proxy.listeners.draining)
             case Event.STOP:
-                await self.rig.proxy.datapath.close()
+                await self.harness.proxy.datapath.close()
             case _:
                 raise AssertionError(event)
         # A review ends lives in the same step; their fibers need some more.
@@ -214,7 +220,7 @@ class Held(ABC):
     def _updates(self) -> float:
         return sum(
             metric.value  # type: ignore[union-attr]
-            for metric in self.rig.proxy.stats
+            for metric in self.harness.proxy.stats
             if metric.name.endswith("ssl_context_update_by_sds")
         )
 
@@ -230,9 +236,9 @@ class Held(ABC):
             reset = await self.client.was_reset()
             await self.client.close()
         await self.finish()
-        connections = self.rig.proxy.connections
-        await self.rig.until(lambda: not len(connections.table))
-        path = self.rig.folder / "log"
+        connections = self.harness.proxy.connections
+        await self.harness.until(lambda: not len(connections.table))
+        path = self.harness.folder / "log"
         await asyncio.sleep(0.1)  # the log's flush, twice
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         details = [line["details"] or "" for line in lines]
@@ -258,7 +264,7 @@ class Plain(Held):
         return [listener(chain(*filters, tcp(access_log=self.log)), listener_filters=proxied, **more)]
 
     async def hold(self) -> None:
-        self.client = await Open.to(self.rig.port("l"))
+        self.client = await Open.to(self.harness.port("l"))
         if self.state is not State.ACCEPTED:
             self._speak()
 
@@ -309,7 +315,7 @@ class Wire(Held):
             alpn=(b"h2",),
         )
         with contextlib.suppress(HboneError, OSError):
-            poller = self.rig.proxy.poller
+            poller = self.harness.proxy.poller
             self._connection = await connect(sock, TlsContext(Role.CLIENT, settings), default_client(), poller)
             tunnel = await self._connection.open(
                 ((b":method", b"CONNECT"), (b":authority", f"127.0.0.1:{self.port}".encode()))
@@ -337,12 +343,12 @@ class Joined(Held):
         return [self.inbound(filters, more), listener(chain(tunnelling)), outbound_cluster(self._at)]
 
     async def hold(self) -> None:
-        await self.rig.until(lambda: len(self.rig.proxy.listeners.active) == 2)
-        self.client = await Open.to(self.rig.port("l"))
+        await self.harness.until(lambda: len(self.harness.proxy.listeners.active) == 2)
+        self.client = await Open.to(self.harness.port("l"))
 
     @property
     def is_held(self) -> bool:
-        return any(life.state is self.state for life in self.rig.proxy.connections.hops)
+        return any(life.state is self.state for life in self.harness.proxy.connections.hops)
 
 
 async def through(tunnel: Tunnel) -> Open:
@@ -406,12 +412,12 @@ def test_each_row_of_the_life_table_holds_in_envoys_dialect(
 ) -> None:
     monkeypatch.setattr(app, "_SHORTCUT_PORTS", AnyPort() if kind is Joined else {})
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            held = kind(rig, port, state, monkeypatch, tmp_path)
+            held = kind(harness, port, state, monkeypatch, tmp_path)
             await held.publish()
             await held.hold()
-            await rig.until(lambda: held.is_held)
+            await harness.until(lambda: held.is_held)
             if state in (State.OPEN, State.JOINED):
                 assert await held.works()
             await held.meet(event, how)

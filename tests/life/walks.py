@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tests.hbone import virtual_time
-from tests.ztunnel.proxy.envoy import rig as envoy
+from tests.ztunnel.proxy.envoy import harness as envoy
 from tests.ztunnel.proxy.istio import pods as istio
 from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD, TunnelClient, fields
 from ztunnel.proxy.dataplane.lives import LiveTable
@@ -116,11 +116,11 @@ def _envoy() -> Walk:
     """Both directions of one tunnel in one proxy, on the wire."""
     walks: list[Walk] = []
 
-    async def body(rig: envoy.Rig) -> None:
+    async def body(harness: envoy.Harness) -> None:
         async with envoy.application() as port:
-            await envoy.tunnel(rig, port, envoy.Identities(), envoy.rbac(envoy.CLIENT))
+            await envoy.tunnel(harness, port, envoy.Identities(), envoy.rbac(envoy.CLIENT))
 
-            listening, table = rig.port("l"), rig.proxy.connections.table
+            listening, table = harness.port("l"), harness.proxy.connections.table
 
             async def once() -> None:
                 assert await envoy.ask(listening) == b"ping"

@@ -427,11 +427,11 @@ async def mesh_of(
     *args: Any, kind: Callable[..., AmbientMesh] = AmbientMesh, **options: Any
 ) -> AsyncIterator[AmbientMesh]:
     """An :class:`AmbientMesh`, with the proxies' logs shown when the test fails."""
-    rig = kind(*args, **options)
+    harness = kind(*args, **options)
     try:
-        async with rig:
-            yield rig
+        async with harness:
+            yield harness
     except BaseException:
-        for path in sorted(rig.folder.glob("*.log")):
+        for path in sorted(harness.folder.glob("*.log")):
             print(f"--- {path.name}\n{path.read_text()[-6000:]}")
         raise

@@ -89,7 +89,7 @@ DENY_IN, DENY_OUT = ingress({}), egress({})
 ALL = {"x/all": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}}
 METADATA = "kubernetes.io/metadata.name"
 
-#: Addresses are filled in by the rig: ``{y/a}`` is that pod's IPv4 and IPv6 address, each as a host network.
+#: Addresses are filled in by the harness: ``{y/a}`` is that pod's IPv4 and IPv6 address, each as a host network.
 SCENARIOS: dict[str, tuple[Step, ...]] = {
     "1 default-deny-ingress": (
         Step({"x/deny": DENY_IN}, "-y/a>x/a:80 -x/b>x/a:80 -z/c>x/c:81 +y/a>y/b:80 +x/a>y/a:81 +x/a>z/a:80"),

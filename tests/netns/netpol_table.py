@@ -6,7 +6,7 @@ import time
 
 from deploy.lab import may_make_namespaces
 from tests.netns.netpol_api import ApiObjects
-from tests.netns.netpol_rig import Cluster, has_sctp, outcome, probes
+from tests.netns.netpol_harness import Cluster, has_sctp, outcome, probes
 from tests.netns.netpol_scenarios import SCENARIOS
 from tests.netns.netpol_tunnels import TunnelledCluster
 

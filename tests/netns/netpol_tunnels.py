@@ -1,4 +1,4 @@
-"""The pods of :mod:`tests.netns.netpol_rig` in a mesh: every TCP connection of a pod goes through our proxies.
+"""The pods of :mod:`tests.netns.netpol_harness` in a mesh: every TCP connection of a pod goes through our proxies.
 
 Each node has a proxy that follows what ``ztunnel netpol run --policy-sync`` serves, and a table that lets tunnels
 through. Both of a connection's ends are captured pods, except where a probe names a node.
@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from deploy.lab import Place, Worker
 from tests.netns.istio import AmbientMesh
-from tests.netns.netpol_rig import NODES, WAIT_S, WATCH_S, Cluster, Probe
+from tests.netns.netpol_harness import NODES, WAIT_S, WATCH_S, Cluster, Probe
 from xds.model import calico as c
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.policy.netpol.controller import local_addresses

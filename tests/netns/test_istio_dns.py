@@ -98,7 +98,9 @@ def shown(answer: dns.message.Message) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def rig(folder: Path, behave: Behaviour, **options: Any) -> AsyncIterator[tuple[AmbientMesh, NameServer]]:
+async def harness(
+    folder: Path, behave: Behaviour, **options: Any
+) -> AsyncIterator[tuple[AmbientMesh, NameServer]]:
     nodes = {"w1": ["client"], "w2": ["web", "names"]}
     options = {"mesh": {"services": SERVICES}, "captured": ["client", "web"], "env": DNS_ON, **options}
     async with (
@@ -111,7 +113,7 @@ async def rig(folder: Path, behave: Behaviour, **options: Any) -> AsyncIterator[
 @pytest.mark.parametrize("tcp", [False, True], ids=["udp", "tcp"])
 def test_names_of_the_mesh(tmp_path: Path, tcp: bool) -> None:
     async def main() -> None:
-        async with rig(tmp_path, plain(code=dns.rcode.SERVFAIL)) as (mesh, names):
+        async with harness(tmp_path, plain(code=dns.rcode.SERVFAIL)) as (mesh, names):
             client, web = mesh.lab.pod("client"), mesh.lab.pod("web")
 
             async def answers(name: str, kind: str = "A") -> list[str]:
@@ -154,7 +156,7 @@ def test_names_of_the_mesh(tmp_path: Path, tcp: bool) -> None:
 
 def test_an_application_dials_what_it_was_told(tmp_path: Path) -> None:
     async def main() -> None:
-        async with rig(tmp_path, plain(code=dns.rcode.SERVFAIL)) as (mesh, _):
+        async with harness(tmp_path, plain(code=dns.rcode.SERVFAIL)) as (mesh, _):
             client, web = mesh.lab.pod("client"), mesh.lab.pod("web")
             answer = await query(client, "web")
             async with app(web):
@@ -169,7 +171,7 @@ def test_an_application_dials_what_it_was_told(tmp_path: Path) -> None:
 def test_names_of_the_world_are_forwarded_out_of_the_pod(tmp_path: Path) -> None:
     async def main() -> None:
         known = plain("world.example. 77 A 192.0.2.7")
-        async with rig(tmp_path, known) as (mesh, names):
+        async with harness(tmp_path, known) as (mesh, names):
             client = mesh.lab.pod("client")
             for _ in range(2):
                 answer = await query(client, "world.example")
@@ -209,7 +211,7 @@ def test_names_of_the_world_are_forwarded_out_of_the_pod(tmp_path: Path) -> None
 
 def test_what_the_world_does_not_know(tmp_path: Path) -> None:
     async def main() -> None:
-        async with rig(tmp_path, plain(code=dns.rcode.NXDOMAIN)) as (mesh, _):
+        async with harness(tmp_path, plain(code=dns.rcode.NXDOMAIN)) as (mesh, _):
             client = mesh.lab.pod("client")
             for tcp in (False, True):
                 assert (await query(client, "nobody.example", tcp=tcp)).rcode() == dns.rcode.NXDOMAIN
@@ -221,7 +223,7 @@ def test_what_the_world_does_not_know(tmp_path: Path) -> None:
 def test_a_long_answer_is_cut_for_udp_only(tmp_path: Path) -> None:
     async def main() -> None:
         many = plain(*(f"big.example. 60 A 192.0.2.{number}" for number in range(1, 101)))
-        async with rig(tmp_path, many) as (mesh, _):
+        async with harness(tmp_path, many) as (mesh, _):
             client = mesh.lab.pod("client")
             cut = await query(client, "big.example")
             assert cut.flags & dns.flags.TC
@@ -239,7 +241,7 @@ def test_only_dns(tmp_path: Path) -> None:
 
     async def main() -> None:
         env = {**DNS_ON, "ENABLE_PROXY": "false"}
-        async with rig(tmp_path, plain(code=dns.rcode.SERVFAIL), env=env) as (mesh, _):
+        async with harness(tmp_path, plain(code=dns.rcode.SERVFAIL), env=env) as (mesh, _):
             client = mesh.lab.pod("client")
             assert shown(await query(client, "web")) == ["web. A 10.96.1.1"]
             assert shown(await query(client, "web", tcp=True)) == ["web. A 10.96.1.1"]
@@ -255,7 +257,7 @@ def test_only_dns(tmp_path: Path) -> None:
 def test_another_address_of_the_dns_proxy(tmp_path: Path) -> None:
     async def main() -> None:
         env = {**DNS_ON, "ISTIO_META_DNS_PROXY_ADDR": "127.0.0.9:5300"}
-        async with rig(tmp_path, plain(code=dns.rcode.SERVFAIL), env=env) as (mesh, _):
+        async with harness(tmp_path, plain(code=dns.rcode.SERVFAIL), env=env) as (mesh, _):
             client = mesh.lab.pod("client")
             for tcp in (False, True):
                 answer = await query(client, "web", tcp=tcp, server=("127.0.0.9", 5300))
@@ -269,7 +271,7 @@ def test_another_address_of_the_dns_proxy(tmp_path: Path) -> None:
 def test_socks_clients_may_name_services(tmp_path: Path) -> None:
     async def main() -> None:
         env = {**DNS_ON, "UNSTABLE_ENABLE_SOCKS5": "true"}
-        async with rig(tmp_path, plain(code=dns.rcode.NXDOMAIN), env=env) as (mesh, _):
+        async with harness(tmp_path, plain(code=dns.rcode.NXDOMAIN), env=env) as (mesh, _):
             client, web = mesh.lab.pod("client"), mesh.lab.pod("web")
             async with app(web):
                 for target in (
@@ -298,7 +300,7 @@ def test_dedicated_mode(tmp_path: Path) -> None:
 
     async def main() -> None:
         behave = plain(code=dns.rcode.NXDOMAIN)
-        async with rig(tmp_path, behave, dedicated=True) as (mesh, names):
+        async with harness(tmp_path, behave, dedicated=True) as (mesh, names):
             client, web = mesh.lab.pod("client"), mesh.lab.pod("web")
             assert shown(await query(client, "web.example.org")) == [
                 "web. A 10.96.1.1",

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.netns import netpol_scenarios as s
-from tests.netns.netpol_rig import NODES, PORTS, PROTOCOLS, Cluster, Probe, outcome, probes
+from tests.netns.netpol_harness import NODES, PORTS, PROTOCOLS, Cluster, Probe, outcome, probes
 from tproxy.packets import Interpreter, Packet
 from ztunnel.kube.objects import ObjectKey
 

@@ -20,7 +20,7 @@ from tests.generated import at_night
 from tests.netns import netpol_scenarios as s
 from tests.netns.dumps import everything, without_generation
 from tests.netns.foreign import foreign_tables
-from tests.netns.netpol_rig import Cluster, probes
+from tests.netns.netpol_harness import Cluster, probes
 from tests.programs import needed
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.table import BlockingTable

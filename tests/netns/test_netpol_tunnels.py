@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.netns import netpol_scenarios as s
-from tests.netns.netpol_rig import PORTS, Probe, outcome
+from tests.netns.netpol_harness import PORTS, Probe, outcome
 from tests.netns.netpol_tunnels import TunnelledCluster
 from tests.netns.test_netpol import PODS, POLICIES
 from tproxy.packets import Interpreter, Packet

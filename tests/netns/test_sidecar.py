@@ -129,8 +129,8 @@ def folder() -> Iterator[Path]:
 def test_a_sidecar_drains_its_peers_and_ends_with_its_pod(folder: Path) -> None:
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            rig = mesh_of({"w1": ["sidecar"], "w2": ["rust", "plain"]}, folder, captured=[], pods=MESH)
-            mesh = await stack.enter_async_context(rig)
+            harness = mesh_of({"w1": ["sidecar"], "w2": ["rust", "plain"]}, folder, captured=[], pods=MESH)
+            mesh = await stack.enter_async_context(harness)
             pod, rust = mesh.lab.pod("sidecar"), mesh.lab.pod("rust")
             await stack.enter_async_context(app(pod))
             proxy = await stack.enter_async_context(injected(mesh, "sidecar"))
@@ -193,10 +193,10 @@ def test_kubelets_probes_pass_where_the_mesh_takes_tunnels_only(folder: Path) ->
             }
         }
         async with contextlib.AsyncExitStack() as stack:
-            rig = mesh_of(
+            harness = mesh_of(
                 {"w1": ["sidecar"], "w2": ["plain"]}, folder, captured=[], pods=MESH, mesh={"policies": strict}
             )
-            mesh = await stack.enter_async_context(rig)
+            mesh = await stack.enter_async_context(harness)
             pod, node = mesh.lab.pod("sidecar"), mesh.lab.worker("w1").place
             probes = {
                 "readinessProbe": {"httpGet": {"path": "/ready", "port": 8080}},
@@ -244,7 +244,7 @@ def test_names_of_the_mesh_are_answered_in_the_pod_and_others_asked_elsewhere(fo
         config = InjectConfig(templates=("sidecar",), sidecar=SidecarConfig(dns_capture=True))
         async with contextlib.AsyncExitStack() as stack:
             resolver = "10.244.2.10"  # the other pod
-            rig = mesh_of(
+            harness = mesh_of(
                 {"w1": ["sidecar"], "w2": ["plain"]},
                 folder,
                 captured=[],
@@ -252,7 +252,7 @@ def test_names_of_the_mesh_are_answered_in_the_pod_and_others_asked_elsewhere(fo
                 mesh={"services": {"shop": shop}},
                 resolv_conf=lambda mesh: f"nameserver {mesh.lab.pod('plain').ipv4}\n",
             )
-            mesh = await stack.enter_async_context(rig)
+            mesh = await stack.enter_async_context(harness)
             pod, plain = mesh.lab.pod("sidecar"), mesh.lab.pod("plain")
             assert str(plain.ipv4) == resolver
             await stack.enter_async_context(injected(mesh, "sidecar", config))
@@ -290,10 +290,10 @@ def test_an_injected_pod_talks_to_every_other_kind(folder: Path) -> None:
         nodes = {"w1": ["sidecar", "enrolled"], "w2": ["other", "plain", "far", "rust"]}
         shop = {"addresses": ["10.96.0.10"], "ports": {"http": {"port": 80, "target": 8080}}, "pods": ["sidecar"]}
         async with contextlib.AsyncExitStack() as stack:
-            rig = mesh_of(
+            harness = mesh_of(
                 nodes, folder, captured=["enrolled", "far"], pods=MESH, mesh={"services": {"shop": shop}}
             )
-            mesh = await stack.enter_async_context(rig)
+            mesh = await stack.enter_async_context(harness)
             places = {name: mesh.lab.pod(name) for names in nodes.values() for name in names}
             for place in places.values():
                 await stack.enter_async_context(app(place))

@@ -15,7 +15,7 @@ import pytest
 from tests.hbone.certificates import Authority
 from tests.ports import free_port
 from tests.ztunnel.kube.fake_api import FakeApi
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_explain import policy
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.dialects.istio.local_file import parse_local_file
@@ -96,9 +96,9 @@ def test_checks_are_listed(capsys: Said) -> None:
 
 
 def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Said) -> None:
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, BACK, policy("nothing", Action.DENY, Never())])
-        address = str(rig.addresses["admin"][0])
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, BACK, policy("nothing", Action.DENY, Never())])
+        address = str(harness.addresses["admin"][0])
         words = ["check", "--no-cluster", "--address", address, "-o", "json"]
         await asyncio.to_thread(main, words)
 
@@ -110,23 +110,23 @@ def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Said) -> None:
 
 
 def test_the_page_tries_only_what_takes_tunnels() -> None:
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, BACK])
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, BACK])
         for wanted, reason in (
             ("x", "no address"),
             ("192.0.2.1", "no workload or gateway of the mesh takes tunnels"),
         ):
-            answer = await rig.ask("admin", f"/check?reach={wanted}")
+            answer = await harness.ask("admin", f"/check?reach={wanted}")
             assert answer.status == 400
             assert reason in answer.text
         port = free_port()
         gateway = GatewayAddress(destination=NetworkAddress("far", "127.0.0.1"), hbone_mtls_port=port)
-        rig.proxy.mesh.apply([replace(BACK, uid=WorkloadUid("far"), network="far", network_gateway=gateway)])
-        tried = json.loads((await rig.ask("admin", "/check?reach=127.0.0.1")).text)
+        harness.proxy.mesh.apply([replace(BACK, uid=WorkloadUid("far"), network="far", network_gateway=gateway)])
+        tried = json.loads((await harness.ask("admin", "/check?reach=127.0.0.1")).text)
         assert tried["port"] == port
         assert "Connect" in tried["error"]
-        rig.proxy.mesh.apply([], ["far"])
-        page = json.loads((await rig.ask("admin", "/check")).text)
+        harness.proxy.mesh.apply([], ["far"])
+        page = json.loads((await harness.ask("admin", "/check")).text)
         assert page["mesh"]["workloads"]["number"] == 2
         assert page["kernel"]["process"]["descriptors"] > 0
 
@@ -279,15 +279,15 @@ def test_policies_without_effect_are_a_gauge() -> None:
     nothing = read_policy("nothing", [[[{}]]])
     something = read_policy("nothing", [[[{"namespaces": [{"Exact": "shop"}]}]]])
 
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         async def gauge() -> str:
-            page = (await rig.ask("stats", "/metrics")).text
+            page = (await harness.ask("stats", "/metrics")).text
             return next(line for line in page.splitlines() if line.startswith("ztunnel_policies_without_effect"))
 
         assert (await gauge()).endswith(" 0.0")
-        rig.proxy.mesh.apply([nothing])
+        harness.proxy.mesh.apply([nothing])
         assert (await gauge()).endswith(" 1.0")
-        rig.proxy.mesh.apply([something])
+        harness.proxy.mesh.apply([something])
         assert (await gauge()).endswith(" 0.0")
 
     served(check)

@@ -13,8 +13,8 @@ from tests.hbone.certificates import Authority
 from tests.ports import free_port
 from tests.programs import needed
 from tests.ztunnel.proxy.flows.observers import fill, secret, serving
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
-from tests.ztunnel.proxy.istio.admin.test_server import rig as rig_of_another
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
+from tests.ztunnel.proxy.istio.admin.test_server import harness as harness_of_another
 from ztunnel.cli import main
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
@@ -32,10 +32,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     path = folder / "flows.json"
     found: dict[str, str] = {}
 
-    async def check(rig: Rig) -> None:
-        fill(rig)
-        path.write_text((await rig.ask("admin", "/flows")).text)
-        async with serving(rig, HubbleSettings(address=f"unix:{folder}/hubble.sock")):
+    async def check(harness: Harness) -> None:
+        fill(harness)
+        path.write_text((await harness.ask("admin", "/flows")).text)
+        async with serving(harness, HubbleSettings(address=f"unix:{folder}/hubble.sock")):
             server = ("--server", f"unix://{folder}/hubble.sock")
             for theirs, _ in QUESTIONS:
                 words = ("observe", *server, "--last", "100", "-o", "jsonpb", *theirs)
@@ -133,14 +133,14 @@ def test_an_unmodified_relay_shows_two_proxies(secured: bool, tmp_path: Path) ->
     async def ask(*words: str) -> str:
         return await asyncio.to_thread(run_hubble, tmp_path, *words, "--server", f"127.0.0.1:{port}")
 
-    async def check(rig: Rig) -> None:
-        fill(rig)
-        async with rig_of_another() as other:
+    async def check(harness: Harness) -> None:
+        fill(harness)
+        async with harness_of_another() as other:
             fill(other)
             async with serving(other, HubbleSettings(address="127.0.0.1:0", tls=tls), "c1/n2") as far:
                 peers = (Peer(name="c1/n2", address=far.address),)
                 settings = HubbleSettings(address="127.0.0.1:0", tls=tls, peers=peers)
-                async with serving(rig, settings) as near:
+                async with serving(harness, settings) as near:
                     files = [f"--tls-hubble-client-{kind}-file={client / name}" for kind, name in CLIENT_FILES]
                     files += [f"--tls-hubble-server-ca-files={client / 'ca.crt'}"]
                     options = files if secured else ["--disable-client-tls"]

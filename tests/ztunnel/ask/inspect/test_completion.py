@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ztunnel.ask.inspect.harness import pages
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT, cart
 from ztunnel.ask.inspect.completion import SCRIPTS, candidates, names_for
 from ztunnel.cli import main
@@ -76,9 +76,9 @@ def test_explain_takes_names_of_a_running_proxy(capsys: pytest.CaptureFixture[st
         assert words("log", "de") == ["debug"]
         assert names_for(["tap", ""], address)("pod") == ["shop/back", "shop/client"]
 
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, cart(), BACK])
-        await asyncio.to_thread(ask, str(rig.addresses["admin"][0]))
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, cart(), BACK])
+        await asyncio.to_thread(ask, str(harness.addresses["admin"][0]))
 
     served(check)
     assert words("explain", "--address", "127.0.0.1:1", "") == []  # no server there

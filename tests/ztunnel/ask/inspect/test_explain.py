@@ -15,7 +15,7 @@ from tests.ztunnel.ask.inspect.harness import Said, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
 from tests.ztunnel.proxy.envoy.admin.test_server import proxy_to
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_explain import policy
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT, cart
 from xds.model.authorization import Action
@@ -81,9 +81,9 @@ def test_lines_of_a_log_are_explained(capsys: Said, monkeypatch: pytest.MonkeyPa
         assert "no answer: " in said
         assert "destination 'x.example': no service or workload of this name" in said
 
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, cart(), BACK, deny])
-        await asyncio.to_thread(ask, str(rig.addresses["admin"][0]))
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, cart(), BACK, deny])
+        await asyncio.to_thread(ask, str(harness.addresses["admin"][0]))
 
     served(check)
 
@@ -363,9 +363,9 @@ def test_explain_refuses_a_dump_of_another_shape(body: bytes, tmp_path: Path, ca
 
 
 def test_explain_prints_always_for_a_policy_without_conditions(capsys: Said) -> None:
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, BACK, policy("all", Action.DENY, Always())])
-        address = str(rig.addresses["admin"][0])
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, BACK, policy("all", Action.DENY, Always())])
+        address = str(harness.addresses["admin"][0])
         words = ["explain", "shop/client", "shop/back:8080", "--address", address]
         assert await asyncio.to_thread(main, words) == 1
 

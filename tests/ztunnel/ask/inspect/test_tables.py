@@ -11,7 +11,7 @@ from tests.ports import free_port
 from tests.ztunnel.ask.inspect.harness import RUST, Said, page, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_explain import policy
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT, cart
 from xds.model.authorization import Action
@@ -170,11 +170,11 @@ def test_commands_ask_a_running_proxy_of_an_istio_mesh(capsys: Said) -> None:
         assert main(["explain", "shop/nobody", "cart.example:80", "--address", address]) == 2
         assert "explain: 400 source 'shop/nobody': no workload" in capsys.readouterr().err
 
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, cart(), BACK])
-        address = str(rig.addresses["admin"][0])
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, cart(), BACK])
+        address = str(harness.addresses["admin"][0])
         await asyncio.to_thread(ask, address)
-        rig.proxy.mesh.apply([deny])
+        harness.proxy.mesh.apply([deny])
         await asyncio.to_thread(ask_denied, address)
 
     served(check)

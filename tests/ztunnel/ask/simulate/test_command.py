@@ -8,7 +8,7 @@ import pytest
 
 from tests.ztunnel.ask.simulate.test_policies import DUMP, written
 from tests.ztunnel.ask.simulate.test_seen import DENIED, TUNNELLED
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from ztunnel.cli import main
 from ztunnel.proxy.istio.accounting.logs import plain_line
@@ -109,9 +109,9 @@ def test_a_running_proxy_is_asked(tmp_path: Path, capsys: Said) -> None:
         assert main(given) == 0
         assert capsys.readouterr().out.startswith("0 connections: 0 newly refused")
 
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, BACK])
-        await asyncio.to_thread(ask, str(rig.addresses["admin"][0]))
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, BACK])
+        await asyncio.to_thread(ask, str(harness.addresses["admin"][0]))
 
     served(check)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ztunnel.ask.inspect.harness import pages
 from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.model.address import SocketAddress
 from ztunnel.ask.stat.graph import dot
@@ -143,21 +143,24 @@ def named(found: Record) -> Record:
 
 
 def test_a_real_proxy_is_measured(capsys: Said) -> None:
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply(NAMED)
-        address = str(rig.addresses["admin"][0])
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply(NAMED)
+        address = str(harness.addresses["admin"][0])
 
         async def traffic() -> None:
             await asyncio.sleep(0.2)
             for _ in range(3):
-                closed = named(record(rig, Direction.OUTBOUND))
+                closed = named(record(harness, Direction.OUTBOUND))
                 closed.opened()
                 closed.complete()
-            denied = named(record(rig, Direction.INBOUND))
+            denied = named(record(harness, Direction.INBOUND))
             denied.opened()
             denied.complete(DENIED)
             plain = Record(
-                rig.proxy.node, Direction.OUTBOUND, SocketAddress("10.0.0.1", 1), SocketAddress("192.0.2.1", 80)
+                harness.proxy.node,
+                Direction.OUTBOUND,
+                SocketAddress("10.0.0.1", 1),
+                SocketAddress("192.0.2.1", 80),
             )
             plain.opened()
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.path.test_calico import BY_CLIENT, BY_OTHER, CalicoRig, with_calico
-from tests.ztunnel.proxy.envoy.path.test_calico import policies as policies_of_calico
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
-    Rig,
     T,
     application,
     ask,
@@ -26,6 +24,8 @@ from tests.ztunnel.proxy.envoy.rig import (
     tcp,
     tunnel,
 )
+from tests.ztunnel.proxy.envoy.path.test_calico import BY_CLIENT, BY_OTHER, CalicoHarness, with_calico
+from tests.ztunnel.proxy.envoy.path.test_calico import policies as policies_of_calico
 
 CASES = 40
 ALL = "[{action: Allow}]"
@@ -87,14 +87,14 @@ def policies(rng: random.Random, *ports: int) -> list[Json]:
 def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -> None:
     """Plain and in a tunnel, where it begins and where it ends, each with some of the identity and the ports."""
 
-    async def body(made: CalicoRig) -> None:
-        rng, rig = random.Random(7), made.rig
+    async def body(made: CalicoHarness) -> None:
+        rng, harness = random.Random(7), made.harness
         outcomes: set[bool] = set()
         async with application() as port:
-            await tunnel(rig, port, Identities())
+            await tunnel(harness, port, Identities())
             before = ""
             for _ in range(CASES // 2):
-                ports = f"[{rng.choice((port, rig.port('inbound'), 80, 1))}]"
+                ports = f"[{rng.choice((port, harness.port('inbound'), 80, 1))}]"
                 allow = f"[{{action: Allow, protocol: TCP, destination: {{ports: {ports}}}}}]"
                 ingress, egress = rng.choice((BY_CLIENT, BY_OTHER)), rng.choice((ALL, allow))
                 text = policies_of_calico(ingress, egress)
@@ -103,10 +103,10 @@ def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -
                 await made.change(before := text)
                 # The tunnel names the application, so that its end has to be asked by itself.
                 ends = [
-                    told(rig, f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l"),
-                    told(rig, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"),
+                    told(harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l"),
+                    told(harness, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"),
                 ]
-                worked = await ask(rig.port("l")) == b"ping"
+                worked = await ask(harness.port("l")) == b"ping"
                 assert all(end["verdict"].startswith("allowed") for end in ends) == worked, (text, ends)
                 outcomes.add(worked)
         assert outcomes == {True, False}
@@ -114,8 +114,8 @@ def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -
     with_calico(tmp_path, policies_of_calico(ingress=BY_CLIENT), body)
 
 
-def told(rig: Rig, question: str) -> Json:
-    answer: Json = json.loads(page(rig, "/explain", question))
+def told(harness: Harness, question: str) -> Json:
+    answer: Json = json.loads(page(harness, "/explain", question))
     return answer
 
 
@@ -123,23 +123,23 @@ def told(rig: Rig, question: str) -> Json:
 def test_explain_agrees_with_plain_connections(tmp_path: Path, seed: int) -> None:
     """Through random policies, to a cluster that may be missing or empty, by a chain that may match nothing."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         rng = random.Random(seed)
         verdicts: set[str] = set()
         async with application() as port:
-            await rig.published(listener(), cluster(port), cluster(name="empty"))
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(listener(), cluster(port), cluster(name="empty"))
+            await harness.until(lambda: harness.proxy.listeners.active)
             for number in range(CASES):
-                bound = rig.port("l")
+                bound = harness.port("l")
                 target = rng.choice(("app", "app", "app", "empty", "missing"))
                 more: dict[str, Any] = rng.choice(
                     ({}, {}, {"filter_chain_match": {"destination_port": rng.choice((bound, 1))}})
                 )
                 made = listener(chain(*policies(rng, bound, 1), tcp(target), name=f"case {number}", **more))
-                assert await rig.published(made, cluster(port), cluster(name="empty")) is None
-                await rig.until(lambda: rig.proxy.listeners.active and not rig.proxy.listeners.warming)
-                answer = told(rig, f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l")
-                worked = await ask(rig.port("l")) == b"ping"
+                assert await harness.published(made, cluster(port), cluster(name="empty")) is None
+                await harness.until(lambda: harness.proxy.listeners.active and not harness.proxy.listeners.warming)
+                answer = told(harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l")
+                worked = await ask(harness.port("l")) == b"ping"
                 assert answer["verdict"].startswith("allowed") == worked, (made, answer)
                 verdicts.add(answer["verdict"].partition("[")[0])
         assert len(verdicts) >= 4, verdicts
@@ -151,14 +151,16 @@ def test_explain_agrees_with_plain_connections(tmp_path: Path, seed: int) -> Non
 def test_explain_agrees_with_tunnels(tmp_path: Path, seed: int) -> None:
     """Whose far end is the same proxy, with random policies about the client's identity there."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         rng, identities = random.Random(seed), Identities()
         outcomes: set[bool] = set()
         async with application() as port:
             for _ in range(CASES // 2):
-                await tunnel(rig, port, identities, *policies(rng, 1, 2))
-                answer = told(rig, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound")
-                worked = await ask(rig.port("l")) == b"ping"
+                await tunnel(harness, port, identities, *policies(rng, 1, 2))
+                answer = told(
+                    harness, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"
+                )
+                worked = await ask(harness.port("l")) == b"ping"
                 assert answer["verdict"].startswith("allowed") == worked, answer
                 outcomes.add(worked)
         assert outcomes == {True, False}

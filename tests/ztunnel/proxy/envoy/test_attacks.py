@@ -23,11 +23,11 @@ from hbone.errors import ConnectRefused, HboneError
 from hbone.settings import Role
 from hbone.tls_context import TlsContext, TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     WAIT_S,
+    Harness,
     Identities,
     Json,
-    Rig,
     ask,
     chain,
     cluster,
@@ -46,14 +46,14 @@ ODH = b"x-envoy-original-dst-host"
 
 def serve(
     tmp_path: Path,
-    body: Callable[[Rig, Identities, int, list[bytes]], Awaitable[None]],
+    body: Callable[[Harness, Identities, int, list[bytes]], Awaitable[None]],
     *filters: Json,
     switches: Switches = Switches(),  # noqa: B008  frozen
     handshake: str = "10s",
 ) -> None:
     """A tunnel listener in front of an application; ``body`` gets its port and what the application heard."""
 
-    async def main(rig: Rig) -> None:
+    async def main(harness: Harness) -> None:
         heard: list[bytes] = []
 
         async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,7 +75,7 @@ def serve(
         )
         original = {"name": "virtual_inbound", "type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED"}
         original["original_dst_lb_config"] = {"use_http_header": True}  # type: ignore[assignment]
-        await rig.published(
+        await harness.published(
             listener(end, name="inbound"),
             listener(name="plain"),
             cluster(port),
@@ -83,9 +83,9 @@ def serve(
             identities.secret(SERVER),
             identities.root(),
         )
-        await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+        await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
         try:
-            await body(rig, identities, port, heard)
+            await body(harness, identities, port, heard)
         finally:
             server.close()
 
@@ -103,12 +103,12 @@ def context(authority: Authority | None, leaf: Leaf | None, **more: object) -> T
     return TlsContext(Role.CLIENT, settings)
 
 
-async def request(rig: Rig, ctx: TlsContext, *headers: tuple[bytes, bytes], data: bytes = b"x") -> bytes:
+async def request(harness: Harness, ctx: TlsContext, *headers: tuple[bytes, bytes], data: bytes = b"x") -> bytes:
     """One tunnel of a client of its own; what came back, or the status it was refused with."""
     sock = socket.socket()
     sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", rig.port("inbound")))
-    poller: Poller = rig.proxy.poller
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", harness.port("inbound")))
+    poller: Poller = harness.proxy.poller
     connection = await tunnel_connection(sock, ctx, default_client(), poller)
     try:
         tunnel = await asyncio.wait_for(connection.open([(b":method", b"CONNECT"), *headers]), WAIT_S)
@@ -140,7 +140,7 @@ def _read_all(sock: socket.socket) -> bytes:
 
 
 def test_only_a_proper_certificate_gets_a_byte_through(tmp_path: Path) -> None:
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
         good, foreign = identities.authority, Authority("foreign")
         middle = Authority("middle", good)
         cases: dict[str, tuple[Leaf | None, str]] = {
@@ -158,24 +158,24 @@ def test_only_a_proper_certificate_gets_a_byte_through(tmp_path: Path) -> None:
         own = ((b":authority", address), (ODH, address))
         for name, (leaf, counter) in cases.items():
             stat = f"listener.127.0.0.1_0.ssl.{counter}"
-            before = rig.count(stat)
+            before = harness.count(stat)
             with pytest.raises(HboneError):
-                await request(rig, context(good, leaf), *own)
-            await rig.until(lambda stat=stat, before=before: rig.count(stat) == before + 1)
+                await request(harness, context(good, leaf), *own)
+            await harness.until(lambda stat=stat, before=before: harness.count(stat) == before + 1)
             assert heard == [], name
-        allowed = await request(rig, context(good, middle.issue(CLIENT)), *own, data=b"hello")
+        allowed = await request(harness, context(good, middle.issue(CLIENT)), *own, data=b"hello")
         assert allowed == b"hello"
 
     serve(tmp_path, body, rbac(CLIENT), switches=Switches(check_authority=False))
 
 
 def test_an_older_protocol_is_refused(tmp_path: Path) -> None:
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
         leaf = identities.authority.issue(CLIENT)
         old = context(identities.authority, leaf, min_version=TlsVersion.TLS_1_2, max_version=TlsVersion.TLS_1_2)
         with pytest.raises(HboneError, match="version"):
-            await request(rig, old, (b":authority", b"127.0.0.1:1"))
-        assert rig.count("listener.127.0.0.1_0.ssl.connection_error") == 1
+            await request(harness, old, (b":authority", b"127.0.0.1:1"))
+        assert harness.count("listener.127.0.0.1_0.ssl.connection_error") == 1
 
     serve(tmp_path, body)
 
@@ -203,12 +203,12 @@ def test_an_older_protocol_is_refused(tmp_path: Path) -> None:
 def test_tunnel_can_reach_only_the_pod_of_its_connection(
     tmp_path: Path, authority: str, header: str | None, status: bytes
 ) -> None:
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
         client = context(identities.authority, identities.authority.issue(CLIENT))
         headers = [(b":authority", authority.format(port=port).encode())]
         if header is not None:
             headers.append((ODH, header.format(port=port).encode()))
-        assert await request(rig, client, *headers) == status
+        assert await request(harness, client, *headers) == status
         assert heard == []
 
     serve(tmp_path, body)
@@ -217,8 +217,8 @@ def test_tunnel_can_reach_only_the_pod_of_its_connection(
 def test_data_before_the_answer_waits_for_the_verdict(tmp_path: Path) -> None:
     """Early DATA on a CONNECT that is refused is never forwarded."""
 
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
-        attacker = await Attacker.to(rig, identities)
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
+        attacker = await Attacker.to(harness, identities)
         stream = attacker.connect(b"10.0.0.9:%d" % port)
         attacker.h2.send_data(stream, b"early")
         events = await attacker.events_until(h2.events.StreamEnded)
@@ -243,16 +243,16 @@ class Attacker:
         self.flush()
 
     @classmethod
-    async def to(cls, rig: Rig, identities: Identities) -> "Attacker":
+    async def to(cls, harness: Harness, identities: Identities) -> "Attacker":
         leaf = identities.authority.issue(CLIENT)
-        folder = rig.folder
+        folder = harness.folder
         (folder / "chain").write_bytes(leaf.chain_pem)
         (folder / "key").write_bytes(leaf.key_pem)
         ctx = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         ctx.check_hostname, ctx.verify_mode = False, ssl.CERT_NONE
         ctx.load_cert_chain(folder / "chain", folder / "key")
         ctx.set_alpn_protocols(["h2"])
-        return cls(*await asyncio.open_connection("127.0.0.1", rig.port("inbound"), ssl=ctx))
+        return cls(*await asyncio.open_connection("127.0.0.1", harness.port("inbound"), ssl=ctx))
 
     def flush(self) -> None:
         self.writer.write(self.h2.data_to_send())
@@ -319,11 +319,11 @@ FLOODS: dict[str, Callable[[Attacker, int], bytes]] = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_frame_flood_ends_only_its_own_connection(tmp_path: Path, flood: str) -> None:
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
-        attacker = await Attacker.to(rig, identities)
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
+        attacker = await Attacker.to(harness, identities)
         await attacker.events_until(h2.events.RemoteSettingsChanged)
         wire = FLOODS[flood](attacker, port)
-        bystander = asyncio.get_running_loop().create_task(_bystander(rig))
+        bystander = asyncio.get_running_loop().create_task(_bystander(harness))
         with contextlib.suppress(ConnectionError):
             for start in range(0, len(wire), 16384):
                 attacker.writer.write(wire[start : start + 16384])
@@ -332,24 +332,24 @@ def test_frame_flood_ends_only_its_own_connection(tmp_path: Path, flood: str) ->
         assert code in (h2.errors.ErrorCodes.ENHANCE_YOUR_CALM, h2.errors.ErrorCodes.COMPRESSION_ERROR, None)
         await attacker.close()
         assert await bystander == [b"ping"] * 20
-        await rig.until(lambda: rig.count("http.inbound.downstream_cx_active") == 0)
-        assert rig.count("http.inbound.downstream_cx_protocol_error") == 1
+        await harness.until(lambda: harness.count("http.inbound.downstream_cx_active") == 0)
+        assert harness.count("http.inbound.downstream_cx_protocol_error") == 1
 
     serve(tmp_path, body)
 
 
-async def _bystander(rig: Rig) -> list[bytes]:
-    return [await ask(rig.port("plain")) for _ in range(20)]
+async def _bystander(harness: Harness) -> list[bytes]:
+    return [await ask(harness.port("plain")) for _ in range(20)]
 
 
 def test_connection_without_a_handshake_is_closed(tmp_path: Path) -> None:
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("inbound"))
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("inbound"))
         writer.write(b"\x16")
         with contextlib.suppress(ConnectionResetError):  # its byte has been looked at and not read
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
         writer.close()
-        await rig.until(lambda: rig.count("listener.127.0.0.1_0.downstream_cx_active") == 0)
+        await harness.until(lambda: harness.count("listener.127.0.0.1_0.downstream_cx_active") == 0)
 
     serve(tmp_path, body, handshake="0.3s")
 
@@ -358,15 +358,15 @@ def test_connection_without_a_handshake_is_closed(tmp_path: Path) -> None:
     "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x00"]
 )
 def test_garbage_instead_of_a_handshake_is_refused(tmp_path: Path, garbage: bytes) -> None:
-    async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("inbound"))
+    async def body(harness: Harness, identities: Identities, port: int, heard: list[bytes]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("inbound"))
         writer.write(garbage)
         writer.write_eof()
         with contextlib.suppress(ConnectionError):
             await asyncio.wait_for(reader.read(), WAIT_S)
         writer.close()
-        await rig.until(lambda: rig.count("listener.127.0.0.1_0.downstream_cx_active") == 0)
-        assert await ask(rig.port("plain")) == b"ping"
+        await harness.until(lambda: harness.count("listener.127.0.0.1_0.downstream_cx_active") == 0)
+        assert await ask(harness.port("plain")) == b"ping"
         assert heard == [b"ping"]
 
     serve(tmp_path, body)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import Rig, ask, cluster, listener, run
+from tests.ztunnel.proxy.envoy.harness import Harness, ask, cluster, listener, run
 from tproxy.aio import sockets
 from tproxy.errors import NeedCapability
 
@@ -36,23 +36,27 @@ def test_an_own_address_needs_no_capability(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(sockets, "_set_transparent", refused)
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with saying_who_calls() as port:
             source = {"source_address": {"address": "127.0.0.9", "port_value": 0}}
-            assert await rig.published(listener(name="bound"), cluster(port, upstream_bind_config=source)) is None
-            assert await ask(rig.port("bound")) == b"127.0.0.9"
-            assert rig.count("cluster.app.bind_errors") == 0
+            assert (
+                await harness.published(listener(name="bound"), cluster(port, upstream_bind_config=source)) is None
+            )
+            assert await ask(harness.port("bound")) == b"127.0.0.9"
+            assert harness.count("cluster.app.bind_errors") == 0
 
     run(tmp_path, body, listener(), cluster(1))
 
 
 def test_an_address_of_another_host_is_a_bind_error(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with saying_who_calls() as port:
             source = {"source_address": {"address": "192.0.2.9", "port_value": 0}}
-            assert await rig.published(listener(name="bound"), cluster(port, upstream_bind_config=source)) is None
-            assert await ask(rig.port("bound")) == b""
+            assert (
+                await harness.published(listener(name="bound"), cluster(port, upstream_bind_config=source)) is None
+            )
+            assert await ask(harness.port("bound")) == b""
             for name in ("bind_errors", "upstream_cx_total", "upstream_cx_destroy_local"):
-                assert rig.count(f"cluster.app.{name}") == 1
+                assert harness.count(f"cluster.app.{name}") == 1
 
     run(tmp_path, body, listener(), cluster(1))

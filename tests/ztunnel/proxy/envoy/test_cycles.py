@@ -5,7 +5,7 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
-from tests.ztunnel.proxy.envoy.rig import Identities, Rig, access_log, application, ask, run, tunnel
+from tests.ztunnel.proxy.envoy.harness import Harness, Identities, access_log, application, ask, run, tunnel
 
 _OURS = ("hbone", "tproxy", "xds", "ztunnel")
 
@@ -13,15 +13,15 @@ _OURS = ("hbone", "tproxy", "xds", "ztunnel")
 def test_connections_through_a_tunnel_leave_none(tmp_path: Path) -> None:
     """Plain in, mTLS tunnel, plain out, all in one process: both ends of every connection."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await tunnel(rig, port, Identities(), access_log=access_log(tmp_path))
-            assert await ask(rig.port("l")) == b"ping"  # opens the tunnel's connection
+            await tunnel(harness, port, Identities(), access_log=access_log(tmp_path))
+            assert await ask(harness.port("l")) == b"ping"  # opens the tunnel's connection
             gc.collect()
             gc.set_debug(gc.DEBUG_SAVEALL)
             try:
                 for _ in range(50):
-                    assert await ask(rig.port("l")) == b"ping"
+                    assert await ask(harness.port("l")) == b"ping"
                 gc.collect()
             finally:
                 gc.set_debug(0)
@@ -45,19 +45,19 @@ def test_connections_leave_no_memory_behind(tmp_path: Path) -> None:
     and keeps in its cache of methods.
     """
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await tunnel(rig, port, Identities(), access_log=access_log(tmp_path))
+            await tunnel(harness, port, Identities(), access_log=access_log(tmp_path))
             for _ in range(20):
-                assert await ask(rig.port("l")) == b"ping"
+                assert await ask(harness.port("l")) == b"ping"
             tracemalloc.start()
             try:
                 for _ in range(20):
-                    assert await ask(rig.port("l")) == b"ping"
-                before = _allocated(rig)
+                    assert await ask(harness.port("l")) == b"ping"
+                before = _allocated(harness)
                 for _ in range(100):
-                    assert await ask(rig.port("l")) == b"ping"
-                after = _allocated(rig)
+                    assert await ask(harness.port("l")) == b"ping"
+                after = _allocated(harness)
             finally:
                 tracemalloc.stop()
             left = [str(each) for each in after.compare_to(before, "lineno") if each.count_diff >= 50]
@@ -66,8 +66,8 @@ def test_connections_leave_no_memory_behind(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def _allocated(rig: Rig) -> tracemalloc.Snapshot:
-    rig.proxy.logs.writer.flush()
+def _allocated(harness: Harness) -> tracemalloc.Snapshot:
+    harness.proxy.logs.writer.flush()
     gc.collect()
     ours = [tracemalloc.Filter(True, f"*/{package}/*") for package in _OURS]
     return tracemalloc.take_snapshot().filter_traces(ours)

@@ -18,7 +18,18 @@ from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.settings import Http2Settings
 from tests.hbone.aio.harness import tcp_pair
-from tests.ztunnel.proxy.envoy.rig import WAIT_S, Open, Rig, access_log, chain, cluster, http2, listener, run, tcp
+from tests.ztunnel.proxy.envoy.harness import (
+    WAIT_S,
+    Harness,
+    Open,
+    access_log,
+    chain,
+    cluster,
+    http2,
+    listener,
+    run,
+    tcp,
+)
 from ztunnel.proxy.envoy.config.settings import Switches
 
 
@@ -112,22 +123,22 @@ def ask(port: int, question: bytes) -> asyncio.Task[bytes]:
     return asyncio.get_running_loop().create_task(answer())
 
 
-async def tunnelling(rig: Rig, *ports: int) -> int:
+async def tunnelling(harness: Harness, *ports: int) -> int:
     """Publish a listener that tunnels to peers, asking a second one when the first fails."""
-    log = access_log(rig.folder)
+    log = access_log(harness.folder)
     proxy = tcp("tunnel", tunneling_config={"hostname": "app:80"}, max_connect_attempts=2, access_log=log)
-    await rig.published(
+    await harness.published(
         listener(chain(proxy)), cluster(*ports, name="tunnel", typed_extension_protocol_options=http2())
     )
-    await rig.until(lambda: rig.proxy.listeners.active)
-    return rig.port("l")
+    await harness.until(lambda: harness.proxy.listeners.active)
+    return harness.port("l")
 
 
 @pytest.mark.parametrize("early_data", [True, False])
 def test_first_bytes_are_sent_with_the_connect_unless_disabled(tmp_path: Path, *, early_data: bool) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with peers(1) as ([peer], ports):
-            port = await tunnelling(rig, *ports)
+            port = await tunnelling(harness, *ports)
             for number in range(3):
                 asking = ask(port, b"question")
                 request, early = await peer.request()
@@ -135,15 +146,15 @@ def test_first_bytes_are_sent_with_the_connect_unless_disabled(tmp_path: Path, *
                 assert early == (8 if early_data else 0) or (number == 0 and early == 0)
                 assert await peer.echo(request) == b"question"
                 assert await asking == b"question"
-            assert rig.count("cluster.tunnel.upstream_cx_tx_bytes_total") == 24
+            assert harness.count("cluster.tunnel.upstream_cx_tx_bytes_total") == 24
 
     run(tmp_path, body, switches=Switches(early_data=early_data))
 
 
 def test_early_data_is_retried_only_if_the_peer_cannot_have_delivered_it(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with peers(2) as (both, ports):
-            port = await tunnelling(rig, *ports)
+            port = await tunnelling(harness, *ports)
             for _ in both:  # by turns; each says what it holds
                 asking = ask(port, b"hello")
                 await answered(both)
@@ -162,7 +173,7 @@ def test_early_data_is_retried_only_if_the_peer_cannot_have_delivered_it(tmp_pat
             broken.connections[0].abort("crash")
             assert await asking == b""
             assert all(peer.requests.empty() for peer in both)
-            assert (await rig.log(4))[-1]["flags"] == "UF", "an attempt was left, and not to be made"
+            assert (await harness.log(4))[-1]["flags"] == "UF", "an attempt was left, and not to be made"
 
             # A client that has said nothing yet can be connected elsewhere.
             silent = await Open.to(port)

@@ -13,12 +13,12 @@ import h2.connection
 import h2.events
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     SERVER,
     WAIT_S,
+    Harness,
     Identities,
     Json,
-    Rig,
     access_log,
     application,
     chain,
@@ -94,39 +94,39 @@ def terminating(folder: Path) -> tuple[str, Json]:
     return listener(chain(manager))
 
 
-async def one_stream(rig: Rig, leave: Callable[[Tunnels], object]) -> list[Json]:
+async def one_stream(harness: Harness, leave: Callable[[Tunnels], object]) -> list[Json]:
     """Carry a tunnel with bytes, let the client leave in some way; the log when the connection is over."""
-    client = await Tunnels.to(rig.port("l"))
+    client = await Tunnels.to(harness.port("l"))
     client.connect(1)
     await client.until(h2.events.ResponseReceived, 1)
     client.http2.send_data(1, b"hi")
     client.send()
     await client.until(h2.events.DataReceived, 1)
     leave(client)
-    await rig.log()
+    await harness.log()
     client.writer.close()
-    await rig.until(lambda: not len(rig.proxy.datapath))
-    rig.proxy.logs.writer.drain()
-    return await rig.log()
+    await harness.until(lambda: not len(harness.proxy.datapath))
+    harness.proxy.logs.writer.drain()
+    return await harness.log()
 
 
 @pytest.mark.parametrize("after_eof", [False, True])
 def test_an_application_that_resets_is_an_upstream_reset(tmp_path: Path, after_eof: bool) -> None:
     """Also after the client's half-close, which came first: it is not the client that failed."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with resetting(after_eof=after_eof) as port:
-            await rig.published(plain(tmp_path), cluster(port))
-            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            await harness.published(plain(tmp_path), cluster(port))
+            reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("l"))
             writer.write(b"hi")
             if after_eof:
                 writer.write_eof()
             with contextlib.suppress(ConnectionError):
                 await asyncio.wait_for(reader.read(), WAIT_S)
             writer.close()
-            (line,) = await rig.log()
+            (line,) = await harness.log()
             assert line["flags"] == "UR"
-            assert rig.count("cluster.app.upstream_cx_destroy_remote_with_active_rq") == 1
+            assert harness.count("cluster.app.upstream_cx_destroy_remote_with_active_rq") == 1
 
     run(tmp_path, body)
 
@@ -134,16 +134,16 @@ def test_an_application_that_resets_is_an_upstream_reset(tmp_path: Path, after_e
 def test_the_idle_timeout_runs_while_a_connect_waits_for_its_answer(tmp_path: Path) -> None:
     """No connect timeout of a cluster bounds that wait."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with silent() as port:
             waiting = plain(tmp_path, tunneling_config={"hostname": "x:1"}, idle_timeout="0.2s")
-            await rig.published(waiting, cluster(port, typed_extension_protocol_options=http2()))
-            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            await harness.published(waiting, cluster(port, typed_extension_protocol_options=http2()))
+            reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("l"))
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
-            (line,) = await rig.log()
+            (line,) = await harness.log()
             assert (line["flags"], line["details"]) == ("UF", "tcp_session_idle_timeout")
-            assert rig.count("tcp.p.idle_timeout") == 1
+            assert harness.count("tcp.p.idle_timeout") == 1
 
     run(tmp_path, body)
 
@@ -165,10 +165,10 @@ async def silent() -> AsyncIterator[int]:
 
 
 def test_a_tunnel_connection_has_no_line_of_its_own_in_the_requests_log(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(terminating(tmp_path), cluster(port))
-            lines = await one_stream(rig, lambda client: client.writer.close())
+            await harness.published(terminating(tmp_path), cluster(port))
+            lines = await one_stream(harness, lambda client: client.writer.close())
             assert [line["code"] for line in lines] == [200]
 
     run(tmp_path, body)
@@ -185,10 +185,10 @@ def reset(client: Tunnels) -> None:
 def test_client_reset_and_disconnect_have_their_flags(
     tmp_path: Path, leave: Callable[[Tunnels], object], flag: str
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(terminating(tmp_path), cluster(port))
-            assert [line["flags"] for line in await one_stream(rig, leave)] == [flag]
+            await harness.published(terminating(tmp_path), cluster(port))
+            assert [line["flags"] for line in await one_stream(harness, leave)] == [flag]
 
     run(tmp_path, body)
 
@@ -198,22 +198,22 @@ def test_the_names_of_an_upstream_over_tls_are_logged(tmp_path: Path) -> None:
     name = [{"name": "f", "typed_config": access_log(tmp_path)[0]["typed_config"]}]
     name[0]["typed_config"]["log_format"]["json_format"] = {"san": "%UPSTREAM_PEER_URI_SAN%"}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             secrets = [identities.secret(SERVER), identities.root()]
             server = listener(chain(tcp("app"), transport_socket=tls(SERVER, server=True)), name="server")
-            await rig.published(server, cluster(port), *secrets)
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(server, cluster(port), *secrets)
+            await harness.until(lambda: harness.proxy.listeners.active)
             client = listener(chain(tcp("tls", access_log=name)))
-            over_tls = cluster(rig.port("server"), name="tls", transport_socket=tls(SERVER, server=False))
-            await rig.published(server, client, cluster(port), over_tls, *secrets)
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            over_tls = cluster(harness.port("server"), name="tls", transport_socket=tls(SERVER, server=False))
+            await harness.published(server, client, cluster(port), over_tls, *secrets)
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("l"))
             writer.write(b"hi")
             writer.write_eof()
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b"hi"
             writer.close()
-            (line,) = await rig.log()
+            (line,) = await harness.log()
             assert line["san"] == SERVER
 
     run(tmp_path, body)

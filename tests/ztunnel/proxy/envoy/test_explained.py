@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hbone.certificates import Authority
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
-    Rig,
     T,
     access_log,
     application,
@@ -235,8 +235,8 @@ def logged(proxy: Json, folder: Path, name: str) -> Json:
 # Comparison
 
 
-def lines(rig: Rig, name: str) -> list[Json]:
-    path = rig.folder / name
+def lines(harness: Harness, name: str) -> list[Json]:
+    path = harness.folder / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -278,13 +278,13 @@ def compared(hop: Json, line: Json, inner_line: Json | None, *, worked: bool) ->
         assert not worked, shown
 
 
-async def checked(rig: Rig) -> None:
+async def checked(harness: Harness) -> None:
     """Ask, connect, compare."""
     answer = json.loads(
-        page(rig, "/explain", f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l")
+        page(harness, "/explain", f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l")
     )
-    before, before_inner = len(lines(rig, "log")), len(lines(rig, "inner"))
-    worked = await ask(rig.port("l")) == b"ping"
+    before, before_inner = len(lines(harness, "log")), len(lines(harness, "inner"))
+    worked = await ask(harness.port("l")) == b"ping"
     shown = json.dumps(answer, indent=1)
     verdict = answer["verdict"]
     assert verdict == "allowed" if verdict == "allowed" and worked else not worked or " but not by " in verdict, (
@@ -293,24 +293,24 @@ async def checked(rig: Rig) -> None:
     if answer["hop"]["chain"] is None:
         assert not worked, shown
         return
-    await rig.until(lambda: len(lines(rig, "log")) > before)
-    line = lines(rig, "log")[-1]
-    inside = lines(rig, "inner")[before_inner:]
+    await harness.until(lambda: len(lines(harness, "log")) > before)
+    line = lines(harness, "log")[-1]
+    inside = lines(harness, "inner")[before_inner:]
     compared(answer["hop"], line, inside[-1] if inside else None, worked=worked)
 
 
 @settings(max_examples=12)
 @given(st.lists(cases(), min_size=1, max_size=6))
 def test_connection_behaves_as_explain_predicts(made: list[Case]) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with contextlib.AsyncExitStack() as stack:
             ports = [await stack.enter_async_context(application()) for _ in range(HOSTS)]
             for number, case in enumerate(made):
-                published = documents(case, ports, rig.folder, number)
-                assert await rig.published(*published) is None
-                await rig.until(lambda: rig.proxy.listeners.active and not rig.proxy.listeners.warming)
+                published = documents(case, ports, harness.folder, number)
+                assert await harness.published(*published) is None
+                await harness.until(lambda: harness.proxy.listeners.active and not harness.proxy.listeners.warming)
                 for _ in range(DIALS):
-                    await checked(rig)
+                    await checked(harness)
 
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), body)
@@ -325,15 +325,15 @@ def test_filter_state_that_is_shared_chooses_the_cluster_behind_an_internal_list
     config = T + "envoy.extensions.filters.network.set_filter_state.v3.Config"
     sets = {"name": "state", "typed_config": {"@type": config, "on_new_connection": [value]}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         # The override applies to the first hop, too, whose only way on is therefore a cluster of that name.
         _, hop = inner("inner")
         _, hidden = listener(chain(tcp("missing")), name="inner", internal_listener={})
         del hidden["address"]
         front = listener(chain(sets, tcp("missing")))
-        assert await rig.published(front, ("listener", hidden), ("cluster", {**hop, "name": "other"})) is None
-        await rig.until(lambda: rig.proxy.listeners.active)
-        answer = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
+        assert await harness.published(front, ("listener", hidden), ("cluster", {**hop, "name": "other"})) is None
+        await harness.until(lambda: harness.proxy.listeners.active)
+        answer = json.loads(page(harness, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
         (way,) = answer["hop"]["clusters"][0]["endpoints"]
         assert way["hop"]["cluster_because"] == "filter state envoy.tcp_proxy.cluster names it"
 
@@ -341,32 +341,32 @@ def test_filter_state_that_is_shared_chooses_the_cluster_behind_an_internal_list
 
 
 def test_a_tunnel_to_a_cluster_without_http2_is_refused(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        proxy = logged(tcp(tunneling_config={"hostname": "app:80"}), rig.folder, "log")
+    async def body(harness: Harness) -> None:
+        proxy = logged(tcp(tunneling_config={"hostname": "app:80"}), harness.folder, "log")
         target = backend(Backend([Place("HEALTHY", 0, 1, "1", 0)], "RANDOM", 0, "", by_locality=False), [1], "app")
-        assert await rig.published(listener(chain(proxy)), target) is None
-        await rig.until(lambda: rig.proxy.listeners.active)
-        await checked(rig)
-        answer = json.loads(page(rig, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
+        assert await harness.published(listener(chain(proxy)), target) is None
+        await harness.until(lambda: harness.proxy.listeners.active)
+        await checked(harness)
+        answer = json.loads(page(harness, "/explain", "source=127.0.0.1&destination=127.0.0.1:80&listener=l"))
         assert answer["verdict"] == "refused: closed: tunnels need HTTP/2, which the cluster does not speak"
 
     run(tmp_path, body)
 
 
-def told(rig: Rig, question: str = "destination=127.0.0.1:80&listener=l") -> Json:
-    answer: Json = json.loads(page(rig, "/explain", f"source=127.0.0.1&{question}"))
+def told(harness: Harness, question: str = "destination=127.0.0.1:80&listener=l") -> Json:
+    answer: Json = json.loads(page(harness, "/explain", f"source=127.0.0.1&{question}"))
     return answer
 
 
-async def published(rig: Rig, identities: Identities, authority: str, app: tuple[str, Json]) -> None:
+async def published(harness: Harness, identities: Identities, authority: str, app: tuple[str, Json]) -> None:
     """Have both ends of a tunnel in one proxy, which leads to a cluster ``app``."""
     rest = [app, identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
     end = inbound({"route_config": connect_route("app")})
-    await rig.published(end, *rest)
-    await rig.until(lambda: rig.proxy.listeners.active)
+    await harness.published(end, *rest)
+    await harness.until(lambda: harness.proxy.listeners.active)
     front = listener(chain(tcp("tunnel", tunneling_config={"hostname": authority})))
-    await rig.published(end, front, outbound_cluster(rig.port("inbound")), *rest)
-    await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+    await harness.published(end, front, outbound_cluster(harness.port("inbound")), *rest)
+    await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
 
 
 LISTENER_FILTERS = T + "envoy.extensions.filters.listener."
@@ -381,16 +381,16 @@ def test_a_listener_filter_that_is_disabled_for_the_port_is_passed_over(tmp_path
     if disabled:
         source["filter_disabled"] = {"destination_port_range": {"start": 1, "end": 65536}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            assert await rig.published(listener(listener_filters=[source]), cluster(port)) is None
-            await rig.until(lambda: rig.proxy.listeners.active)
-            hop = told(rig)["hop"]
+            assert await harness.published(listener(listener_filters=[source]), cluster(port)) is None
+            await harness.until(lambda: harness.proxy.listeners.active)
+            hop = told(harness)["hop"]
             (way,) = hop["clusters"][0]["endpoints"]
             assert (hop["listener_filters"] == ["src: disabled for port 80"]) is disabled
             assert ("leaves_from" in way) is not disabled
             if disabled:
-                assert await ask(rig.port("l")) == b"ping"
+                assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -399,15 +399,15 @@ def test_a_listener_filter_that_has_not_arrived_closes(tmp_path: Path) -> None:
     inspector = LISTENER_FILTERS + "tls_inspector.v3.TlsInspector"
     discovery = {"config_source": {"ads": {}, "initial_fetch_timeout": "0.1s"}, "type_urls": [inspector]}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             awaited = [{"name": "guard", "config_discovery": discovery}]
-            rig.publish(listener(listener_filters=awaited), cluster(port))
-            await rig.until(lambda: rig.proxy.listeners.active)
-            answer = told(rig)
+            harness.publish(listener(listener_filters=awaited), cluster(port))
+            await harness.until(lambda: harness.proxy.listeners.active)
+            answer = told(harness)
             assert answer["verdict"] == "refused: closed: the configuration of filter guard has not arrived"
             assert answer["hop"]["chain"] is None
-            assert await ask(rig.port("l")) == b""
+            assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
 
@@ -417,11 +417,11 @@ INTERNAL_ONLY = "an internal listener passes no bytes to listener filters"
 
 @pytest.mark.parametrize("kind", ["tls_inspector.v3.TlsInspector", "http_inspector.v3.HttpInspector"])
 def test_listener_filters_that_read_bytes_are_refused_for_internal_listeners(tmp_path: Path, kind: str) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         reads = {"name": "reads", "typed_config": {"@type": LISTENER_FILTERS + kind}}
         _, hidden = listener(name="inner", internal_listener={}, listener_filters=[reads])
         del hidden["address"]
-        refused = await rig.published(("listener", hidden), cluster(1))
+        refused = await harness.published(("listener", hidden), cluster(1))
         assert refused is not None
         assert INTERNAL_ONLY in refused
 
@@ -438,15 +438,15 @@ def test_a_discovered_listener_filter_closes_an_internal_listener(tmp_path: Path
     if "inspector" in late:
         discovery["default_config"] = {"@type": LISTENER_FILTERS + late}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             guard = [{"name": "guard", "config_discovery": discovery}]
             _, hidden = listener(name="inner", internal_listener={}, listener_filters=guard)
             del hidden["address"]
-            rig.publish(listener(chain(tcp("to inner"))), ("listener", hidden), inner("inner"), cluster(port))
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            assert told(rig)["verdict"].startswith("refused: closed: ")
-            assert await ask(rig.port("l")) == b""
+            harness.publish(listener(chain(tcp("to inner"))), ("listener", hidden), inner("inner"), cluster(port))
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            assert told(harness)["verdict"].startswith("refused: closed: ")
+            assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
 
@@ -458,16 +458,16 @@ def test_a_listener_filter_of_an_internal_listener_can_be_disabled(tmp_path: Pat
         "filter_disabled": {"destination_port_range": {"start": 1, "end": 65536}},
     }
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             _, hidden = listener(name="inner", internal_listener={}, listener_filters=[source])
             del hidden["address"]
             front = listener(chain(tcp("to inner")))
-            assert await rig.published(front, ("listener", hidden), inner("inner"), cluster(port)) is None
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            (way,) = told(rig)["hop"]["clusters"][0]["endpoints"]
+            assert await harness.published(front, ("listener", hidden), inner("inner"), cluster(port)) is None
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            (way,) = told(harness)["hop"]["clusters"][0]["endpoints"]
             assert way["hop"]["listener_filters"] == ["src: disabled for port 80"]
-            assert await ask(rig.port("l")) == b"ping"
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -476,24 +476,26 @@ def test_a_listener_filter_of_an_internal_listener_can_be_disabled(tmp_path: Pat
 def test_explain_judges_port_policies_by_the_application_of_a_tunnel(
     tmp_path: Path, denied: str, works: bool
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             identities = Identities()
             rest = [cluster(port), identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
             policy = {"permissions": [{"destination_port": port}], "principals": [{"any": True}]}
             end = inbound({"route_config": connect_route("app")})
-            await rig.published(end, *rest)
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(end, *rest)
+            await harness.until(lambda: harness.proxy.listeners.active)
             if denied == "listener":
-                policy["permissions"] = [{"destination_port": rig.port("inbound")}]
+                policy["permissions"] = [{"destination_port": harness.port("inbound")}]
             rules = {"action": "DENY", "policies": {"port": policy}}
             deny = {"name": "rbac", "typed_config": {"@type": RBAC, "stat_prefix": "tcp.", "rules": rules}}
             end = inbound({"route_config": connect_route("app")}, deny)
             front = listener(chain(tcp("tunnel", tunneling_config={"hostname": f"127.0.0.1:{port}"})))
-            await rig.published(end, front, outbound_cluster(rig.port("inbound")), *rest)
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2 and not rig.proxy.listeners.warming)
-            assert told(rig)["verdict"].startswith("allowed") is works
-            assert await ask(rig.port("l")) == (b"ping" if works else b"")
+            await harness.published(end, front, outbound_cluster(harness.port("inbound")), *rest)
+            await harness.until(
+                lambda: len(harness.proxy.listeners.active) == 2 and not harness.proxy.listeners.warming
+            )
+            assert told(harness)["verdict"].startswith("allowed") is works
+            assert await ask(harness.port("l")) == (b"ping" if works else b"")
 
     run(tmp_path, body)
 
@@ -502,30 +504,30 @@ def test_a_chain_with_tls_of_an_internal_listener_closes(tmp_path: Path) -> None
     identities = Identities()
     secrets = [identities.secret(SERVER), identities.root()]
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             sealed = chain(tcp(), transport_socket=tls(SERVER, server=True))
             _, hidden = listener(sealed, name="inner", internal_listener={})
             del hidden["address"]
             front = listener(chain(tcp("to inner")))
             published = [front, ("listener", hidden), inner("inner"), cluster(port), *secrets]
-            assert await rig.published(*published) is None
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            assert told(rig)["verdict"] == "refused: closed: the chain carries no bytes without TLS"
-            assert await ask(rig.port("l")) == b""
+            assert await harness.published(*published) is None
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            assert told(harness)["verdict"] == "refused: closed: the chain carries no bytes without TLS"
+            assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
 
 
 def test_a_tunnel_to_an_endpoint_without_an_ip_address_is_refused(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         piped = {"endpoint": {"address": {"pipe": {"path": str(tmp_path / "application")}}}}
         _, app = cluster(1)
         app["load_assignment"]["endpoints"] = [{"lb_endpoints": [piped]}]
-        await published(rig, Identities(), "app:80", ("cluster", app))
+        await published(harness, Identities(), "app:80", ("cluster", app))
         question = f"destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"
-        assert told(rig, question)["verdict"] == "refused: closed: a tunnel can only lead to an IP address"
-        assert await ask(rig.port("l")) == b""
+        assert told(harness, question)["verdict"] == "refused: closed: a tunnel can only lead to an IP address"
+        assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
 
@@ -574,11 +576,13 @@ class Revoking(Identities):
 def test_a_certificate_that_refuses_a_tunnel_is_in_its_verdict(
     tmp_path: Path, identities: Revoking, why: str
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             # The authority is an address, so that explain follows it to the end here.
-            await published(rig, identities, f"127.0.0.1:{port}", cluster(port))
-            assert told(rig)["verdict"] == (f"refused: closed: tls handshake error: {why}" if why else "allowed")
-            assert await ask(rig.port("l")) == (b"" if why else b"ping")
+            await published(harness, identities, f"127.0.0.1:{port}", cluster(port))
+            assert told(harness)["verdict"] == (
+                f"refused: closed: tls handshake error: {why}" if why else "allowed"
+            )
+            assert await ask(harness.port("l")) == (b"" if why else b"ping")
 
     run(tmp_path, body)

@@ -11,11 +11,11 @@ import pytest
 from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import TlsContext, TlsSettings
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     WAIT_S,
+    Harness,
     Identities,
     Open,
-    Rig,
     access_log,
     application,
     ask,
@@ -45,26 +45,26 @@ def silent(port: int, source: str) -> socket.socket:
 
 
 def test_silent_clients_are_limited_by_source(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            rig.proxy.half_open.limits = HalfOpenLimits(per_source=4, per_pod=6)
-            await tunnel(rig, port, Identities())
-            to = rig.port("inbound")
+            harness.proxy.half_open.limits = HalfOpenLimits(per_source=4, per_pod=6)
+            await tunnel(harness, port, Identities())
+            to = harness.port("inbound")
             with contextlib.ExitStack() as stack:
                 crowd = [stack.enter_context(silent(to, "127.0.9.9")) for _ in range(9)]
-                await rig.until(lambda: rig.count("server.half_open_turned_away") == 5)
-                assert len(rig.proxy.half_open) == 4
+                await harness.until(lambda: harness.count("server.half_open_turned_away") == 5)
+                assert len(harness.proxy.half_open) == 4
                 # The oldest have gone.
                 for sock in crowd[:5]:
                     sock.settimeout(WAIT_S)
                     with contextlib.suppress(ConnectionResetError):
                         assert sock.recv(1) == b""
-                assert await ask(rig.port("l")) == b"ping", "another source has its tunnel"
+                assert await ask(harness.port("l")) == b"ping", "another source has its tunnel"
                 for number in range(4):
                     stack.enter_context(silent(to, f"127.0.9.{number + 1}"))
-                await rig.until(lambda: rig.count("server.half_open_turned_away") == 7)
-                assert len(rig.proxy.half_open) == 6
-            await rig.until(lambda: len(rig.proxy.half_open) == 0)
+                await harness.until(lambda: harness.count("server.half_open_turned_away") == 7)
+                assert len(harness.proxy.half_open) == 6
+            await harness.until(lambda: len(harness.proxy.half_open) == 0)
 
     run(tmp_path, body)
 
@@ -77,15 +77,15 @@ def over_tls(folder: Path) -> Any:
 
 
 def test_the_reason_is_in_the_log(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
-        rig.proxy.half_open.limits = HalfOpenLimits(per_source=1)
-        await rig.published(over_tls(tmp_path), cluster(1), identities.secret(SERVER), identities.root())
-        await rig.until(lambda: rig.proxy.listeners.active)
-        with silent(rig.port("secured"), "127.0.0.1"), silent(rig.port("secured"), "127.0.0.1"):
-            await rig.log(1)
-        await rig.log(2)
-        assert rig.count("listener.127.0.0.1_0.ssl.connection_error") == 2
+        harness.proxy.half_open.limits = HalfOpenLimits(per_source=1)
+        await harness.published(over_tls(tmp_path), cluster(1), identities.secret(SERVER), identities.root())
+        await harness.until(lambda: harness.proxy.listeners.active)
+        with silent(harness.port("secured"), "127.0.0.1"), silent(harness.port("secured"), "127.0.0.1"):
+            await harness.log(1)
+        await harness.log(2)
+        assert harness.count("listener.127.0.0.1_0.ssl.connection_error") == 2
 
     run(tmp_path, body)
 
@@ -93,20 +93,20 @@ def test_the_reason_is_in_the_log(tmp_path: Path) -> None:
 def test_a_connection_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) -> None:
     """A removed listener's drain finds it, too."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
         secrets = identities.secret(SERVER), identities.root()
-        await rig.published(over_tls(tmp_path), cluster(1), *secrets)
-        await rig.until(lambda: rig.proxy.listeners.active)
-        with silent(rig.port("secured"), "127.0.0.1") as sock:
-            await rig.until(lambda: len(rig.proxy.half_open) == 1)
-            for connection in rig.proxy.connections:
+        await harness.published(over_tls(tmp_path), cluster(1), *secrets)
+        await harness.until(lambda: harness.proxy.listeners.active)
+        with silent(harness.port("secured"), "127.0.0.1") as sock:
+            await harness.until(lambda: len(harness.proxy.half_open) == 1)
+            for connection in harness.proxy.connections:
                 connection.end("because")
-            await rig.until(lambda: len(rig.proxy.half_open) == 0)
+            await harness.until(lambda: len(harness.proxy.half_open) == 0)
             sock.settimeout(WAIT_S)
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
-        (line,) = await rig.log()
+        (line,) = await harness.log()
         assert line["details"] == "because"
 
     run(tmp_path, body)
@@ -115,24 +115,26 @@ def test_a_connection_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) ->
 def test_stalled_handshake_is_closed_if_others_wait(tmp_path: Path) -> None:
     """Its ClientHello is there and nothing follows."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            rig.proxy.half_open.limits = HalfOpenLimits(handshakes_per_pod=1, patience_s=0.05)
+            harness.proxy.half_open.limits = HalfOpenLimits(handshakes_per_pod=1, patience_s=0.05)
             identities = Identities()
-            await rig.published(over_tls(tmp_path), cluster(port), identities.secret(SERVER), identities.root())
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(
+                over_tls(tmp_path), cluster(port), identities.secret(SERVER), identities.root()
+            )
+            await harness.until(lambda: harness.proxy.listeners.active)
             hello = first_flight()
-            stuck = socket.create_connection(("127.0.0.1", rig.port("secured")))
+            stuck = socket.create_connection(("127.0.0.1", harness.port("secured")))
             stuck.sendall(hello)
-            await rig.until(lambda: rig.proxy.half_open.handshakes == 1)
-            second = socket.create_connection(("127.0.0.1", rig.port("secured")))
+            await harness.until(lambda: harness.proxy.half_open.handshakes == 1)
+            second = socket.create_connection(("127.0.0.1", harness.port("secured")))
             second.sendall(hello)
-            (line,) = await rig.log()
+            (line,) = await harness.log()
             assert line["details"] == STALLED.replace(" ", "_")
-            await rig.until(lambda: rig.proxy.half_open.handshakes == 1)
+            await harness.until(lambda: harness.proxy.half_open.handshakes == 1)
             stuck.close()
             second.close()
-            await rig.until(lambda: rig.proxy.half_open.handshakes == 0)
+            await harness.until(lambda: harness.proxy.half_open.handshakes == 0)
 
     run(tmp_path, body)
 
@@ -175,8 +177,8 @@ def test_pod_at_its_connection_quota_is_not_admitted() -> None:
     assert quota.admits("10.0.0.1")
 
 
-def ready(rig: Rig) -> tuple[int, str]:
-    page = readiness.page(rig.proxy, PageRequest(method="GET", path="/healthz/ready"))
+def ready(harness: Harness) -> tuple[int, str]:
+    page = readiness.page(harness.proxy, PageRequest(method="GET", path="/healthz/ready"))
     assert isinstance(page, Page)
     return page.status, "".join(map(str, page.body))
 
@@ -184,11 +186,11 @@ def ready(rig: Rig) -> tuple[int, str]:
 def test_pod_over_its_connection_quota_is_rejected_and_others_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port))
-            await rig.until(lambda: rig.proxy.listeners.active)
-            to, descriptors = rig.port("l"), rig.proxy.descriptors
+            await harness.published(listener(), cluster(port))
+            await harness.until(lambda: harness.proxy.listeners.active)
+            to, descriptors = harness.port("l"), harness.proxy.descriptors
             greedy = [await Open.to(to) for _ in range(8)]
             for each in greedy:
                 assert await each.say(b"one") == b"one"
@@ -198,7 +200,7 @@ def test_pod_over_its_connection_quota_is_rejected_and_others_are_served(
             descriptors.note(39)
             turned_away = socket.create_connection(("127.0.0.1", to))
             turned_away.settimeout(WAIT_S)
-            await rig.until(lambda: rig.count("listener.127.0.0.1_0.downstream_cx_overload_reject") == 1)
+            await harness.until(lambda: harness.count("listener.127.0.0.1_0.downstream_cx_overload_reject") == 1)
             assert turned_away.recv(1) == b""
             turned_away.close()
             with socket.create_connection(("127.0.0.1", to), source_address=("127.0.9.9", 0)) as other:
@@ -206,11 +208,11 @@ def test_pod_over_its_connection_quota_is_rejected_and_others_are_served(
                 other.sendall(b"ping")
                 assert await asyncio.to_thread(other.recv, 4) == b"ping"
             assert await greedy[0].say(b"two") == b"two", "what was open goes on"
-            assert ready(rig) == (200, "ready\n")
+            assert ready(harness) == (200, "ready\n")
             seen = 39
             late = socket.create_connection(("127.0.0.1", to), source_address=("127.0.9.9", 0))
-            await rig.until(lambda: descriptors.short)
-            assert ready(rig) == (500, "not ready, pending: descriptors\n")
+            await harness.until(lambda: descriptors.short)
+            assert ready(harness) == (500, "not ready, pending: descriptors\n")
             seen = 1
             late.settimeout(WAIT_S)
             late.sendall(b"late")

@@ -16,12 +16,12 @@ from typing import Any
 from hbone.aio.connection import connect
 from hbone.aio.connection_settings import default_client
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     WAIT_S,
+    Harness,
     Identities,
     Open,
-    Rig,
     application,
     ask,
     chain,
@@ -168,14 +168,14 @@ def test_second_proxy_without_restart_epoch_names_the_flag(tmp_path: Path) -> No
 
 
 def test_queued_connections_are_served_when_a_listener_stops(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port))
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(listener(), cluster(port))
+            await harness.until(lambda: harness.proxy.listeners.active)
             with contextlib.ExitStack() as stack:
-                connect_now = partial(socket.create_connection, ("127.0.0.1", rig.port("l")), 5)
+                connect_now = partial(socket.create_connection, ("127.0.0.1", harness.port("l")), 5)
                 waiting = [stack.enter_context(connect_now()) for _ in range(10)]  # nobody accepts meanwhile
-                rig.proxy.listeners.stop()
+                harness.proxy.listeners.stop()
                 for sock in waiting:
                     sock.setblocking(False)
                     await asyncio.get_running_loop().sock_sendall(sock, b"ping")
@@ -186,18 +186,18 @@ def test_queued_connections_are_served_when_a_listener_stops(tmp_path: Path) -> 
 
 
 def test_running_handshake_completes_and_gets_goaway(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
         end = inbound({"route_config": connect_route("app")})
-        await rig.published(end, cluster(1), *_secrets(identities))
-        await rig.until(lambda: rig.proxy.listeners.active)
-        sock = socket.create_connection(("127.0.0.1", rig.port("inbound")))
+        await harness.published(end, cluster(1), *_secrets(identities))
+        await harness.until(lambda: harness.proxy.listeners.active)
+        sock = socket.create_connection(("127.0.0.1", harness.port("inbound")))
         sock.setblocking(False)
-        await rig.until(lambda: len(rig.proxy.connections) == 1)
-        rig.proxy.shut_down()
-        await rig.until(lambda: _nobody_listens(rig))
+        await harness.until(lambda: len(harness.proxy.connections) == 1)
+        harness.proxy.shut_down()
+        await harness.until(lambda: _nobody_listens(harness))
         client = context(identities.authority, identities.authority.issue(CLIENT), alpn=(b"h2",))
-        connection = await connect(sock, client, default_client(), rig.proxy.poller)
+        connection = await connect(sock, client, default_client(), harness.proxy.poller)
         async with asyncio.timeout(WAIT_S):
             await connection.wait_closed()
         assert connection.engine.going_away
@@ -209,5 +209,5 @@ def _secrets(identities: Identities) -> list[tuple[str, dict[str, object]]]:
     return [identities.secret("spiffe://td/ns/a/sa/server"), identities.root()]
 
 
-def _nobody_listens(rig: Rig) -> bool:
-    return not any(found.sockets for found in rig.proxy.listeners.active)
+def _nobody_listens(harness: Harness) -> bool:
+    return not any(found.sockets for found in harness.proxy.listeners.active)

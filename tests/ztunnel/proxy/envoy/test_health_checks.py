@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import CLIENT, SERVER, Identities, Json, Rig, ask, cluster, listener, run, tls
+from tests.ztunnel.proxy.envoy.harness import (
+    CLIENT,
+    SERVER,
+    Harness,
+    Identities,
+    Json,
+    ask,
+    cluster,
+    listener,
+    run,
+    tls,
+)
 from xds.aio.grpc_server import GrpcServer
 from ztunnel.proxy.envoy.path.probe import Prober
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -70,40 +81,41 @@ async def backends(*names: str) -> AsyncIterator[list[Backend]]:
                 await each.stop()
 
 
-def live(rig: Rig) -> LiveCluster:
-    found = rig.proxy.clusters.get("app")
+def live(harness: Harness) -> LiveCluster:
+    found = harness.proxy.clusters.get("app")
     assert found is not None
     return found
 
 
-def flags(rig: Rig) -> list[str]:
-    return [host.flags for host in live(rig).hosts.hosts]
+def flags(harness: Harness) -> list[str]:
+    return [host.flags for host in live(harness).hosts.hosts]
 
 
-async def answers(rig: Rig) -> set[bytes]:
-    return {await ask(rig.port("l")) for _ in range(8)}
+async def answers(harness: Harness) -> set[bytes]:
+    return {await ask(harness.port("l")) for _ in range(8)}
 
 
 NO_PANIC = {"common_lb_config": {"healthy_panic_threshold": {"value": 0}}}
 
 
 def test_unhealthy_host_gets_no_connections_until_it_recovers(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a", "b") as (a, b):
             assert (
-                await rig.published(listener(), cluster(a.port, b.port, health_checks=[HTTP], **NO_PANIC)) is None
+                await harness.published(listener(), cluster(a.port, b.port, health_checks=[HTTP], **NO_PANIC))
+                is None
             )
-            assert flags(rig) == ["healthy", "healthy"]  # it was warm once both had been asked
-            assert await answers(rig) == {b"a", b"b"}
+            assert flags(harness) == ["healthy", "healthy"]  # it was warm once both had been asked
+            assert await answers(harness) == {b"a", b"b"}
             b.status = 503
-            await rig.until(lambda: flags(rig) == ["healthy", "/failed_active_hc"])
-            assert await answers(rig) == {b"a"}
-            assert rig.count("cluster.app.membership_healthy") == 1
-            assert rig.count("cluster.app.health_check.healthy") == 1
+            await harness.until(lambda: flags(harness) == ["healthy", "/failed_active_hc"])
+            assert await answers(harness) == {b"a"}
+            assert harness.count("cluster.app.membership_healthy") == 1
+            assert harness.count("cluster.app.health_check.healthy") == 1
             b.status = 200
-            await rig.until(lambda: flags(rig) == ["healthy", "healthy"])
-            assert await answers(rig) == {b"a", b"b"}
-            assert rig.count("cluster.app.health_check.failure") >= 1
+            await harness.until(lambda: flags(harness) == ["healthy", "healthy"])
+            assert await answers(harness) == {b"a", b"b"}
+            assert harness.count("cluster.app.health_check.failure") >= 1
             assert b"\r\nHost: app\r\n" in a.heads[0]
             assert a.heads[0].startswith(b"GET /healthz HTTP/1.1\r\n")
 
@@ -111,27 +123,27 @@ def test_unhealthy_host_gets_no_connections_until_it_recovers(tmp_path: Path) ->
 
 
 def test_host_that_does_not_listen_is_unhealthy(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a", "b") as (a, b):
             await b.stop()
-            await rig.published(listener(), cluster(a.port, b.port, health_checks=[TCP], **NO_PANIC))
-            assert flags(rig) == ["healthy", "/failed_active_hc"]
-            assert await answers(rig) == {b"a"}
-            assert rig.count("cluster.app.health_check.network_failure") >= 1
+            await harness.published(listener(), cluster(a.port, b.port, health_checks=[TCP], **NO_PANIC))
+            assert flags(harness) == ["healthy", "/failed_active_hc"]
+            assert await answers(harness) == {b"a"}
+            assert harness.count("cluster.app.health_check.network_failure") >= 1
             await b.start()
-            await rig.until(lambda: flags(rig) == ["healthy", "healthy"])
+            await harness.until(lambda: flags(harness) == ["healthy", "healthy"])
 
     run(tmp_path, body)
 
 
 @pytest.mark.parametrize(("panic", "answer"), [({}, b"a"), (NO_PANIC, b"")])
 def test_without_a_healthy_host_all_are_used_or_none(panic: Json, answer: bytes, tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a") as (a,):
             a.status = 500
-            await rig.published(listener(), cluster(a.port, health_checks=[HTTP], **panic))
-            assert flags(rig) == ["/failed_active_hc"]
-            assert await answers(rig) == {answer}
+            await harness.published(listener(), cluster(a.port, health_checks=[HTTP], **panic))
+            assert flags(harness) == ["/failed_active_hc"]
+            assert await answers(harness) == {answer}
 
     run(tmp_path, body)
 
@@ -147,25 +159,25 @@ def test_without_a_healthy_host_all_are_used_or_none(panic: Json, answer: bytes,
     ],
 )
 def test_answers_that_pass_a_health_check(check: Json, healthy: bool, tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a") as (a,):
             a.status = 418
-            await rig.published(listener(), cluster(a.port, health_checks=[{**FAST, **check}]))
-            assert flags(rig) == ["healthy" if healthy else "/failed_active_hc"]
+            await harness.published(listener(), cluster(a.port, health_checks=[{**FAST, **check}]))
+            assert flags(harness) == ["healthy" if healthy else "/failed_active_hc"]
 
     run(tmp_path, body)
 
 
 def test_endpoint_can_have_another_health_check_address_or_none(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a", "b", "health") as (a, b, health):
             kind, document = cluster(a.port, b.port, health_checks=[HTTP], **NO_PANIC)
             first, second = document["load_assignment"]["endpoints"][0]["lb_endpoints"]
             first["endpoint"]["health_check_config"] = {"port_value": health.port, "hostname": "own.example"}
             second["endpoint"]["health_check_config"] = {"disable_active_health_check": True}
             b.status = 500
-            await rig.published(listener(), (kind, document))
-            assert flags(rig) == ["healthy", "healthy"]
+            await harness.published(listener(), (kind, document))
+            assert flags(harness) == ["healthy", "healthy"]
             assert (a.heads, b.heads) == ([], [])
             assert b"\r\nHost: own.example\r\n" in health.heads[0]
 
@@ -175,7 +187,7 @@ def test_endpoint_can_have_another_health_check_address_or_none(tmp_path: Path) 
 def test_checks_have_the_clusters_tls(tmp_path: Path) -> None:
     identities = Identities()
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         seen: list[bytes] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -197,15 +209,15 @@ def test_checks_have_the_clusters_tls(tmp_path: Path) -> None:
         async with server:
             port = server.sockets[0].getsockname()[1]
             checked = cluster(port, health_checks=[HTTP], transport_socket=tls(CLIENT, server=False))
-            await rig.published(identities.secret(CLIENT), identities.root(), listener(), checked)
-            assert flags(rig) == ["healthy"]
+            await harness.published(identities.secret(CLIENT), identities.root(), listener(), checked)
+            assert flags(harness) == ["healthy"]
             assert seen[0] == b"GET /healthz HTTP/1.1"
 
     run(tmp_path, body)
 
 
 def test_grpcs_health_service(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         asked: list[bytes] = []
         answer = [b"\x08\x01"]
 
@@ -216,11 +228,11 @@ def test_grpcs_health_service(tmp_path: Path) -> None:
         async with GrpcServer(["127.0.0.1:0"], unary={"/grpc.health.v1.Health/Check": check}) as server:
             port = int(server.addresses[0].rpartition(":")[2])
             check_by = {**FAST, "grpc_health_check": {"service_name": "shop"}}
-            await rig.published(listener(), cluster(port, health_checks=[check_by]))
-            assert flags(rig) == ["healthy"]
+            await harness.published(listener(), cluster(port, health_checks=[check_by]))
+            assert flags(harness) == ["healthy"]
             assert asked[0] == b"\x0a\x04shop"
             answer[0] = b"\x08\x02"
-            await rig.until(lambda: flags(rig) == ["/failed_active_hc"])
+            await harness.until(lambda: flags(harness) == ["/failed_active_hc"])
 
     run(tmp_path, body)
 
@@ -235,21 +247,21 @@ def test_removed_host_serves_while_it_passes_its_checks(ignore: bool, tmp_path: 
     def assigned(*ports: int) -> tuple[str, Json]:
         return "endpoints", cluster(*ports)[1]["load_assignment"]
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a", "b") as (a, b):
             document = {"name": "app", "type": "EDS", "eds_cluster_config": source, "health_checks": [HTTP]}
             by_eds = ("cluster", {**document, **NO_PANIC, "ignore_health_on_host_removal": ignore})
-            await rig.published(listener(), by_eds, assigned(a.port, b.port))
-            assert flags(rig) == ["healthy", "healthy"]
-            rig.publish(listener(), by_eds, assigned(a.port))
+            await harness.published(listener(), by_eds, assigned(a.port, b.port))
+            assert flags(harness) == ["healthy", "healthy"]
+            harness.publish(listener(), by_eds, assigned(a.port))
             if ignore:
-                await rig.until(lambda: flags(rig) == ["healthy"])
+                await harness.until(lambda: flags(harness) == ["healthy"])
                 return
-            await rig.until(lambda: flags(rig) == ["healthy", "/pending_dynamic_removal"])
-            assert await answers(rig) == {b"a", b"b"}
+            await harness.until(lambda: flags(harness) == ["healthy", "/pending_dynamic_removal"])
+            assert await answers(harness) == {b"a", b"b"}
             b.status = 500
-            await rig.until(lambda: flags(rig) == ["healthy"])
-            assert await answers(rig) == {b"a"}
+            await harness.until(lambda: flags(harness) == ["healthy"])
+            assert await answers(harness) == {b"a"}
 
     run(tmp_path, body)
 
@@ -264,12 +276,12 @@ def test_unchecked_host_is_removed_with_discovery(tmp_path: Path) -> None:
             each["endpoint"]["health_check_config"] = {"disable_active_health_check": True}
         return "endpoints", assignment
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a", "b") as (a, b):
-            await rig.published(listener(), by_eds, assigned(a.port, b.port))
-            assert flags(rig) == ["healthy", "healthy"]
-            rig.publish(listener(), by_eds, assigned(a.port))
-            await rig.until(lambda: flags(rig) == ["healthy"])
+            await harness.published(listener(), by_eds, assigned(a.port, b.port))
+            assert flags(harness) == ["healthy", "healthy"]
+            harness.publish(listener(), by_eds, assigned(a.port))
+            await harness.until(lambda: flags(harness) == ["healthy"])
 
     run(tmp_path, body)
 
@@ -285,13 +297,13 @@ def test_health_check_restarts_after_an_internal_error(
             raise RuntimeError("a bug")
         return await ask(self, *args)
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a") as (a,):
-            await rig.published(listener(), cluster(a.port, health_checks=[HTTP]))
-            assert flags(rig) == ["healthy"]
+            await harness.published(listener(), cluster(a.port, health_checks=[HTTP]))
+            assert flags(harness) == ["healthy"]
             left[0] = 1
             a.status = 500
-            await rig.until(lambda: flags(rig) == ["/failed_active_hc"])
+            await harness.until(lambda: flags(harness) == ["/failed_active_hc"])
 
     monkeypatch.setattr(Prober, "ask", sometimes)
     run(tmp_path, body)
@@ -305,17 +317,17 @@ def test_a_passed_check_ends_an_ejection(tmp_path: Path) -> None:
         "outlier_detection": {"consecutive_5xx": 1, "base_ejection_time": "300s", "max_ejection_percent": 100}
     }
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with backends("a", "health") as (a, health):
             health.status = 500
             kind, document = cluster(a.port, health_checks=[HTTP], **outlier)
             (only,) = document["load_assignment"]["endpoints"][0]["lb_endpoints"]
             only["endpoint"]["health_check_config"] = {"port_value": health.port}
-            await rig.published(listener(), (kind, document))
+            await harness.published(listener(), (kind, document))
             await a.stop()
-            assert await ask(rig.port("l")) == b""
-            assert flags(rig) == ["/failed_active_hc/failed_outlier_check"]
+            assert await ask(harness.port("l")) == b""
+            assert flags(harness) == ["/failed_active_hc/failed_outlier_check"]
             health.status = 200
-            await rig.until(lambda: flags(rig) == ["healthy"])
+            await harness.until(lambda: flags(harness) == ["healthy"])
 
     run(tmp_path, body)

@@ -11,13 +11,13 @@ from hbone.aio.tls_socket import TlsSocket
 from hbone.settings import Role
 from hbone.tls_context import TlsContext, TlsSettings
 from tests.hbone.odd_certificates import with_latin_subject
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     T,
     access_log,
     application,
@@ -69,8 +69,8 @@ def inbound_for_pod(at: int, *filters: Json, log: list[Json], **more: Any) -> tu
 class Tunnel:
     """Both ends of a tunnel in one proxy, joined or on the wire."""
 
-    def __init__(self, rig: Rig, port: int, log: list[Json]) -> None:
-        self.rig, self.port, self.log = rig, port, log
+    def __init__(self, harness: Harness, port: int, log: list[Json]) -> None:
+        self.harness, self.port, self.log = harness, port, log
         self.at = free_port()  # the join looks for the listener by its configured port
         identities = Identities()
         self.secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
@@ -78,29 +78,29 @@ class Tunnel:
     async def publish(self, *filters: Json, **more: Any) -> None:
         """Publish everything, with these filters and fields of the inbound listener."""
         end = inbound_for_pod(self.at, *filters, log=self.log, **more)
-        if not any(each.name == "inbound" for each in self.rig.proxy.listeners.active):
-            await self.rig.published(end, cluster(self.port), *self.secrets)
-            await self.rig.until(lambda: self.rig.proxy.listeners.active)
+        if not any(each.name == "inbound" for each in self.harness.proxy.listeners.active):
+            await self.harness.published(end, cluster(self.port), *self.secrets)
+            await self.harness.until(lambda: self.harness.proxy.listeners.active)
         tunnelling = tcp("tunnel", tunneling_config={"hostname": f"127.0.0.1:{self.port}"}, access_log=self.log)
-        await self.rig.published(
+        await self.harness.published(
             end,
             listener(chain(tunnelling)),
             cluster(self.port),
-            outbound_cluster(self.rig.port("inbound")),
+            outbound_cluster(self.harness.port("inbound")),
             *self.secrets,
         )
-        await self.rig.until(lambda: len(self.rig.proxy.listeners.active) == 2)
+        await self.harness.until(lambda: len(self.harness.proxy.listeners.active) == 2)
 
 
 def play(tmp_path: Path, body: Callable[[Tunnel], Any], monkeypatch: pytest.MonkeyPatch, *, joined: bool) -> None:
     monkeypatch.setattr(app, "_SHORTCUT_PORTS", AnyPort() if joined else {})
 
-    async def main(rig: Rig) -> None:
+    async def main(harness: Harness) -> None:
         async with application() as port:
-            made = Tunnel(rig, port, access_log(tmp_path))
+            made = Tunnel(harness, port, access_log(tmp_path))
             await made.publish(rbac(CLIENT))
             await body(made)
-            counters = [metric for metric in rig.proxy.stats if metric.name.endswith("node_local_shortcut")]
+            counters = [metric for metric in harness.proxy.stats if metric.name.endswith("node_local_shortcut")]
             assert any(metric.value for metric in counters) is joined  # type: ignore[union-attr]
 
     run(tmp_path, main)
@@ -119,16 +119,16 @@ def test_a_denied_peer_loses_its_open_tunnel_at_once(
     """Not at the end of the drain, which is a second here and 45 s in production."""
 
     async def body(tunnel: Tunnel) -> None:
-        rig = tunnel.rig
-        client = await Open.to(rig.port("l"))
+        harness = tunnel.harness
+        client = await Open.to(harness.port("l"))
         assert await client.say(b"hello") == b"hello"
         await tunnel.publish(rbac(OTHER), **more)
-        assert not [each for each in rig.proxy.connections.hops if not each.reason]
+        assert not [each for each in harness.proxy.connections.hops if not each.reason]
         assert await client.ended()
         await client.close()
-        lines = await rig.log(2)
+        lines = await harness.log(2)
         assert POLICY_CHANGE in [line["details"] for line in lines]
-        assert await ask(rig.port("l")) == b""
+        assert await ask(harness.port("l")) == b""
 
     play(tmp_path, body, monkeypatch, joined=joined)
 
@@ -138,14 +138,14 @@ def test_an_open_tunnel_of_a_replaced_listener_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     async def body(tunnel: Tunnel) -> None:
-        rig = tunnel.rig
-        client = await Open.to(rig.port("l"))
+        harness = tunnel.harness
+        client = await Open.to(harness.port("l"))
         assert await client.say(b"hello") == b"hello"
         await tunnel.publish(rbac(CLIENT), per_connection_buffer_limit_bytes=4096)
         assert await client.say(b"on") == b"on"
         assert await client.ended()
         await client.close()
-        lines = await rig.log(2)
+        lines = await harness.log(2)
         assert DRAINED in [line["details"] for line in lines]
 
     play(tmp_path, body, monkeypatch, joined=joined)
@@ -161,21 +161,21 @@ def test_a_listener_filter_that_has_not_arrived_closes_a_tunnel(
     awaited = [{"name": "meta", "config_discovery": discovery}]
 
     async def body(tunnel: Tunnel) -> None:
-        rig = tunnel.rig
-        assert await ask(rig.port("l")) == b"ping"
+        harness = tunnel.harness
+        assert await ask(harness.port("l")) == b"ping"
         await tunnel.publish(rbac(CLIENT), listener_filters=awaited)
-        await rig.until(lambda: all(each.model.name != "inbound" or each.filters for each in live(rig)))
+        await harness.until(lambda: all(each.model.name != "inbound" or each.filters for each in live(harness)))
         # The tunnel connection of before takes tunnels until it has drained.
-        await rig.until(lambda: not len(rig.proxy.connections))
-        assert await ask(rig.port("l")) == b""
-        missing = [each for each in rig.proxy.stats if each.name.endswith("extension_config_missing")]
+        await harness.until(lambda: not len(harness.proxy.connections))
+        assert await ask(harness.port("l")) == b""
+        missing = [each for each in harness.proxy.stats if each.name.endswith("extension_config_missing")]
         assert sum(each.value for each in missing) == 1  # type: ignore[union-attr]
 
     play(tmp_path, body, monkeypatch, joined=joined)
 
 
-def live(rig: Rig) -> list[Any]:
-    return list(rig.proxy.listeners.active)
+def live(harness: Harness) -> list[Any]:
+    return list(harness.proxy.listeners.active)
 
 
 def test_the_port_of_an_open_tunnel_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,21 +186,21 @@ def test_the_port_of_an_open_tunnel_is_judged_again(tmp_path: Path, monkeypatch:
         return made
 
     async def body(tunnel: Tunnel) -> None:
-        rig = tunnel.rig
+        harness = tunnel.harness
         await tunnel.publish(for_port(tunnel.port))
-        client = await Open.to(rig.port("l"))
+        client = await Open.to(harness.port("l"))
         assert await client.say(b"hello") == b"hello"
         await tunnel.publish(for_port(9))
         assert await client.ended()
         await client.close()
-        assert POLICY_CHANGE in [line["details"] for line in await rig.log(2)]
+        assert POLICY_CHANGE in [line["details"] for line in await harness.log(2)]
 
     play(tmp_path, body, monkeypatch, joined=False)
 
 
 @pytest.mark.parametrize("tunnels", [True, False], ids=["tunnels", "tcp"])
 def test_undecodable_subject_is_read_as_latin_1(tmp_path: Path, tunnels: bool) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             identities = Identities()
             leaf = with_latin_subject(identities.authority, CLIENT)
@@ -209,24 +209,24 @@ def test_undecodable_subject_is_read_as_latin_1(tmp_path: Path, tunnels: bool) -
             if tunnels:
                 manager = connection_manager({"route_config": connect_route("app")})
                 end = chain(manager, transport_socket=socket_)
-            await rig.published(listener(end), cluster(port), identities.secret(SERVER), identities.root())
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(listener(end), cluster(port), identities.secret(SERVER), identities.root())
+            await harness.until(lambda: harness.proxy.listeners.active)
             settings = TlsSettings(
                 certificate_chain_pem=leaf.chain_pem,
                 private_key_pem=leaf.key_pem,
                 trusted_ca_pem=identities.authority.pem,
             )
-            watched = rig.proxy.poller.registered
+            watched = harness.proxy.poller.registered
             for _ in range(3):
-                near = socket.create_connection(("127.0.0.1", rig.port("l")))
+                near = socket.create_connection(("127.0.0.1", harness.port("l")))
                 near.setblocking(False)
-                client = TlsSocket(near, TlsContext(Role.CLIENT, settings), rig.proxy.poller)
+                client = TlsSocket(near, TlsContext(Role.CLIENT, settings), harness.proxy.poller)
                 await client.establish()
-                await rig.until(lambda: any(each.info.tls for each in rig.proxy.connections))
-                subjects = [each.info.tls.peer_subject for each in rig.proxy.connections if each.info.tls]
+                await harness.until(lambda: any(each.info.tls for each in harness.proxy.connections))
+                subjects = [each.info.tls.peer_subject for each in harness.proxy.connections if each.info.tls]
                 assert subjects == ["CN=Gr\\C3\\BCn"]  # as OpenSSL writes it
                 client.close()
-                await rig.until(lambda: not len(rig.proxy.connections))
-            assert rig.proxy.poller.registered == watched
+                await harness.until(lambda: not len(harness.proxy.connections))
+            assert harness.proxy.poller.registered == watched
 
     run(tmp_path, body)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     SERVER,
+    Harness,
     Json,
-    Rig,
     T,
     application,
     ask,
@@ -61,31 +61,31 @@ Wants = Callable[[Json], tuple[str, Json]]
 WANTS = pytest.mark.parametrize("wants", [by_rds, by_ecds, by_sds], ids=["rds", "ecds", "sds"])
 
 
-async def refused(rig: Rig, *resources: tuple[str, Json]) -> str:
+async def refused(harness: Harness, *resources: tuple[str, Json]) -> str:
     """Publish, and return the error of the answer that has one; an earlier answer may still be on its way."""
-    before = len(rig.answers)
-    rig.publish(*resources)
-    await rig.until(lambda: any(error for _, error in rig.answers[before:]))
-    return next(error for _, error in rig.answers[before:] if error)
+    before = len(harness.answers)
+    harness.publish(*resources)
+    await harness.until(lambda: any(error for _, error in harness.answers[before:]))
+    return next(error for _, error in harness.answers[before:] if error)
 
 
 @WANTS
 def test_listener_with_a_source_of_an_unknown_cluster_is_refused(wants: Wants, tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"here") as port:
-            error = await refused(rig, listener(), cluster(port), wants(NOWHERE))
+            error = await refused(harness, listener(), cluster(port), wants(NOWHERE))
             assert f"bad: {WHY['gone']}" in error
-            await rig.until(lambda: rig.proxy.listeners.active and rig.proxy.clusters.get("app"))
-            assert await ask(rig.port("l"), b"") == b"here"
-            assert rig.proxy.listeners.warming == []
-            assert rig.proxy.listeners.failures["bad"].details.startswith(WHY["gone"])
+            await harness.until(lambda: harness.proxy.listeners.active and harness.proxy.clusters.get("app"))
+            assert await ask(harness.port("l"), b"") == b"here"
+            assert harness.proxy.listeners.warming == []
+            assert harness.proxy.listeners.failures["bad"].details.startswith(WHY["gone"])
             # The name is free: a good version of it serves.
-            rig.publish(listener(), cluster(port), listener(name="bad"))
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            assert await ask(rig.port("bad"), b"") == b"here"
+            harness.publish(listener(), cluster(port), listener(name="bad"))
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            assert await ask(harness.port("bad"), b"") == b"here"
             # And a bad one leaves the good one as it is.
-            await refused(rig, listener(), cluster(port), wants(NOWHERE))
-            assert await ask(rig.port("bad"), b"") == b"here"
+            await refused(harness, listener(), cluster(port), wants(NOWHERE))
+            assert await ask(harness.port("bad"), b"") == b"here"
 
     run(tmp_path, body)
 
@@ -94,9 +94,9 @@ def test_listener_with_a_source_of_an_unknown_cluster_is_refused(wants: Wants, t
 def test_start_with_a_listener_of_an_unknown_source(wants: Wants, tmp_path: Path) -> None:
     """It kept the whole proxy from starting: warming had failed in a task of its own."""
 
-    async def body(rig: Rig) -> None:
-        assert [each.name for each in rig.proxy.listeners.active] == ["l"]
-        assert await ask(rig.port("l"), b"x") == b""
+    async def body(harness: Harness) -> None:
+        assert [each.name for each in harness.proxy.listeners.active] == ["l"]
+        assert await ask(harness.port("l"), b"x") == b""
 
     run(tmp_path, body, listener(), cluster(), wants(NOWHERE))
 
@@ -113,9 +113,9 @@ def test_ads_without_an_aggregated_stream(
         bootstrap.dynamic_resources.Clear()
         bootstrap.dynamic_resources.lds_config.path_config_source.path = str(tmp_path / "lds.json")
 
-    async def body(rig: Rig) -> None:
-        assert [each.name for each in rig.proxy.listeners.active] == ["l"]
-        assert rig.proxy.listeners.failures["bad"].details == WHY["ads"]
+    async def body(harness: Harness) -> None:
+        assert [each.name for each in harness.proxy.listeners.active] == ["l"]
+        assert harness.proxy.listeners.failures["bad"].details == WHY["ads"]
 
     run(tmp_path, body, extend=extend)
     bootstrap = {"dynamic_resources": {"lds_config": {"path_config_source": {"path": str(tmp_path / "lds.json")}}}}
@@ -150,15 +150,15 @@ def test_cluster_with_a_source_of_an_unknown_cluster_is_refused(
     if source is ADS:
         return
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"here") as port:
-            await refused(rig, listener(), cluster(port), bad)
-            await rig.until(lambda: rig.proxy.listeners.active and rig.proxy.clusters.get("app"))
-            assert rig.proxy.clusters.failures["bad"].details.startswith(WHY["gone"])
-            assert await ask(rig.port("l"), b"") == b"here"
+            await refused(harness, listener(), cluster(port), bad)
+            await harness.until(lambda: harness.proxy.listeners.active and harness.proxy.clusters.get("app"))
+            assert harness.proxy.clusters.failures["bad"].details.startswith(WHY["gone"])
+            assert await ask(harness.port("l"), b"") == b"here"
             # Twice: a secret that could not be asked for is not taken for one that is on its way.
             again = bad[0], {**bad[1], "connect_timeout": "7s"}
-            await refused(rig, listener(), cluster(port), again)
+            await refused(harness, listener(), cluster(port), again)
 
     run(tmp_path, body)
 
@@ -183,9 +183,9 @@ def test_static_listeners_end_the_start_in_words(tmp_path: Path) -> None:
         bootstrap.static_resources.listeners.append(parse_value(by_sds(NOWHERE)[1], Listener).message)
 
     async def main() -> None:
-        rig = Rig(tmp_path, Switches(), extend)
-        async with rig.server:
-            await rig.proxy.run()
+        harness = Harness(tmp_path, Switches(), extend)
+        async with harness.server:
+            await harness.proxy.run()
 
     with pytest.raises(BaseExceptionGroup) as caught:
         asyncio.run(main())
@@ -209,10 +209,10 @@ def test_a_bug_in_warming_blocks_neither_start_nor_others(
 
     monkeypatch.setattr(LiveListener, "settled", broken)
 
-    async def body(rig: Rig) -> None:
-        assert [each.name for each in rig.proxy.listeners.active] == ["l"]
-        assert rig.proxy.listeners.warming == []
-        assert "KeyError" in rig.proxy.listeners.failures["bad"].details
+    async def body(harness: Harness) -> None:
+        assert [each.name for each in harness.proxy.listeners.active] == ["l"]
+        assert harness.proxy.listeners.warming == []
+        assert "KeyError" in harness.proxy.listeners.failures["bad"].details
 
     run(tmp_path, body, listener(), cluster(), listener(name="bad"))
     assert any(record.exc_info and "bad" in record.getMessage() for record in caplog.records)

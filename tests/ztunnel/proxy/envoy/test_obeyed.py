@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
+    Harness,
     Json,
     Open,
-    Rig,
     T,
     access_log,
     application,
@@ -37,14 +37,14 @@ from ztunnel.runtime.tasks import errors_of
 
 
 def test_drop_overloads_leave_connections_of_tcp_proxy_alone(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             _, document = cluster(port)
             drop = {"category": "all", "drop_percentage": {"numerator": 100}}
             document["load_assignment"]["policy"] = {"drop_overloads": [drop]}
-            await rig.published(listener(), ("cluster", document))
-            await rig.until(lambda: rig.proxy.clusters.get("app"))
-            assert await ask(rig.port("l")) == b"ping"
+            await harness.published(listener(), ("cluster", document))
+            await harness.until(lambda: harness.proxy.clusters.get("app"))
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -72,27 +72,27 @@ def inspected(kind: str, protocol: str) -> Json:
     ],
 )
 def test_any_token_is_a_method_to_the_http_inspector(tmp_path: Path, request_line: bytes, reply: bytes) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"http") as http, application(b"rest") as rest:
-            assert None is await rig.published(
+            assert None is await harness.published(
                 ("listener", inspected("http_inspector", "http/1.1")), cluster(http), cluster(rest, name="other")
             )
-            await rig.until(lambda: rig.proxy.listeners.active)
-            answer = await ask(rig.port("l"), request_line + b"\r\n\r\n")
+            await harness.until(lambda: harness.proxy.listeners.active)
+            answer = await ask(harness.port("l"), request_line + b"\r\n\r\n")
             assert answer[:4] == reply
 
     run(tmp_path, body)
 
 
 def test_connection_that_no_chain_matches_is_logged_with_its_reason(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         only = chain(tcp(), filter_chain_match={"destination_port": 9})
         logs = access_log(tmp_path)
         logs[0]["typed_config"]["log_format"]["json_format"]["why"] = "%RESPONSE_CODE_DETAILS%"
-        await rig.published(listener(only, access_log=logs), cluster(1))
-        await rig.until(lambda: rig.proxy.listeners.active)
-        assert await ask(rig.port("l")) == b""
-        (line,) = await rig.log()
+        await harness.published(listener(only, access_log=logs), cluster(1))
+        await harness.until(lambda: harness.proxy.listeners.active)
+        assert await ask(harness.port("l")) == b""
+        (line,) = await harness.log()
         assert (line["flags"], line["why"]) == ("NR", "filter_chain_not_found")
 
     run(tmp_path, body)
@@ -100,17 +100,17 @@ def test_connection_that_no_chain_matches_is_logged_with_its_reason(tmp_path: Pa
 
 @pytest.mark.parametrize("compatible", [False, True])
 def test_ipv6_listener_takes_ipv4_only_with_ipv4_compat(tmp_path: Path, compatible: bool) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             address = {"socket_address": {"address": "::", "port_value": 0, "ipv4_compat": compatible}}
-            await rig.published(listener(address=address), cluster(port))
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(listener(address=address), cluster(port))
+            await harness.until(lambda: harness.proxy.listeners.active)
             if compatible:
-                assert await ask(rig.port("l")) == b"ping"
+                assert await ask(harness.port("l")) == b"ping"
             else:
                 with pytest.raises(ConnectionRefusedError):
-                    await ask(rig.port("l"))
-            with socket.create_connection(("::1", rig.port("l")), 1):
+                    await ask(harness.port("l"))
+            with socket.create_connection(("::1", harness.port("l")), 1):
                 pass
 
     run(tmp_path, body)
@@ -134,47 +134,47 @@ def test_vanished_dns_name_removes_its_hosts(tmp_path: Path, monkeypatch: pytest
         address["socket_address"]["address"] = name
         return "cluster", document
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         def hosts(name: str) -> int:
-            found = rig.proxy.clusters.get(name)
+            found = harness.proxy.clusters.get(name)
             return -1 if found is None else len(found.hosts.hosts)
 
-        await rig.published(listener(), named("a.test", "STRICT_DNS"), named("a.test", "LOGICAL_DNS"))
-        await rig.until(lambda: hosts("STRICT_DNS") == hosts("LOGICAL_DNS") == 1)
+        await harness.published(listener(), named("a.test", "STRICT_DNS"), named("a.test", "LOGICAL_DNS"))
+        await harness.until(lambda: hosts("STRICT_DNS") == hosts("LOGICAL_DNS") == 1)
         state.update(there=False, absent=False)
-        failed = rig.count("cluster.STRICT_DNS.update_failure")
-        await rig.until(lambda: rig.count("cluster.STRICT_DNS.update_failure") > failed + 2)
+        failed = harness.count("cluster.STRICT_DNS.update_failure")
+        await harness.until(lambda: harness.count("cluster.STRICT_DNS.update_failure") > failed + 2)
         assert hosts("STRICT_DNS") == 1
         state["absent"] = True
-        await rig.until(lambda: hosts("STRICT_DNS") == 0)
+        await harness.until(lambda: hosts("STRICT_DNS") == 0)
         assert hosts("LOGICAL_DNS") == 1
         state["there"] = True
-        await rig.until(lambda: hosts("STRICT_DNS") == 1)
+        await harness.until(lambda: hosts("STRICT_DNS") == 1)
 
     run(tmp_path, body)
 
 
 def test_remaining_breaker_limits_are_shown_if_tracked(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             thresholds = [{"max_connections": 5, "track_remaining": True}, {"priority": "HIGH"}]
-            await rig.published(listener(), cluster(port, circuit_breakers={"thresholds": thresholds}))
-            await rig.until(lambda: rig.proxy.clusters.get("app"))
-            assert rig.count("cluster.app.circuit_breakers.default.remaining_cx") == 5
-            held = await Open.to(rig.port("l"))
+            await harness.published(listener(), cluster(port, circuit_breakers={"thresholds": thresholds}))
+            await harness.until(lambda: harness.proxy.clusters.get("app"))
+            assert harness.count("cluster.app.circuit_breakers.default.remaining_cx") == 5
+            held = await Open.to(harness.port("l"))
             assert await held.say(b"x") == b"x"
-            assert rig.count("cluster.app.circuit_breakers.default.remaining_cx") == 4
+            assert harness.count("cluster.app.circuit_breakers.default.remaining_cx") == 4
             await held.close()
-            shown = {metric.name for metric in rig.proxy.stats}
+            shown = {metric.name for metric in harness.proxy.stats}
             assert not any("high.remaining" in name for name in shown)
 
     run(tmp_path, body)
 
 
 def test_route_that_passes_a_connect_on_is_refused_by_name(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         routes = connect_route("app", upgrade_configs=[])
-        error = await rig.published(listener(chain(connection_manager({"route_config": routes}))), cluster(1))
+        error = await harness.published(listener(chain(connection_manager({"route_config": routes}))), cluster(1))
         assert error is not None
         assert "upgrade_configs: a CONNECT is ended here" in error
 
@@ -201,20 +201,20 @@ def test_static_listeners_with_one_address_are_refused(tmp_path: Path) -> None:
 
 
 def test_proxy_header_hands_a_connection_over_with_use_original_dst(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             kind = f"{T}envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol"
             proxied = [{"name": "p", "typed_config": {"@type": kind}}]
             named = {"socket_address": {"address": "10.1.0.1", "port_value": 10005}}
-            assert None is await rig.published(
+            assert None is await harness.published(
                 listener(chain(tcp("nowhere")), use_original_dst=True, listener_filters=proxied),
                 listener(name="m", address=named, bind_to_port=False),
                 cluster(port),
             )
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
             header = b"PROXY TCP4 192.0.2.1 10.1.0.1 1 10005\r\n"
-            assert await ask(rig.port("l"), header + b"ping") == b"ping"
+            assert await ask(harness.port("l"), header + b"ping") == b"ping"
             elsewhere = b"PROXY TCP4 192.0.2.1 10.1.0.1 1 10006\r\n"
-            assert await ask(rig.port("l"), elsewhere + b"ping") == b""
+            assert await ask(harness.port("l"), elsewhere + b"ping") == b""
 
     run(tmp_path, body)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     T,
     access_log,
     application,
@@ -30,24 +30,24 @@ from ztunnel.proxy.envoy.stats.stats import Histogram
 
 
 def test_bytes_pass_and_are_counted_and_logged(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hello ") as port:
-            await rig.published(listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port))
-            assert await ask(rig.port("l"), b"world") == b"hello world"
-            (line,) = await rig.log()
+            await harness.published(listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port))
+            assert await ask(harness.port("l"), b"world") == b"hello world"
+            (line,) = await harness.log()
             assert (line["received"], line["sent"], line["cluster"], line["chain"]) == (5, 11, "app", "one")
-            assert rig.count("tcp.p.downstream_cx_rx_bytes_total") == 5
-            assert rig.count("cluster.app.upstream_cx_total") == 1
-            await rig.until(lambda: rig.count("cluster.app.upstream_cx_active") == 0)
+            assert harness.count("tcp.p.downstream_cx_rx_bytes_total") == 5
+            assert harness.count("cluster.app.upstream_cx_total") == 1
+            await harness.until(lambda: harness.count("cluster.app.upstream_cx_active") == 0)
 
     run(tmp_path, body)
 
 
-def ends(rig: Rig, name: str) -> dict[str, float]:
+def ends(harness: Harness, name: str) -> dict[str, float]:
     """The counters of a cluster's ended connections that are not 0, and what its histograms counted."""
     prefix = f"cluster.{name}.upstream_cx_"
     found = {}
-    for metric in rig.proxy.stats:
+    for metric in harness.proxy.stats:
         value = metric.count if isinstance(metric, Histogram) else metric.value
         if metric.name.startswith(prefix) and metric.name.removeprefix(prefix).startswith(WHOLE) and value:
             found[metric.name.removeprefix(prefix)] = value
@@ -69,32 +69,32 @@ REMOTE_OF_USE = REMOTE | OF_USE | {"destroy_remote_with_active_rq": 1}
 def test_upstream_counters_tell_which_side_ended_a_connection(
     tmp_path: Path, how: str, expected: dict[str, float]
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(
+            await harness.published(
                 listener(chain(tcp(idle_timeout="0.2s" if how == "idle" else "60s"))), cluster(port)
             )
-            client = await Open.to(rig.port("l"))
+            client = await Open.to(harness.port("l"))
             assert await client.say(b"a") == b"a"
-            assert ends(rig, "app") == {"active": 1, "connect_ms": 1}
+            assert ends(harness, "app") == {"active": 1, "connect_ms": 1}
             match how:
                 case "client first":
                     await client.close()
                 case "client resets":
                     client.reset()
-            await rig.until(lambda: rig.count("cluster.app.upstream_cx_destroy"))
-            assert ends(rig, "app") == expected
+            await harness.until(lambda: harness.count("cluster.app.upstream_cx_destroy"))
+            assert ends(harness, "app") == expected
             await client.close()
 
     run(tmp_path, body)
 
 
 def test_a_connection_that_is_not_made_is_counted_too(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        assert await ask(rig.port("l")) == b""
-        assert rig.count("cluster.app.upstream_cx_total") == 1
-        assert ends(rig, "app") == {"destroy": 1, "destroy_remote": 1, "length_ms": 1}
-        assert rig.count("cluster.app.upstream_cx_connect_attempts_exceeded") == 1
+    async def body(harness: Harness) -> None:
+        assert await ask(harness.port("l")) == b""
+        assert harness.count("cluster.app.upstream_cx_total") == 1
+        assert ends(harness, "app") == {"destroy": 1, "destroy_remote": 1, "length_ms": 1}
+        assert harness.count("cluster.app.upstream_cx_connect_attempts_exceeded") == 1
 
     run(tmp_path, body, listener(), cluster(1))
 
@@ -113,20 +113,20 @@ def test_unreachable_upstream_closes_with_its_response_flag(
     kind, document = resources[0]
     document["filter_chains"][0]["filters"][0]["typed_config"]["access_log"] = access_log(tmp_path)
 
-    async def body(rig: Rig) -> None:
-        assert await ask(rig.port("l")) == b""
-        (line,) = await rig.log()
+    async def body(harness: Harness) -> None:
+        assert await ask(harness.port("l")) == b""
+        (line,) = await harness.log()
         assert line["flags"] == flags
 
     run(tmp_path, body, (kind, document), *resources[1:])
 
 
 def test_retry_uses_another_endpoint(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(chain(tcp(max_connect_attempts=2))), cluster(1, port))
-            assert [await ask(rig.port("l")) for _ in range(4)] == [b"ping"] * 4
-            assert rig.count("cluster.app.upstream_cx_connect_fail") > 0
+            await harness.published(listener(chain(tcp(max_connect_attempts=2))), cluster(1, port))
+            assert [await ask(harness.port("l")) for _ in range(4)] == [b"ping"] * 4
+            assert harness.count("cluster.app.upstream_cx_connect_fail") > 0
 
     run(tmp_path, body)
 
@@ -134,19 +134,19 @@ def test_retry_uses_another_endpoint(tmp_path: Path) -> None:
 def test_a_full_breaker_refuses(tmp_path: Path) -> None:
     breaker = {"circuit_breakers": {"thresholds": [{"max_connections": 1}]}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             log = access_log(tmp_path)
-            await rig.published(listener(chain(tcp(access_log=log))), cluster(port, **breaker))
-            first = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(tcp(access_log=log))), cluster(port, **breaker))
+            first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"a"
-            assert await ask(rig.port("l")) == b""
-            (line,) = await rig.log()
+            assert await ask(harness.port("l")) == b""
+            (line,) = await harness.log()
             assert line["flags"] == "UO"
             assert await first.say(b"b") == b"b"
             await first.close()
-            await rig.until(lambda: rig.count("cluster.app.upstream_cx_active") == 0)
-            assert await ask(rig.port("l")) == b"ping"
+            await harness.until(lambda: harness.count("cluster.app.upstream_cx_active") == 0)
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -154,13 +154,15 @@ def test_a_full_breaker_refuses(tmp_path: Path) -> None:
 def test_a_burst_waits_for_connections_up_to_the_breakers_limit(tmp_path: Path) -> None:
     breaker = {"circuit_breakers": {"thresholds": [{"max_pending_requests": 0}]}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port, **breaker))
-            assert await ask(rig.port("l")) == b""
-            (line,) = await rig.log()
+            await harness.published(
+                listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port, **breaker)
+            )
+            assert await ask(harness.port("l")) == b""
+            (line,) = await harness.log()
             assert line["flags"] == "UO"
-            assert rig.count("cluster.app.upstream_rq_pending_overflow") == 1
+            assert harness.count("cluster.app.upstream_rq_pending_overflow") == 1
 
     run(tmp_path, body)
 
@@ -197,9 +199,9 @@ def test_filter_state_passes_internal_connections_as_shared(tmp_path: Path) -> N
         del document["address"]
         return kind, document
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(
+            await harness.published(
                 listener(chain(sets, tcp("to-first", access_log=logged("l")))),
                 inside("first", "to-second"),
                 inside("second", "app"),
@@ -207,8 +209,8 @@ def test_filter_state_passes_internal_connections_as_shared(tmp_path: Path) -> N
                 internal_cluster("to-second", "second"),
                 cluster(port),
             )
-            assert await ask(rig.port("l")) == b"ping"
-            lines = {line.pop("at"): line for line in await rig.log(3)}
+            assert await ask(harness.port("l")) == b"ping"
+            lines = {line.pop("at"): line for line in await harness.log(3)}
             assert lines == {
                 "l": {"NONE": "none", "ONCE": "once", "TRANSITIVE": "transitive"},
                 "first": {"NONE": None, "ONCE": "once", "TRANSITIVE": "transitive"},
@@ -233,11 +235,11 @@ def test_a_missing_part_of_filter_state_is_a_dash_unless_omitted(tmp_path: Path)
     fields = {key: f"%FILTER_STATE({key}:PLAIN)%" for key in ("dash", "omitted")}
     log["typed_config"]["log_format"] = {"json_format": fields}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(chain(sets, tcp(access_log=[log]))), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            assert await rig.log(1) == [{"dash": "a-b", "omitted": "ab"}]
+            await harness.published(listener(chain(sets, tcp(access_log=[log]))), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            assert await harness.log(1) == [{"dash": "a-b", "omitted": "ab"}]
 
     run(tmp_path, body)
 
@@ -245,34 +247,34 @@ def test_a_missing_part_of_filter_state_is_a_dash_unless_omitted(tmp_path: Path)
 def test_failing_hosts_are_ejected(tmp_path: Path) -> None:
     outlier = {"outlier_detection": {"consecutive_5xx": 2, "max_ejection_percent": 50}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(1, port, **outlier))
+            await harness.published(listener(), cluster(1, port, **outlier))
             for _ in range(8):
-                await ask(rig.port("l"))
-            assert [await ask(rig.port("l")) for _ in range(6)] == [b"ping"] * 6
+                await ask(harness.port("l"))
+            assert [await ask(harness.port("l")) for _ in range(6)] == [b"ping"] * 6
 
     run(tmp_path, body)
 
 
 def test_an_idle_connection_ends(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             filters = tcp(idle_timeout="0.2s", access_log=access_log(tmp_path))
-            await rig.published(listener(chain(filters)), cluster(port))
-            connection = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(filters)), cluster(port))
+            connection = await Open.to(harness.port("l"))
             assert await connection.say(b"a") == b"a"
             assert await connection.ended()
             await connection.close()
-            (line,) = await rig.log()
+            (line,) = await harness.log()
             assert line["details"] == "tcp_session_idle_timeout"
-            assert rig.count("tcp.p.idle_timeout") == 1
+            assert harness.count("tcp.p.idle_timeout") == 1
 
     run(tmp_path, body)
 
 
 def test_dns_names_of_endpoints_are_resolved(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             address = {"socket_address": {"address": "localhost", "port_value": port}}
             assignment = {
@@ -280,8 +282,8 @@ def test_dns_names_of_endpoints_are_resolved(tmp_path: Path) -> None:
                 "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}],
             }
             document = {"name": "app", "type": "STRICT_DNS", "load_assignment": assignment}
-            await rig.published(listener(), ("cluster", document))
-            assert await ask(rig.port("l")) == b"ping"
+            await harness.published(listener(), ("cluster", document))
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -292,15 +294,15 @@ def test_dns_names_of_endpoints_are_resolved(tmp_path: Path) -> None:
 def test_a_change_of_chains_keeps_connections_of_unchanged_ones(tmp_path: Path) -> None:
     ours = {"filter_chain_match": {"source_prefix_ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 8}]}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(chain(**ours)), cluster(port))
-            first, before = await Open.to(rig.port("l")), rig.port("l")
+            await harness.published(listener(chain(**ours)), cluster(port))
+            first, before = await Open.to(harness.port("l")), harness.port("l")
             assert await first.say(b"a") == b"a"
             other = {"name": "two", "filters": [tcp()]}
-            await rig.published(listener(chain(**ours), other), cluster(port))
-            await rig.until(lambda: rig.count("listener_manager.listener_in_place_updated") == 1)
-            assert rig.port("l") == before
+            await harness.published(listener(chain(**ours), other), cluster(port))
+            await harness.until(lambda: harness.count("listener_manager.listener_in_place_updated") == 1)
+            assert harness.port("l") == before
             assert await first.say(b"b") == b"b"
             await asyncio.sleep(1.2)  # past the drain time: it was not draining
             assert await first.say(b"c") == b"c"
@@ -310,19 +312,19 @@ def test_a_change_of_chains_keeps_connections_of_unchanged_ones(tmp_path: Path) 
 
 
 def test_any_other_change_makes_a_new_listener_and_drains_the_old(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port))
-            first = await Open.to(rig.port("l"))
+            await harness.published(listener(), cluster(port))
+            first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"a"
-            await rig.published(listener(listener_filters_timeout="3s"), cluster(port))
-            await rig.until(lambda: rig.count("listener_manager.listener_modified") == 1)
-            assert rig.count("listener_manager.total_listeners_draining") == 1
+            await harness.published(listener(listener_filters_timeout="3s"), cluster(port))
+            await harness.until(lambda: harness.count("listener_manager.listener_modified") == 1)
+            assert harness.count("listener_manager.total_listeners_draining") == 1
             assert await first.say(b"b") == b"b"
-            assert await ask(rig.port("l")) == b"ping"
+            assert await ask(harness.port("l")) == b"ping"
             assert await first.ended()  # the drain time is over
             await first.close()
-            await rig.until(lambda: rig.count("listener_manager.total_listeners_draining") == 0)
+            await harness.until(lambda: harness.count("listener_manager.total_listeners_draining") == 0)
 
     run(tmp_path, body)
 
@@ -331,86 +333,86 @@ def test_any_other_change_makes_a_new_listener_and_drains_the_old(tmp_path: Path
     ("prefix", "scope"), [("tcp.", "tcp.rbac.istio_dry_run_deny_."), ("mesh", "mesh.rbac.istio_dry_run_deny_.")]
 )
 def test_shadow_rules_are_counted_and_not_enforced(tmp_path: Path, prefix: str, scope: str) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             judging = rbac(None, "DENY")
             config = judging["typed_config"]
             config["shadow_rules"] = config.pop("rules")
             config |= {"stat_prefix": prefix, "shadow_rules_stat_prefix": "istio_dry_run_deny_"}
-            await rig.published(listener(chain(judging, tcp())), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            assert rig.count(scope + "shadow_denied") == 1
-            assert rig.count(scope + "shadow_allowed") == 0
+            await harness.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            assert harness.count(scope + "shadow_denied") == 1
+            assert harness.count(scope + "shadow_allowed") == 0
             config["shadow_rules"]["action"] = "ALLOW"
-            await rig.published(listener(chain(judging, tcp())), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            assert rig.count(scope + "shadow_allowed") == 1
+            await harness.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            assert harness.count(scope + "shadow_allowed") == 1
 
     run(tmp_path, body)
 
 
 def test_a_policy_that_no_longer_allows_cuts_live_connections(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             log = access_log(tmp_path)
-            await rig.published(listener(chain(rbac(None), tcp(access_log=log))), cluster(port))
-            first = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(rbac(None), tcp(access_log=log))), cluster(port))
+            first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"a"
             began = time.monotonic()
-            await rig.published(listener(chain(rbac(CLIENT), tcp(access_log=log))), cluster(port))
+            await harness.published(listener(chain(rbac(CLIENT), tcp(access_log=log))), cluster(port))
             assert await first.ended()
             assert time.monotonic() - began < 0.9  # not by the end of the drain
             await first.close()
-            assert await ask(rig.port("l")) == b""
-            lines = await rig.log(2)
+            assert await ask(harness.port("l")) == b""
+            lines = await harness.log(2)
             assert "policy_change:_rbac_access_denied_matched_policy[none]" in lines[0]["details"]
             assert lines[1]["details"] == "rbac_access_denied_matched_policy[none]"
-            assert rig.count("tcp.rbac.denied") >= 1
+            assert harness.count("tcp.rbac.denied") >= 1
 
     run(tmp_path, body)
 
 
 def test_refused_listener_leaves_its_last_good_version_and_other_listeners(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            assert await rig.published(listener(), cluster(port)) is None
+            assert await harness.published(listener(), cluster(port)) is None
             bad = listener(chain(tcp(on_demand={})))
-            error = await rig.published(bad, listener(name="second"), cluster(port))
+            error = await harness.published(bad, listener(name="second"), cluster(port))
             assert error is not None
             assert error.startswith(
                 "Error adding/updating listener(s) l: filter_chains[0].filters[0].typed_config.on_demand:"
             )
-            await rig.until(lambda: any(found.name == "second" for found in rig.proxy.listeners.active))
-            assert await ask(rig.port("l")) == b"ping"
-            assert await ask(rig.port("second")) == b"ping"
-            assert rig.proxy.listeners.failures["l"].details in error
-            assert await rig.published(listener(), cluster(port)) is None
-            assert rig.proxy.listeners.failures == {}
+            await harness.until(lambda: any(found.name == "second" for found in harness.proxy.listeners.active))
+            assert await ask(harness.port("l")) == b"ping"
+            assert await ask(harness.port("second")) == b"ping"
+            assert harness.proxy.listeners.failures["l"].details in error
+            assert await harness.published(listener(), cluster(port)) is None
+            assert harness.proxy.listeners.failures == {}
 
     run(tmp_path, body)
 
 
 def test_refused_cluster_leaves_its_last_good_version(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port))
-            rig.publish(listener(), cluster(port, connect_timeout="0s"))
-            await rig.until(lambda: any(error for kind, error in rig.answers if kind == "Cluster"))
-            error = next(error for kind, error in rig.answers if kind == "Cluster" and error)
+            await harness.published(listener(), cluster(port))
+            harness.publish(listener(), cluster(port, connect_timeout="0s"))
+            await harness.until(lambda: any(error for kind, error in harness.answers if kind == "Cluster"))
+            error = next(error for kind, error in harness.answers if kind == "Cluster" and error)
             assert error.startswith("Error adding/updating cluster(s) app: connect_timeout: Proto constraint")
-            assert await ask(rig.port("l")) == b"ping"
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
 
 def test_a_removed_listener_stops_at_once_and_drains(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), listener(name="other"), cluster(port))
-            number = rig.port("l")
+            await harness.published(listener(), listener(name="other"), cluster(port))
+            number = harness.port("l")
             first = await Open.to(number)
             assert await first.say(b"a") == b"a"
-            await rig.published(listener(name="other"), cluster(port))
+            await harness.published(listener(name="other"), cluster(port))
             with pytest.raises(ConnectionRefusedError):
                 await ask(number)
             assert await first.say(b"b") == b"b"
@@ -420,15 +422,15 @@ def test_a_removed_listener_stops_at_once_and_drains(tmp_path: Path) -> None:
 
 
 def test_changed_cluster_serves_new_connections_and_old_ones_continue(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"1") as one, application(b"2") as two:
-            await rig.published(listener(), cluster(one))
-            first = await Open.to(rig.port("l"))
+            await harness.published(listener(), cluster(one))
+            first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"1"
-            rig.publish(listener(), cluster(two))
-            await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 1)
-            await rig.until(lambda: rig.count("cluster_manager.warming_clusters") == 0)
-            assert await ask(rig.port("l"), b"") == b"2"
+            harness.publish(listener(), cluster(two))
+            await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 1)
+            await harness.until(lambda: harness.count("cluster_manager.warming_clusters") == 0)
+            assert await ask(harness.port("l"), b"") == b"2"
             assert await first.say(b"b") == b"a"
             await first.close()
 
@@ -441,14 +443,14 @@ def test_endpoints_arrive_and_change_over_eds(tmp_path: Path) -> None:
 
     document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": {"ads": {}}}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"1") as one, application(b"2") as two:
-            await rig.published(listener(), ("cluster", document), endpoints(one))
-            assert await ask(rig.port("l"), b"") == b"1"
-            rig.publish(listener(), ("cluster", document), endpoints(two))
-            await rig.until(lambda: rig.count("cluster.app.update_success") == 2)
-            assert await ask(rig.port("l"), b"") == b"2"
-            rig.publish(
+            await harness.published(listener(), ("cluster", document), endpoints(one))
+            assert await ask(harness.port("l"), b"") == b"1"
+            harness.publish(listener(), ("cluster", document), endpoints(two))
+            await harness.until(lambda: harness.count("cluster.app.update_success") == 2)
+            assert await ask(harness.port("l"), b"") == b"2"
+            harness.publish(
                 listener(),
                 ("cluster", document),
                 (
@@ -459,8 +461,8 @@ def test_endpoints_arrive_and_change_over_eds(tmp_path: Path) -> None:
                     },
                 ),
             )
-            await rig.until(lambda: rig.count("cluster.app.update_rejected") == 1)
-            assert await ask(rig.port("l"), b"") == b"2"
+            await harness.until(lambda: harness.count("cluster.app.update_rejected") == 1)
+            assert await ask(harness.port("l"), b"") == b"2"
 
     run(tmp_path, body)
 
@@ -468,16 +470,16 @@ def test_endpoints_arrive_and_change_over_eds(tmp_path: Path) -> None:
 def test_cluster_without_eds_shows_no_earlier_update_counts(tmp_path: Path) -> None:
     document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": {"ads": {}}}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             hosts = {"cluster_name": "app", "endpoints": [{"lb_endpoints": [endpoint(port)]}]}
             for step in range(3):
                 discovered = step != 1
                 entries = [("cluster", document), ("endpoints", hosts)] if discovered else [cluster(port)]
-                rig.publish(listener(), *entries)
-                await rig.until(lambda n=step: rig.count("cluster_manager.cluster_modified") == n)  # type: ignore[misc]
-                await rig.until(lambda n=discovered: (rig.count("cluster.app.update_success") > 0) == n)  # type: ignore[misc]
-                names = [metric.name for metric in rig.proxy.stats]
+                harness.publish(listener(), *entries)
+                await harness.until(lambda n=step: harness.count("cluster_manager.cluster_modified") == n)  # type: ignore[misc]
+                await harness.until(lambda n=discovered: (harness.count("cluster.app.update_success") > 0) == n)  # type: ignore[misc]
+                names = [metric.name for metric in harness.proxy.stats]
                 assert len(names) == len(set(names))
                 assert ("cluster.app.update_time" in names) == discovered
 
@@ -485,17 +487,17 @@ def test_cluster_without_eds_shows_no_earlier_update_counts(tmp_path: Path) -> N
 
 
 def test_traffic_continues_while_the_control_plane_is_unreachable(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port))
-            await rig.server.__aexit__(None, None, None)
-            await rig.until(lambda: rig.count("control_plane.connected_state") == 0)
-            assert await ask(rig.port("l")) == b"ping"
+            await harness.published(listener(), cluster(port))
+            await harness.server.__aexit__(None, None, None)
+            await harness.until(lambda: harness.count("control_plane.connected_state") == 0)
+            assert await ask(harness.port("l")) == b"ping"
             (tmp_path / "xds").unlink(missing_ok=True)
-            await rig.server.__aenter__()
-            before = len(rig.answers)
-            await rig.until(lambda: len(rig.answers) > before)
-            assert await ask(rig.port("l")) == b"ping"
+            await harness.server.__aenter__()
+            before = len(harness.answers)
+            await harness.until(lambda: len(harness.answers) > before)
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -508,16 +510,16 @@ def test_an_extension_that_has_not_arrived_closes(tmp_path: Path) -> None:
     discovery = {"config_source": {"ads": {}, "initial_fetch_timeout": "0.2s"}, "type_urls": [kind]}
     filters = [{"name": "meta", "config_discovery": discovery}]
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(listener_filters=filters), cluster(port))
-            await rig.until(lambda: rig.proxy.listeners.active)
-            assert await ask(rig.port("l")) == b""
-            assert rig.count("listener.127.0.0.1_0.extension_config_missing") == 1
+            await harness.published(listener(listener_filters=filters), cluster(port))
+            await harness.until(lambda: harness.proxy.listeners.active)
+            assert await ask(harness.port("l")) == b""
+            assert harness.count("listener.127.0.0.1_0.extension_config_missing") == 1
             extension = {"name": "meta", "typed_config": {"@type": kind}}
-            rig.publish(listener(listener_filters=filters), cluster(port), ("extension", extension))
-            await rig.until(lambda: rig.proxy.listeners.extensions)
-            assert await ask(rig.port("l")) == b"ping"
+            harness.publish(listener(listener_filters=filters), cluster(port), ("extension", extension))
+            await harness.until(lambda: harness.proxy.listeners.extensions)
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -527,12 +529,12 @@ def test_proxy_header_sets_the_source_if_the_filter_is_configured(tmp_path: Path
     filters = [{"name": "pp", "typed_config": {"@type": kind}}]
     match = {"filter_chain_match": {"source_prefix_ranges": [{"address_prefix": "10.0.0.1", "prefix_len": 32}]}}
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(chain(**match), listener_filters=filters), cluster(port))
-            assert await ask(rig.port("l"), b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\nping") == b"ping"
-            assert await ask(rig.port("l"), b"PROXY TCP4 10.0.0.9 10.0.0.2 1 2\r\nping") == b""
-            assert await ask(rig.port("l"), b"ping, and a bit more, to be sure") == b""
+            await harness.published(listener(chain(**match), listener_filters=filters), cluster(port))
+            assert await ask(harness.port("l"), b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\nping") == b"ping"
+            assert await ask(harness.port("l"), b"PROXY TCP4 10.0.0.9 10.0.0.2 1 2\r\nping") == b""
+            assert await ask(harness.port("l"), b"ping, and a bit more, to be sure") == b""
 
     run(tmp_path, body)
 
@@ -541,17 +543,17 @@ def test_listener_filter_times_out_for_a_silent_client(tmp_path: Path) -> None:
     kind = T + "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector"
     filters = [{"name": "tls", "typed_config": {"@type": kind}}]
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             plain = chain(filter_chain_match={"transport_protocol": "raw_buffer"})
-            await rig.published(
+            await harness.published(
                 listener(plain, listener_filters=filters, listener_filters_timeout="0.2s"), cluster(port)
             )
-            assert await ask(rig.port("l"), b"no TLS at all") == b"no TLS at all"
-            silent = await Open.to(rig.port("l"))
+            assert await ask(harness.port("l"), b"no TLS at all") == b"no TLS at all"
+            silent = await Open.to(harness.port("l"))
             assert await silent.ended()
             await silent.close()
-            assert rig.count("listener.127.0.0.1_0.downstream_pre_cx_timeout") == 1
+            assert harness.count("listener.127.0.0.1_0.downstream_pre_cx_timeout") == 1
 
     run(tmp_path, body)
 
@@ -560,14 +562,14 @@ def test_listener_filter_times_out_for_a_silent_client(tmp_path: Path) -> None:
 
 
 def test_shutting_down_refuses_new_and_finishes_old(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port))
-            number = rig.port("l")
+            await harness.published(listener(), cluster(port))
+            number = harness.port("l")
             first = await Open.to(number)
             assert await first.say(b"a") == b"a"
-            rig.proxy.shut_down()
-            await rig.until(lambda: rig.count("listener_manager.listener_stopped") == 1)
+            harness.proxy.shut_down()
+            await harness.until(lambda: harness.count("listener_manager.listener_stopped") == 1)
             with pytest.raises(ConnectionRefusedError):
                 await ask(number)
             assert await first.say(b"b") == b"b"
@@ -577,15 +579,15 @@ def test_shutting_down_refuses_new_and_finishes_old(tmp_path: Path) -> None:
 
 
 def test_listener_on_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             kind, document = listener(name="taken", enable_reuse_port=False)
             document["address"]["socket_address"]["port_value"] = port
-            error = await rig.published((kind, document), listener(), cluster(port))
+            error = await harness.published((kind, document), listener(), cluster(port))
             assert error is not None
             assert f"127.0.0.1:{port}" in error.replace(" port ", ":")
-            await rig.until(lambda: rig.proxy.listeners.active)
-            assert await ask(rig.port("l")) == b"ping"
+            await harness.until(lambda: harness.proxy.listeners.active)
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
@@ -595,14 +597,14 @@ def test_strict_tls_subscribes_to_the_root(tmp_path: Path) -> None:
     socket = tls(CLIENT, server=False)
     del socket["typed_config"]["common_tls_context"]["combined_validation_context"]
 
-    def names(rig: Rig) -> set[str]:
-        return {handle.ref.name for handle in rig.proxy.secrets.dynamic}
+    def names(harness: Harness) -> set[str]:
+        return {handle.ref.name for handle in harness.proxy.secrets.dynamic}
 
-    async def strict(rig: Rig) -> None:
-        assert names(rig) == {CLIENT, "ROOTCA"}
+    async def strict(harness: Harness) -> None:
+        assert names(harness) == {CLIENT, "ROOTCA"}
 
-    async def obedient(rig: Rig) -> None:
-        assert names(rig) == {CLIENT}
+    async def obedient(harness: Harness) -> None:
+        assert names(harness) == {CLIENT}
 
     identities = Identities()
     resources = (cluster(1, transport_socket=socket), identities.secret(CLIENT), identities.root(), listener())

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     access_log,
     application,
     ask,
@@ -35,28 +35,28 @@ from xds.proto.json import parse_value
 from ztunnel.proxy.envoy.config.settings import Switches
 
 
-async def limited(rig: Rig, everything: list[tuple[str, Json]], **limits: Any) -> None:
+async def limited(harness: Harness, everything: list[tuple[str, Json]], **limits: Any) -> None:
     """Publish it again, with limits of the tunnels' connections in the options of their cluster."""
-    kind, document = outbound_cluster(rig.port("inbound"))
+    kind, document = outbound_cluster(harness.port("inbound"))
     options = http2(common_http_protocol_options=limits)
     changed = (kind, {**document, "typed_extension_protocol_options": options})
-    rig.publish(*(entry for entry in everything if entry[1].get("name") != "tunnel"), changed)
-    await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 1)
+    harness.publish(*(entry for entry in everything if entry[1].get("name") != "tunnel"), changed)
+    await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 1)
 
 
 def test_a_tunnel_end_to_end(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
-            await tunnel(rig, port, Identities(), rbac(CLIENT), access_log=access_log(tmp_path))
-            assert await ask(rig.port("l"), b"there") == b"hi there"
-            assert await ask(rig.port("l"), b"x" * 1_000_000) == b"hi " + b"x" * 1_000_000
-            assert rig.count("cluster.tunnel.upstream_rq_total") == 2
-            assert rig.count("cluster.tunnel.ssl.handshake") == 1  # one connection carried both
-            assert rig.count("cluster.tunnel.upstream_cx_total") == 1
-            assert rig.count("cluster.tunnel.upstream_cx_http2_total") == 1
-            assert rig.count("http.inbound.downstream_rq_completed") == 2
-            assert rig.count("http.inbound.downstream_cx_ssl_active") == 1
-            assert rig.count("http.inbound.downstream_rq_2xx") == 2
+            await tunnel(harness, port, Identities(), rbac(CLIENT), access_log=access_log(tmp_path))
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+            assert await ask(harness.port("l"), b"x" * 1_000_000) == b"hi " + b"x" * 1_000_000
+            assert harness.count("cluster.tunnel.upstream_rq_total") == 2
+            assert harness.count("cluster.tunnel.ssl.handshake") == 1  # one connection carried both
+            assert harness.count("cluster.tunnel.upstream_cx_total") == 1
+            assert harness.count("cluster.tunnel.upstream_cx_http2_total") == 1
+            assert harness.count("http.inbound.downstream_rq_completed") == 2
+            assert harness.count("http.inbound.downstream_cx_ssl_active") == 1
+            assert harness.count("http.inbound.downstream_rq_2xx") == 2
 
     run(tmp_path, body)
 
@@ -67,66 +67,66 @@ def test_idle_tunnel_connection_ends_at_the_idle_timeout_of_its_cluster(
 ) -> None:
     """0 is never, and Envoy's default an hour."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
-            everything = await tunnel(rig, port, Identities())
+            everything = await tunnel(harness, port, Identities())
             if idle is not None:
-                await limited(rig, everything, idle_timeout=idle)
-            assert await ask(rig.port("l"), b"there") == b"hi there"
-            (pool,) = rig.proxy.connector.pools.values()
+                await limited(harness, everything, idle_timeout=idle)
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+            (pool,) = harness.proxy.connector.pools.values()
             assert pool.settings.idle_timeout_s == timeout_s
             prefix = "cluster.tunnel.upstream_cx_"
             if timeout_s < 1:
-                await rig.until(lambda: not pool.statistics.connections)
-                await rig.until(lambda: rig.count(prefix + "destroy_local") == 1)
-                assert rig.count(prefix + "destroy") == rig.count(prefix + "total") == 1
-                assert rig.count(prefix + "destroy_with_active_rq") == rig.count(prefix + "active") == 0
+                await harness.until(lambda: not pool.statistics.connections)
+                await harness.until(lambda: harness.count(prefix + "destroy_local") == 1)
+                assert harness.count(prefix + "destroy") == harness.count(prefix + "total") == 1
+                assert harness.count(prefix + "destroy_with_active_rq") == harness.count(prefix + "active") == 0
             else:
-                assert pool.statistics.connections == rig.count(prefix + "active") == 1
+                assert pool.statistics.connections == harness.count(prefix + "active") == 1
 
     run(tmp_path, body)
 
 
 def test_tunnel_connection_obeys_the_stream_limits_of_its_cluster(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
-            everything = await tunnel(rig, port, Identities())
-            await limited(rig, everything, max_requests_per_connection=2)
+            everything = await tunnel(harness, port, Identities())
+            await limited(harness, everything, max_requests_per_connection=2)
             for _ in range(5):
-                assert await ask(rig.port("l"), b"there") == b"hi there"
-            assert rig.count("cluster.tunnel.ssl.handshake") == 3
+                assert await ask(harness.port("l"), b"there") == b"hi there"
+            assert harness.count("cluster.tunnel.ssl.handshake") == 3
 
     run(tmp_path, body)
 
 
 @pytest.mark.parametrize(("size", "answer"), [(100, b"hi there"), (1100, b"")])
 def test_connection_manager_limits_the_size_of_request_heads(tmp_path: Path, size: int, answer: bytes) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
-            everything = await tunnel(rig, port, Identities())
+            everything = await tunnel(harness, port, Identities())
             name, document = inbound({"route_config": connect_route("app")})
             document["filter_chains"][0]["filters"][-1]["typed_config"]["max_request_headers_kb"] = 1
             rest = [entry for entry in everything if entry[1].get("name") not in ("inbound", "l")]
             more = [{"header": {"key": "x", "value": "v" * size}}]
             filters = tcp("tunnel", tunneling_config={"hostname": "app:80", "headers_to_add": more})
-            rig.publish(*rest, (name, document), listener(chain(filters)))
-            await rig.until(lambda: rig.count("listener_manager.listener_in_place_updated") >= 1)
-            await rig.until(lambda: rig.count("listener_manager.total_listeners_draining") == 0)
-            assert await ask(rig.port("l"), b"there") == answer
-            assert rig.count("http.inbound.downstream_rq_total") == bool(answer)
+            harness.publish(*rest, (name, document), listener(chain(filters)))
+            await harness.until(lambda: harness.count("listener_manager.listener_in_place_updated") >= 1)
+            await harness.until(lambda: harness.count("listener_manager.total_listeners_draining") == 0)
+            assert await ask(harness.port("l"), b"there") == answer
+            assert harness.count("http.inbound.downstream_rq_total") == bool(answer)
 
     run(tmp_path, body)
 
 
 def test_denied_identity_sends_no_byte_through(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"secret") as port:
             log = access_log(tmp_path)
-            await tunnel(rig, port, Identities(), rbac("spiffe://td/ns/a/sa/else"), access_log=log)
-            assert await ask(rig.port("l")) == b""
-            assert rig.count("tcp.rbac.denied") == 1
-            assert rig.count("cluster.app.upstream_cx_total") == 0
-            (line,) = await rig.log()
+            await tunnel(harness, port, Identities(), rbac("spiffe://td/ns/a/sa/else"), access_log=log)
+            assert await ask(harness.port("l")) == b""
+            assert harness.count("tcp.rbac.denied") == 1
+            assert harness.count("cluster.app.upstream_cx_total") == 0
+            (line,) = await harness.log()
             assert line["flags"] == "UF,URX"
 
     # An attempt that first bytes went along with is final, and whether they do depends on when they come.
@@ -135,14 +135,14 @@ def test_denied_identity_sends_no_byte_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ports", [True, False])
 def test_port_policies_judge_the_application_unless_envoy_compat(tmp_path: Path, ports: bool) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await tunnel(rig, port, Identities(), rbac(CLIENT), deny_port(port))
-            answer = await ask(rig.port("l"))
+            await tunnel(harness, port, Identities(), rbac(CLIENT), deny_port(port))
+            answer = await ask(harness.port("l"))
             if ports:
                 assert answer == b""
-                assert rig.count("cluster.app.upstream_cx_total") == 0
-                assert rig.count("http.inbound.downstream_rq_4xx") == 1
+                assert harness.count("cluster.app.upstream_cx_total") == 0
+                assert harness.count("http.inbound.downstream_rq_4xx") == 1
             else:
                 assert answer == b"ping"  # Envoy compares with the tunnel's own port
 
@@ -158,19 +158,19 @@ def deny_port(port: int) -> Json:
 
 
 def test_rotation_serves_new_connections_and_leaves_live_tunnels(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             identities = Identities()
-            everything = await tunnel(rig, port, identities)
-            first = await Open.to(rig.port("l"))
+            everything = await tunnel(harness, port, identities)
+            first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"a"
             kept = [entry for entry in everything if entry[1]["name"] not in (CLIENT, SERVER)]
             updates = "cluster.tunnel.client_ssl_socket_factory.ssl_context_update_by_sds"
-            before = rig.count(updates)
-            rig.publish(*kept, identities.secret(CLIENT), identities.secret(SERVER))
-            await rig.until(lambda: rig.count(updates) == before + 1)
-            assert await ask(rig.port("l")) == b"ping"
-            assert rig.count("cluster.tunnel.ssl.handshake") == 2
+            before = harness.count(updates)
+            harness.publish(*kept, identities.secret(CLIENT), identities.secret(SERVER))
+            await harness.until(lambda: harness.count(updates) == before + 1)
+            assert await ask(harness.port("l")) == b"ping"
+            assert harness.count("cluster.tunnel.ssl.handshake") == 2
             assert await first.say(b"b") == b"b"
             await first.close()
 
@@ -178,26 +178,26 @@ def test_rotation_serves_new_connections_and_leaves_live_tunnels(tmp_path: Path)
 
 
 def test_broken_secret_is_refused_and_the_last_good_version_serves(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            everything = await tunnel(rig, port, Identities())
+            everything = await tunnel(harness, port, Identities())
             kept = [entry for entry in everything if entry[1]["name"] != SERVER]
             certificate = {"certificate_chain": {"inline_string": "x"}, "private_key": {"inline_string": "s3cret"}}
-            rig.publish(*kept, ("secret", {"name": SERVER, "tls_certificate": certificate}))
-            await rig.until(lambda: any(error for kind, error in rig.answers if kind == "Secret"))
-            error = next(error for kind, error in rig.answers if kind == "Secret" and error)
+            harness.publish(*kept, ("secret", {"name": SERVER, "tls_certificate": certificate}))
+            await harness.until(lambda: any(error for kind, error in harness.answers if kind == "Secret"))
+            error = next(error for kind, error in harness.answers if kind == "Secret" and error)
             assert "certificate_chain: no certificate in PEM" in error
             assert "s3cret" not in error
-            assert await ask(rig.port("l")) == b"ping"
+            assert await ask(harness.port("l")) == b"ping"
 
     run(tmp_path, body)
 
 
 def test_a_server_of_another_trust_domain_is_refused(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             identities = Identities()
-            everything = await tunnel(rig, port, identities, access_log=access_log(tmp_path))
+            everything = await tunnel(harness, port, identities, access_log=access_log(tmp_path))
             foreign = identities.authority.issue("spiffe://other/ns/a/sa/server")
             secret = {
                 "name": SERVER,
@@ -207,34 +207,39 @@ def test_a_server_of_another_trust_domain_is_refused(tmp_path: Path) -> None:
                 },
             }
             updates = "listener.127.0.0.1_0.server_ssl_socket_factory.ssl_context_update_by_sds"
-            before = rig.count(updates)
-            rig.publish(*[e for e in everything if e[1]["name"] != SERVER], ("secret", secret))
-            await rig.until(lambda: rig.count(updates) > before)
-            assert await ask(rig.port("l")) == b""
-            (line,) = await rig.log()
+            before = harness.count(updates)
+            harness.publish(*[e for e in everything if e[1]["name"] != SERVER], ("secret", secret))
+            await harness.until(lambda: harness.count(updates) > before)
+            assert await ask(harness.port("l")) == b""
+            (line,) = await harness.log()
             assert "SAN_matcher" in line["failure"]
 
     run(tmp_path, body)
 
 
 def test_routes_come_by_rds(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             identities = Identities()
             secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
             end = inbound({"rds": {"route_config_name": "routes", "config_source": {"ads": {}}}})
             routes = ("route", connect_route("app"))
-            await rig.published(end, cluster(port), routes, *secrets)
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(end, cluster(port), routes, *secrets)
+            await harness.until(lambda: harness.proxy.listeners.active)
             tunnelling = tcp("tunnel", tunneling_config={"hostname": "app:80"})
-            rest = [listener(chain(tunnelling)), cluster(port), outbound_cluster(rig.port("inbound")), *secrets]
-            await rig.published(end, routes, *rest)
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            assert await ask(rig.port("l")) == b"ping"
-            rig.publish(end, ("route", {"name": "routes"}), *rest)
-            await rig.until(lambda: sum(kind == "RouteConfiguration" for kind, _ in rig.answers) >= 2)
-            assert await ask(rig.port("l")) == b""
-            assert rig.count("http.inbound.no_route") == 1
+            rest = [
+                listener(chain(tunnelling)),
+                cluster(port),
+                outbound_cluster(harness.port("inbound")),
+                *secrets,
+            ]
+            await harness.published(end, routes, *rest)
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            assert await ask(harness.port("l")) == b"ping"
+            harness.publish(end, ("route", {"name": "routes"}), *rest)
+            await harness.until(lambda: sum(kind == "RouteConfiguration" for kind, _ in harness.answers) >= 2)
+            assert await ask(harness.port("l")) == b""
+            assert harness.count("http.inbound.no_route") == 1
 
     run(tmp_path, body)
 
@@ -255,22 +260,22 @@ def test_secrets_over_a_stream_of_their_own(tmp_path: Path) -> None:
         "api_config_source": {"api_type": "GRPC", "grpc_services": [{"envoy_grpc": {"cluster_name": "sds-grpc"}}]}
     }
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             identities = Identities()
             served = chain(tcp(), transport_socket=tls(SERVER, server=True, source=source))
             dialling = cluster(1, name="c", transport_socket=tls(CLIENT, server=False, source=source))
             secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
-            await rig.published(listener(served, name="inbound"), cluster(port), dialling, *secrets)
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(listener(served, name="inbound"), cluster(port), dialling, *secrets)
+            await harness.until(lambda: harness.proxy.listeners.active)
             dialling = cluster(
-                rig.port("inbound"), name="c", transport_socket=tls(CLIENT, server=False, source=source)
+                harness.port("inbound"), name="c", transport_socket=tls(CLIENT, server=False, source=source)
             )
-            await rig.published(
+            await harness.published(
                 listener(served, name="inbound"), listener(chain(tcp("c"))), cluster(port), dialling, *secrets
             )
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            await rig.until(lambda: rig.count("cluster_manager.warming_clusters") == 0)
-            assert await ask(rig.port("l"), b"over TLS without HTTP/2") == b"over TLS without HTTP/2"
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            await harness.until(lambda: harness.count("cluster_manager.warming_clusters") == 0)
+            assert await ask(harness.port("l"), b"over TLS without HTTP/2") == b"over TLS without HTTP/2"
 
     run(tmp_path, body, extend=extend)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import WAIT_S, Open, access_log, application, ask
+from tests.ztunnel.proxy.envoy.harness import WAIT_S, Open, access_log, application, ask
 from tests.ztunnel.proxy.envoy.test_handover import bootstrap, generation, live
 
 

@@ -6,9 +6,9 @@ import pytest
 from google.protobuf.message import Message
 
 from tests.xds.proto.test_unknown import field
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     KINDS,
-    Rig,
+    Harness,
     application,
     ask,
     chain,
@@ -71,19 +71,19 @@ def with_field(message: Message, path: list[int], number: int) -> None:
 def test_unknown_field_is_refused_over_grpc(
     kind: str, path: list[int], number: int, answer: str, words: str, tmp_path: Path
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"good") as port:
             assigned = "endpoints", {"cluster_name": "app", "endpoints": [{"lb_endpoints": [endpoint(port)]}]}
             everything = [*RESOURCES, assigned]
-            await rig.published(*everything)
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            await harness.published(*everything)
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
             messages = [parse_value(document, KINDS[each]).message for each, document in everything]
             changed = next(m for (each, _), m in zip(everything, messages, strict=True) if each == kind)
             with_field(changed, path, number)
-            rig.server.publish("it", Snapshot.of(messages))
-            await rig.until(lambda: [error for each, error in rig.answers if each == answer and error])
-            error = next(error for each, error in rig.answers if each == answer and error)
+            harness.server.publish("it", Snapshot.of(messages))
+            await harness.until(lambda: [error for each, error in harness.answers if each == answer and error])
+            error = next(error for each, error in harness.answers if each == answer and error)
             assert words in error
-            assert await ask(rig.port("l"), b"") == b"good"
+            assert await ask(harness.port("l"), b"") == b"good"
 
     run(tmp_path, body)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
+    Harness,
     Json,
-    Rig,
     T,
     application,
     ask,
@@ -65,54 +65,58 @@ def silent_dns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cluster_that_never_warms_delays_no_other_cluster_and_no_later_update(tmp_path: Path, kind: str) -> None:
     stuck = NEVER_WARM[kind]("aaa-stuck")
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"1") as one, application(b"2") as two, application(b"3") as three:
             rest = listener(), cluster(2, name="other")
-            rig.publish(*rest, cluster(one))
-            await rig.until(lambda: rig.proxy.listeners.active and rig.proxy.clusters.get("app"))
-            assert await ask(rig.port("l"), b"") == b"1"
-            rig.publish(listener(), stuck, cluster(two))
-            await rig.until(lambda: [each.model.name for each in rig.proxy.clusters.warming] == ["aaa-stuck"])
-            await rig.until(lambda: rig.proxy.clusters.get("other") is None)  # removals do not wait, either
-            assert await ask(rig.port("l"), b"") == b"2"
-            rig.publish(listener(), stuck, cluster(three))
-            await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 2)
-            assert await ask(rig.port("l"), b"") == b"3"
-            rig.publish(listener(), cluster(one))
-            await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 3)
-            await rig.until(lambda: not rig.proxy.clusters.warming)
-            assert await ask(rig.port("l"), b"") == b"1"
+            harness.publish(*rest, cluster(one))
+            await harness.until(lambda: harness.proxy.listeners.active and harness.proxy.clusters.get("app"))
+            assert await ask(harness.port("l"), b"") == b"1"
+            harness.publish(listener(), stuck, cluster(two))
+            await harness.until(
+                lambda: [each.model.name for each in harness.proxy.clusters.warming] == ["aaa-stuck"]
+            )
+            await harness.until(
+                lambda: harness.proxy.clusters.get("other") is None
+            )  # removals do not wait, either
+            assert await ask(harness.port("l"), b"") == b"2"
+            harness.publish(listener(), stuck, cluster(three))
+            await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 2)
+            assert await ask(harness.port("l"), b"") == b"3"
+            harness.publish(listener(), cluster(one))
+            await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 3)
+            await harness.until(lambda: not harness.proxy.clusters.warming)
+            assert await ask(harness.port("l"), b"") == b"1"
 
     run(tmp_path, body)
 
 
 def test_old_version_serves_while_the_new_one_never_warms_and_a_third_replaces_both(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"1") as one, application(b"3") as three:
-            assert await rig.published(listener(), cluster(one)) is None
-            rig.publish(listener(), by_eds("app"))
-            await rig.until(lambda: rig.proxy.clusters.warming)
-            assert await ask(rig.port("l"), b"") == b"1"
-            rig.publish(listener(), cluster(three))
-            await rig.until(lambda: not rig.proxy.clusters.warming)
-            assert await ask(rig.port("l"), b"") == b"3"
+            assert await harness.published(listener(), cluster(one)) is None
+            harness.publish(listener(), by_eds("app"))
+            await harness.until(lambda: harness.proxy.clusters.warming)
+            assert await ask(harness.port("l"), b"") == b"1"
+            harness.publish(listener(), cluster(three))
+            await harness.until(lambda: not harness.proxy.clusters.warming)
+            assert await ask(harness.port("l"), b"") == b"3"
 
     run(tmp_path, body)
 
 
 def test_ack_of_clusters_waits_until_they_are_warm(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         def answers() -> int:
-            return sum(kind == "Cluster" for kind, _ in rig.answers)
+            return sum(kind == "Cluster" for kind, _ in harness.answers)
 
-        assert await rig.published(listener(), cluster(1)) is None
+        assert await harness.published(listener(), cluster(1)) is None
         before = answers()
-        rig.publish(listener(), cluster(1), by_eds("late"))
-        await rig.until(lambda: rig.proxy.clusters.warming)
+        harness.publish(listener(), cluster(1), by_eds("late"))
+        await harness.until(lambda: harness.proxy.clusters.warming)
         assert answers() == before
-        rig.publish(*rig.resources, ("endpoints", {"cluster_name": "late"}))
-        await rig.until(lambda: rig.proxy.clusters.get("late"))
-        await rig.until(lambda: answers() == before + 1)
+        harness.publish(*harness.resources, ("endpoints", {"cluster_name": "late"}))
+        await harness.until(lambda: harness.proxy.clusters.get("late"))
+        await harness.until(lambda: answers() == before + 1)
 
     run(tmp_path, body)
 
@@ -137,18 +141,18 @@ def by_sds() -> Json:
 def test_listener_that_never_warms_delays_no_other_listener_and_no_later_update(
     tmp_path: Path, stuck: Callable[[], Json]
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"1") as one, application(b"2") as two:
             waiting = listener(stuck(), name="aaa-stuck")
             clusters = cluster(one), cluster(two, name="two")
-            assert await rig.published(listener(), *clusters) is None
-            assert await rig.published(waiting, listener(chain(tcp("two"))), *clusters) is None
-            await rig.until(lambda: rig.count("listener_manager.listener_in_place_updated") == 1)
-            assert await ask(rig.port("l"), b"") == b"2"
-            assert await rig.published(waiting, listener(name="m"), *clusters) is None
-            await rig.until(lambda: [each.name for each in rig.proxy.listeners.active] == ["m"])
-            assert await ask(rig.port("m"), b"") == b"1"
-            assert await rig.published(listener(name="m"), *clusters) is None
-            assert not rig.proxy.listeners.warming
+            assert await harness.published(listener(), *clusters) is None
+            assert await harness.published(waiting, listener(chain(tcp("two"))), *clusters) is None
+            await harness.until(lambda: harness.count("listener_manager.listener_in_place_updated") == 1)
+            assert await ask(harness.port("l"), b"") == b"2"
+            assert await harness.published(waiting, listener(name="m"), *clusters) is None
+            await harness.until(lambda: [each.name for each in harness.proxy.listeners.active] == ["m"])
+            assert await ask(harness.port("m"), b"") == b"1"
+            assert await harness.published(listener(name="m"), *clusters) is None
+            assert not harness.proxy.listeners.warming
 
     run(tmp_path, body)

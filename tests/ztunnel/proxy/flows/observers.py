@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.hbone.certificates import Authority
 from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
-from tests.ztunnel.proxy.istio.admin.test_server import Rig
+from tests.ztunnel.proxy.istio.admin.test_server import Harness
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.observer import Observer, serve
@@ -19,28 +19,28 @@ from ztunnel.proxy.istio.accounting.outcome import Failed
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 
 
-def fill(rig: Rig) -> None:
+def fill(harness: Harness) -> None:
     """End three connections: a tunnel that closed, one that a policy refused, a plain one that failed."""
-    closed = record(rig, Direction.OUTBOUND)
+    closed = record(harness, Direction.OUTBOUND)
     closed.trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     closed.opened()
     closed.complete()
-    denied = record(rig, Direction.INBOUND)
+    denied = record(harness, Direction.INBOUND)
     denied.opened()
     denied.complete(DENIED)
     ends = SocketAddress("10.0.0.7", 4001), SocketAddress("192.0.2.1", 443)
-    failed = Record(rig.proxy.node, Direction.OUTBOUND, *ends)
+    failed = Record(harness.proxy.node, Direction.OUTBOUND, *ends)
     failed.opened()
     failed.complete(Failed("io error: Connection refused", Reason.REFUSED))
 
 
 @asynccontextmanager
 async def serving(
-    rig: Rig, settings: HubbleSettings, node: str = "c1/n1", found: Callable[[], Iterable[Peer]] = tuple
+    harness: Harness, settings: HubbleSettings, node: str = "c1/n1", found: Callable[[], Iterable[Peer]] = tuple
 ) -> AsyncIterator[Observer]:
     """Serve the recorder of a proxy; the address is that of the observer."""
-    make = shape(rig.proxy.config)
-    observer = Observer(rig.proxy.metrics.flows, make, None, node=node, settings=settings, found=found)
+    make = shape(harness.proxy.config)
+    observer = Observer(harness.proxy.metrics.flows, make, None, node=node, settings=settings, found=found)
     before = observer.address = ""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(serve(observer, settings))

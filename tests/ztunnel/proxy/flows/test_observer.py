@@ -15,9 +15,9 @@ import pytest
 from google.protobuf.message import Message
 
 from tests.hbone.certificates import Authority
-from tests.ztunnel.proxy.envoy.rig import run
+from tests.ztunnel.proxy.envoy.harness import run
 from tests.ztunnel.proxy.flows.observers import fill, secret, serving
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import CLIENT
 from xds.model.workload import Workload, WorkloadUid
 from xds.proto.hubble.flow.flow_pb2 import DROPPED, ERROR, FORWARDED, FlowFilter
@@ -68,23 +68,26 @@ async def plain(observer: Observer) -> AsyncIterator[Client]:
 
 
 def asked(
-    tmp_path: Path, body: Callable[[Client, Rig], Awaitable[None]], env: dict[str, str] | None = None, **more: Any
+    tmp_path: Path,
+    body: Callable[[Client, Harness], Awaitable[None]],
+    env: dict[str, str] | None = None,
+    **more: Any,
 ) -> None:
     """Run ``body`` with a client of a proxy that has three flows."""
 
-    async def check(rig: Rig) -> None:
-        fill(rig)
+    async def check(harness: Harness) -> None:
+        fill(harness)
         async with (
-            serving(rig, HubbleSettings(address=f"unix:{tmp_path}/hubble.sock", **more)) as observer,
+            serving(harness, HubbleSettings(address=f"unix:{tmp_path}/hubble.sock", **more)) as observer,
             plain(observer) as client,
         ):
-            await body(client, rig)
+            await body(client, harness)
 
     served(check, env)
 
 
 def test_server_status_and_nodes_describe_this_node(tmp_path: Path) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         status = await client.ask("/observer.Observer/ServerStatus", ServerStatusResponse)
         assert (status.num_flows, status.seen_flows, status.max_flows) == (3, 3, 4096)
         assert status.num_connected_nodes.value == 1
@@ -104,7 +107,7 @@ def test_server_status_and_nodes_describe_this_node(tmp_path: Path) -> None:
 
 
 def test_get_flows_selects_by_time_and_number(tmp_path: Path) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         every = await client.flows()
         assert [each.flow.verdict for each in every] == [FORWARDED, DROPPED, ERROR]
         assert every[0].flow.extensions.type_url.endswith("google.protobuf.Struct")
@@ -125,9 +128,9 @@ def test_get_flows_selects_by_time_and_number(tmp_path: Path) -> None:
 
 
 def test_newest_matching_flows_are_found_among_many_others(tmp_path: Path) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         for _ in range(40):
-            fill(rig)
+            fill(harness)
         wanted = [FlowFilter(verdict=[DROPPED])]
         assert await client.verdicts(number=30, whitelist=wanted) == [DROPPED] * 30
         assert await client.verdicts(number=2**64 - 1, whitelist=wanted) == [DROPPED] * 41
@@ -156,7 +159,7 @@ def with_bytes(*data: int) -> FlowFilter:
     ],
 )
 def test_unsupported_request_field_is_refused_by_name(tmp_path: Path, request_: dict[str, Any], text: str) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.flows(**request_)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -166,17 +169,17 @@ def test_unsupported_request_field_is_refused_by_name(tmp_path: Path, request_: 
 
 
 def test_following_call_gets_new_flows_and_lost_events(tmp_path: Path) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         call = client.stream(GetFlowsRequest(follow=True, whitelist=[FlowFilter(verdict=[ERROR])]))
         old = client.stream(GetFlowsRequest(follow=True, number=1))
         first = GetFlowsResponse.FromString(await old.read())
         assert first.flow.verdict == ERROR
         await asyncio.sleep(0.1)
-        fill(rig)
+        fill(harness)
         assert GetFlowsResponse.FromString(await call.read()).flow.verdict == ERROR
         assert GetFlowsResponse.FromString(await old.read()).flow.verdict == FORWARDED
         for _ in range(3):
-            fill(rig)
+            fill(harness)
         assert GetFlowsResponse.FromString(await call.read()).lost_events.num_events_lost == 1
         for each in (call, old):
             each.cancel()
@@ -185,7 +188,7 @@ def test_following_call_gets_new_flows_and_lost_events(tmp_path: Path) -> None:
 
 
 def test_calls_for_flows_are_bounded(tmp_path: Path) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         calls = [client.stream(GetFlowsRequest(follow=True, number=1)) for _ in range(MOST_CALLS)]
         for each in calls:
             await each.read()
@@ -206,7 +209,7 @@ def test_calls_for_flows_are_bounded(tmp_path: Path) -> None:
 
 
 def test_relay_is_notified_of_this_node_and_configured_peers(tmp_path: Path) -> None:
-    async def body(client: Client, rig: Rig) -> None:
+    async def body(client: Client, harness: Harness) -> None:
         call = client.notified()
         found = [ChangeNotification.FromString(await call.read()) for _ in range(2)]
         assert [(each.name, each.type, each.HasField("tls")) for each in found] == [
@@ -231,19 +234,21 @@ def test_peers_of_an_istio_mesh_are_the_proxies_of_its_nodes(
         found = replace(CLIENT, uid=uid, name=f"{name}-{node}", namespace="istio-system", workload_name=name)
         return replace(found, node=node, cluster_id="c1", addresses=(host,))
 
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([proxy("n1", "10.0.0.1"), proxy("n2", "::2"), proxy("n2", "10.0.0.9", "istiod")])
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([proxy("n1", "10.0.0.1"), proxy("n2", "::2"), proxy("n2", "10.0.0.9", "istiod")])
         settings = HubbleSettings(address="127.0.0.1:4244")
-        found = list(peers_in(rig.proxy.mesh, rig.proxy.config, settings.port))
+        found = list(peers_in(harness.proxy.mesh, harness.proxy.config, settings.port))
         assert sorted((each.name, each.address) for each in found) == [
             ("c1/n1", "10.0.0.1:4244"),
             ("c1/n2", "[::2]:4244"),
         ]
-        assert list(peers_in(rig.proxy.mesh, rig.proxy.config, HubbleSettings(address="unix:/x").port)) == []
+        assert (
+            list(peers_in(harness.proxy.mesh, harness.proxy.config, HubbleSettings(address="unix:/x").port)) == []
+        )
         peers = {"n": Peer(name="c1/n2", address="a:1")}
         served_here = HubbleSettings(address=f"unix:{tmp_path}/s")
         async with (
-            serving(rig, served_here, found=lambda: tuple(peers.values())) as observer,
+            serving(harness, served_here, found=lambda: tuple(peers.values())) as observer,
             plain(observer) as client,
         ):
             call = client.notified()
@@ -272,11 +277,11 @@ def test_hubble_over_tcp_needs_client_certificates_and_reloads_rotated_files(tmp
         async with channel(observer, folder, trusted) as opened:
             return (await Client(opened).ask("/grpc.health.v1.Health/Check", HealthCheckResponse)).status
 
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         folder, client = secret(tmp_path / "s", root, name), secret(tmp_path / "c", root, "client")
         stranger = secret(tmp_path / "x", other, "client")
         settings = HubbleSettings(address="127.0.0.1:0", tls=str(folder))
-        async with serving(rig, settings) as observer:
+        async with serving(harness, settings) as observer:
             assert await health(observer, client, root) == HealthCheckResponse.SERVING
             with pytest.raises(grpc.aio.AioRpcError):
                 await health(observer, stranger, root)
@@ -301,11 +306,11 @@ async def reached(proxy: Any, path: Path) -> None:
 
 
 def test_a_proxy_of_an_istio_mesh_serves_its_flows(tmp_path: Path) -> None:
-    served(lambda rig: reached(rig.proxy, tmp_path / "hubble.sock"))
+    served(lambda harness: reached(harness.proxy, tmp_path / "hubble.sock"))
 
 
 def test_a_proxy_of_envoys_dialect_serves_its_flows(tmp_path: Path) -> None:
-    run(tmp_path, lambda rig: reached(rig.proxy, tmp_path / "hubble.sock"))
+    run(tmp_path, lambda harness: reached(harness.proxy, tmp_path / "hubble.sock"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ INBOUND = replace(OUTBOUND, direction=Direction.INBOUND, client=OUTBOUND.server,
 HEAD = pcapng.section("test") + pcapng.interface("outbound") + pcapng.interface("inbound")
 
 
-class Rig:
+class Harness:
     """A capture whose clock counts its packets."""
 
     def __init__(self, most_waiting_bytes: int = MOST_WAITING_BYTES, **more: str) -> None:
@@ -55,8 +55,8 @@ class Rig:
 
 @pytest.mark.parametrize("facts", [OUTBOUND, INBOUND])
 def test_captured_request_and_answer_have_their_directions(facts: StreamFacts) -> None:
-    rig = Rig()
-    stream = rig.stream(facts)
+    harness = Harness()
+    stream = harness.stream(facts)
     outbound = facts is OUTBOUND
     stream.received(memoryview(b"from the application"))
     stream.receive_ended(reset=False)
@@ -64,7 +64,7 @@ def test_captured_request_and_answer_have_their_directions(facts: StreamFacts) -
     stream.send_ended(reset=False)
     stream.left()
 
-    found = rig.read()
+    found = harness.read()
 
     names = tuple(facts.client), tuple(facts.server)
     both = (b"from the application", b"to the application")
@@ -76,76 +76,76 @@ def test_captured_request_and_answer_have_their_directions(facts: StreamFacts) -
     assert found.packets[0].comment == "spiffe://a -> spiffe://b\ntunnel 1"
     assert {packet.comment for packet in found.packets[1:]} == {""}
     assert "".join(packet.flags for packet in found.packets if "F" in packet.flags) == "FAFA"
-    assert rig.capture.packets[facts.direction] == len(found.packets)
-    assert rig.capture.waiting_bytes == 0
-    assert rig.woken == 1
+    assert harness.capture.packets[facts.direction] == len(found.packets)
+    assert harness.capture.waiting_bytes == 0
+    assert harness.woken == 1
 
 
 @pytest.mark.parametrize("received", [True, False])
 def test_a_reset_comes_from_the_side_that_sent_it(received: bool) -> None:
-    rig = Rig()
-    stream = rig.stream()
+    harness = Harness()
+    stream = harness.stream()
     if received:
         stream.receive_ended(reset=True)
     else:
         stream.send_ended(reset=True)
     stream.left()
-    last = rig.read().packets[-1]
+    last = harness.read().packets[-1]
     assert last.flags == "RA"
     assert last.source == tuple(OUTBOUND.client if received else OUTBOUND.server)
 
 
 def test_connection_closed_by_the_proxy_has_a_comment() -> None:
-    rig = Rig()
-    stream = rig.stream()
+    harness = Harness()
+    stream = harness.stream()
     stream.received(memoryview(b"x"))
     stream.left()
     stream.received(memoryview(b"late"))
-    fin = next(packet for packet in rig.read().packets if "F" in packet.flags)
+    fin = next(packet for packet in harness.read().packets if "F" in packet.flags)
     assert fin.source == tuple(OUTBOUND.server)
     assert fin.comment == "closed by the proxy; its access log has the reason"
 
 
 def test_unmatched_connections_are_not_captured() -> None:
-    rig = Rig(peer="db")
-    assert rig.capture.stream(OUTBOUND) is None
-    assert rig.capture.streams == 0
+    harness = Harness(peer="db")
+    assert harness.capture.stream(OUTBOUND) is None
+    assert harness.capture.streams == 0
 
 
 def test_nothing_is_captured_after_the_end() -> None:
-    rig = Rig()
-    stream = rig.stream()
-    rig.read()
-    rig.capture.end()
+    harness = Harness()
+    stream = harness.stream()
+    harness.read()
+    harness.capture.end()
     stream.received(memoryview(b"late"))
     stream.left()
-    assert rig.capture.stream(OUTBOUND) is None
-    assert rig.read().packets == []
+    assert harness.capture.stream(OUTBOUND) is None
+    assert harness.read().packets == []
 
 
 @given(st.lists(st.integers(min_value=1, max_value=6000), min_size=5, max_size=20), st.booleans())
 @example([137, 233, 413, 657, 2953, 4025, 5997, 5997, 5997, 1, 61], False)
 def test_slow_reader_loses_only_reported_bytes_within_bounded_memory(sizes: list[int], late: bool) -> None:
-    rig = Rig(30_000)
-    stream = rig.stream()
+    harness = Harness(30_000)
+    stream = harness.stream()
     sent = 0
     kept = b""
     for number, size in enumerate(sizes):
-        before = rig.capture.dropped_bytes
+        before = harness.capture.dropped_bytes
         stream.received(memoryview(bytes([number]) * size))
         sent += size
-        if rig.capture.dropped_bytes == before:
+        if harness.capture.dropped_bytes == before:
             kept += bytes([number]) * size
-        assert rig.capture.waiting_bytes <= 30_000
-    found = rig.read()
+        assert harness.capture.waiting_bytes <= 30_000
+    found = harness.read()
     if late:
         stream.received(memoryview(b"after"))
         kept += b"after"
         sent += 5
     stream.receive_ended(reset=False)
-    rest = rig.read()
+    rest = harness.read()
 
-    dropped = rig.capture.dropped_bytes
+    dropped = harness.capture.dropped_bytes
     assert len(kept) == sent - dropped
     packets = found.packets + rest.packets
     assert b"".join(packet.payload for packet in packets if packet.source == tuple(OUTBOUND.client)) == kept
@@ -154,32 +154,34 @@ def test_slow_reader_loses_only_reported_bytes_within_bounded_memory(sizes: list
     assert fin.sequence - packets[0].sequence == (1 + sent) % (1 << 32)
     told = [packet.comment for packet in packets if "are not in the capture" in packet.comment]
     assert sum(int(text.split()[0]) for text in told) == dropped
-    assert rig.capture.dropped[Direction.OUTBOUND] == rig.capture.packets[Direction.OUTBOUND] - len(packets)
+    assert harness.capture.dropped[Direction.OUTBOUND] == harness.capture.packets[Direction.OUTBOUND] - len(
+        packets
+    )
 
 
 def test_blocks_without_data_are_bounded_too() -> None:
-    rig = Rig(30_000)
+    harness = Harness(30_000)
     for _ in range(1000):
-        stream = rig.stream()
+        stream = harness.stream()
         stream.left()
-    assert rig.capture.waiting_bytes < 30_000 + 257 * 1024
-    assert rig.capture.dropped[Direction.OUTBOUND] > 0
+    assert harness.capture.waiting_bytes < 30_000 + 257 * 1024
+    assert harness.capture.dropped[Direction.OUTBOUND] > 0
 
 
 def test_invalid_address_ends_the_capture_and_not_the_connection() -> None:
-    rig = Rig()
-    stream = rig.stream(replace(OUTBOUND, client=SocketAddress("not an address", 1)))
+    harness = Harness()
+    stream = harness.stream(replace(OUTBOUND, client=SocketAddress("not an address", 1)))
     stream.received(memoryview(b"x"))
     stream.left()
-    assert rig.read().packets == []
+    assert harness.read().packets == []
 
 
 @given(st.binary(max_size=200_000), st.lists(st.integers(min_value=1, max_value=3000), max_size=40))
 def test_blocks_are_found_wherever_the_bytes_are_cut(payload: bytes, cuts: list[int]) -> None:
-    rig = Rig()
-    rig.stream().received(memoryview(payload))
+    harness = Harness()
+    harness.stream().received(memoryview(payload))
     data = b""
-    while more := rig.capture.take():
+    while more := harness.capture.take():
         data += more
     blocks = pcapng.PacketBlocks()
     found, rest = [], data

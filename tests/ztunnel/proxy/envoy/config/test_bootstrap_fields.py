@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.ztunnel.proxy.envoy.rig import Rig, cluster, listener, run
+from tests.ztunnel.proxy.envoy.harness import Harness, cluster, listener, run
 from xds.errors import ConfigError
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.json import parse_value
@@ -122,7 +122,7 @@ def test_admin_path_outside_allow_paths_has_no_effect(tmp_path: Path) -> None:
         connection.close()
         return answer
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         for method, target, status in (
             ("GET", "/ready", 200),
             ("GET", "/stats?filter=server.live", 200),

@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     access_log,
     application,
     chain,
@@ -55,12 +55,12 @@ class Generations:
     ) -> None:
         self.folder, self.port = folder, port
         self._stack = stack
-        self.old, self.new = (self._rig(name, policies.get(name)) for name in ("old", "new"))
+        self.old, self.new = (self._harness(name, policies.get(name)) for name in ("old", "new"))
         identities = Identities()
         self._secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
         self.policy = rbac(CLIENT)
 
-    def _rig(self, name: str, text: str | None) -> Rig:
+    def _harness(self, name: str, text: str | None) -> Harness:
         (self.folder / name).mkdir()
         policies = None
         if text is not None:
@@ -68,11 +68,11 @@ class Generations:
             directory.mkdir()
             (directory / "all.yaml").write_text(text)
             policies = PolicySettings(directory=str(directory))
-        return Rig(self.folder / name, Switches(), None, policies, handover_dir=str(self.folder))
+        return Harness(self.folder / name, Switches(), None, policies, handover_dir=str(self.folder))
 
-    def resources(self, rig: Rig) -> dict[str, tuple[str, Json]]:
+    def resources(self, harness: Harness) -> dict[str, tuple[str, Json]]:
         """Everything: plain, in a tunnel, in a tunnel behind an internal listener; the tunnels end here, too."""
-        log = access_log(rig.folder)
+        log = access_log(harness.folder)
         host = f"127.0.0.1:{self.port}"
         tunnelling = tcp("tunnel", tunneling_config={"hostname": host}, access_log=log)
         inner = listener(chain(tunnelling), name="inner", internal_listener={})
@@ -87,27 +87,29 @@ class Generations:
             "within": internal_cluster("within", "inner"),
         }
 
-    async def start(self, rig: Rig, *without: str, more: dict[str, tuple[str, Json]] | None = None) -> None:
+    async def start(
+        self, harness: Harness, *without: str, more: dict[str, tuple[str, Json]] | None = None
+    ) -> None:
         """Run a proxy with all resources but some."""
-        found = {**self.resources(rig), **(more or {})}
+        found = {**self.resources(harness), **(more or {})}
         first = [found["inbound"], found["app"], *self._secrets]
-        if rig is self.new:
+        if harness is self.new:
             first.append(outbound_cluster(self.old.port("inbound")))
-        rig.publish(*first)
-        await self._stack.enter_async_context(rig.server)
+        harness.publish(*first)
+        await self._stack.enter_async_context(harness.server)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        running = tasks.create_task(rig.proxy.run())
-        self._stack.push_async_callback(self._end, rig, running)
-        await rig.live()
+        running = tasks.create_task(harness.proxy.run())
+        self._stack.push_async_callback(self._end, harness, running)
+        await harness.live()
         served = [each for name, each in found.items() if name not in without]
-        await rig.published(*served, outbound_cluster(self.old.port("inbound")), *self._secrets)
+        await harness.published(*served, outbound_cluster(self.old.port("inbound")), *self._secrets)
         listeners = sum(kind == "listener" for kind, _ in served)
-        await rig.until(lambda: len(rig.proxy.listeners.active) == listeners)
+        await harness.until(lambda: len(harness.proxy.listeners.active) == listeners)
 
     @staticmethod
-    async def _end(rig: Rig, running: asyncio.Task[None]) -> None:
+    async def _end(harness: Harness, running: asyncio.Task[None]) -> None:
         with mock.patch.object(accepting, "_HANDOVER_S", 0.0):
-            rig.proxy.shut_down()
+            harness.proxy.shut_down()
             await running
 
     @property
@@ -160,13 +162,13 @@ class Generations:
         Without the verdicts of RBAC filters, because a successor judges again.
         """
         found: dict[str, float] = {}
-        for rig in (self.old, self.new):
-            for metric in rig.proxy.stats:
+        for harness in (self.old, self.new):
+            for metric in harness.proxy.stats:
                 if metric.name.startswith(("listener.", "cluster.", "tcp.p.", "http.")):
                     name = re.sub(r"\d{4,}", "#", metric.name)
                     number = metric.count if isinstance(metric, Histogram) else metric.value
                     found[name] = found.get(name, 0) + number
-            times = rig.proxy.account.times
+            times = harness.proxy.account.times
             for table in (times.lengths, times.connects):
                 for key, durations in table.items():
                     found["/".join(key)] = found.get("/".join(key), 0) + durations.count

@@ -8,8 +8,8 @@ import pytest
 
 import ztunnel
 from tests.ztunnel.proxy.envoy.handover.generations import PLACES, Generations, play
+from tests.ztunnel.proxy.envoy.harness import SERVER, Identities, Open, ask, chain, listener, page, rbac, tcp, tls
 from tests.ztunnel.proxy.envoy.path.test_calico import BY_OTHER, policies
-from tests.ztunnel.proxy.envoy.rig import SERVER, Identities, Open, ask, chain, listener, page, rbac, tcp, tls
 from tests.ztunnel.proxy.envoy.test_lives import OTHER, POLICY_CHANGE, WAYS
 from ztunnel.proxy.envoy.admin import metrics
 from ztunnel.proxy.envoy.admin.commands import answer
@@ -35,11 +35,11 @@ async def through(made: Generations, moves: int) -> dict[str, float]:
             assert await each.say(b"again") == b"again"
     for each in opened.values():
         await each.close()
-    for rig in (made.old, made.new):
-        await rig.until(lambda rig=rig: not len(rig.proxy.connections.hops))
-        for pool in rig.proxy.connector.pools.values():
+    for harness in (made.old, made.new):
+        await harness.until(lambda harness=harness: not len(harness.proxy.connections.hops))
+        for pool in harness.proxy.connector.pools.values():
             await pool.close()
-        await rig.until(lambda rig=rig: not len(rig.proxy.connections))
+        await harness.until(lambda harness=harness: not len(harness.proxy.connections))
     return made.counts()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ztunnel.proxy.envoy.handover.generations import Generations, play
-from tests.ztunnel.proxy.envoy.rig import Open, Rig, rbac
+from tests.ztunnel.proxy.envoy.harness import Harness, Open, rbac
 from tests.ztunnel.proxy.envoy.test_lives import OTHER, POLICY_CHANGE
 from ztunnel.proxy.dataplane.handover import giver, taker
 from ztunnel.proxy.dataplane.handover.messages import Offer
@@ -28,18 +28,18 @@ CHANGES = {
 
 async def change(made: Generations, what: str) -> None:
     """Make a change, and wait until its proxy has it."""
-    rig = made.old if "predecessor" in what else made.new
-    resources = list(rig.resources)
+    harness = made.old if "predecessor" in what else made.new
+    resources = list(harness.resources)
     if "denies" in what:
         ends = next(document for _, document in resources if document.get("name") == "inbound")
         ends["filter_chains"][0]["filters"][0] = rbac(OTHER)
-        await rig.published(*resources)
+        await harness.published(*resources)
     elif "listener" in what:
-        await rig.published(*(each for each in resources if each[1].get("name") != "inbound"))
-        await rig.until(lambda: all(each.name != "inbound" for each in rig.proxy.listeners.active))
+        await harness.published(*(each for each in resources if each[1].get("name") != "inbound"))
+        await harness.until(lambda: all(each.name != "inbound" for each in harness.proxy.listeners.active))
     else:
-        rig.publish(*(each for each in resources if each[1].get("name") != "tunnel" or each[0] != "cluster"))
-        await rig.until(lambda: rig.proxy.clusters.get("tunnel") is None)
+        harness.publish(*(each for each in resources if each[1].get("name") != "tunnel" or each[0] != "cluster"))
+        await harness.until(lambda: harness.proxy.clusters.get("tunnel") is None)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, step: str, event: Callable[[], Awaitable[None]]) -> None:
@@ -91,14 +91,14 @@ def test_change_during_any_handover_step_applies_and_is_logged_once(
             assert set(result.stays) == {f"declined: {CHANGES[what]}"}
             assert await client.say(b"again") == b"again"
         await client.close()
-        for rig in (made.old, made.new):
-            await rig.until(lambda rig=rig: not len(rig.proxy.connections.hops))
-        for rig in (made.old, made.new):
-            for pool in list(rig.proxy.connector.pools.values()):
+        for harness in (made.old, made.new):
+            await harness.until(lambda harness=harness: not len(harness.proxy.connections.hops))
+        for harness in (made.old, made.new):
+            for pool in list(harness.proxy.connector.pools.values()):
                 await pool.close()
-        for rig in (made.old, made.new):
-            await rig.until(lambda rig=rig: not len(rig.proxy.connections))
-        lines = [line for rig in (made.old, made.new) for line in await _log(rig)]
+        for harness in (made.old, made.new):
+            await harness.until(lambda harness=harness: not len(harness.proxy.connections))
+        lines = [line for harness in (made.old, made.new) for line in await _log(harness)]
         # Of the client's connection, and of the request at the tunnel's other end.
         assert len(lines) == 2, lines
         if denied:
@@ -107,7 +107,7 @@ def test_change_during_any_handover_step_applies_and_is_logged_once(
     play(tmp_path, body, monkeypatch)
 
 
-async def _log(rig: Rig) -> list[dict[str, object]]:
-    rig.proxy.logs.writer.flush()
+async def _log(harness: Harness) -> list[dict[str, object]]:
+    harness.proxy.logs.writer.flush()
     await asyncio.sleep(0.1)
-    return list(await rig.log(0)) if (rig.folder / "log").exists() else []
+    return list(await harness.log(0)) if (harness.folder / "log").exists() else []

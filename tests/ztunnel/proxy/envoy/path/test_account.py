@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     application,
     ask,
     chain,
@@ -52,25 +52,25 @@ from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.http.page import Page, PageRequest, Query
 
 
-async def flows(rig: Rig, number: int, query: str = "") -> list[Json]:
+async def flows(harness: Harness, number: int, query: str = "") -> list[Json]:
     """Return the flows of the page, once so many connections have ended."""
-    await rig.until(lambda: rig.proxy.account.ring.total >= number)
+    await harness.until(lambda: harness.proxy.account.ring.total >= number)
     request = PageRequest(method="GET", path="/flows", query=Query.parse(query), target=f"/flows?{query}")
-    found = await cast(Awaitable[Page], answer(rig.proxy, mock.Mock(), mock.Mock(), request))
+    found = await cast(Awaitable[Page], answer(harness.proxy, mock.Mock(), mock.Mock(), request))
     assert found.status == 200
     return [json.loads(line)["flow"] for piece in cast(Any, found.body) for line in piece.splitlines()]
 
 
 def test_a_plain_connection_and_one_that_fails(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hello ") as port:
-            await rig.published(listener(chain(tcp())), cluster(port))
-            assert await ask(rig.port("l"), b"world") == b"hello world"
-            (good,) = await flows(rig, 1)
-        await rig.published(listener(chain(tcp("gone")), name="m"), cluster(port, name="gone"))
-        assert await ask(rig.port("m")) == b""
-        _, failed = await flows(rig, 2)
-        assert await flows(rig, 2, "last=1") == [failed]
+            await harness.published(listener(chain(tcp())), cluster(port))
+            assert await ask(harness.port("l"), b"world") == b"hello world"
+            (good,) = await flows(harness, 1)
+        await harness.published(listener(chain(tcp("gone")), name="m"), cluster(port, name="gone"))
+        assert await ask(harness.port("m")) == b""
+        _, failed = await flows(harness, 2)
+        assert await flows(harness, 2, "last=1") == [failed]
         assert (good["verdict"], good["traffic_direction"], good["event_type"]) == (
             "FORWARDED",
             "EGRESS",
@@ -84,7 +84,7 @@ def test_a_plain_connection_and_one_that_fails(tmp_path: Path) -> None:
         assert (failed["verdict"], failed["extensions"]["value"]["failure"]) == ("ERROR", "refused")
         assert failed["extensions"]["value"]["response_flags"] == "UF,URX"
         assert "Connection refused" in failed["Summary"]
-        times = rig.proxy.account.times
+        times = harness.proxy.account.times
         assert times.errors == {("source", "connect", "refused"): 1}
         assert times.connects["plain", "ok"].count == times.connects["plain", "failed"].count == 1
         assert times.lengths["source", "plain"].count == 2
@@ -93,11 +93,11 @@ def test_a_plain_connection_and_one_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
-            await tunnel(rig, port, Identities(), rbac(CLIENT))
-            assert await ask(rig.port("l"), b"there") == b"hi there"
-            found = {flow["traffic_direction"]: flow for flow in await flows(rig, 2)}
+            await tunnel(harness, port, Identities(), rbac(CLIENT))
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+            found = {flow["traffic_direction"]: flow for flow in await flows(harness, 2)}
             for flow in found.values():
                 assert (flow["verdict"], flow["auth_type"], flow["IP"]["encrypted"]) == (
                     "FORWARDED",
@@ -110,9 +110,9 @@ def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
                 assert flow["source"]["workloads"] == [{"name": "client", "kind": "ServiceAccount"}]
             out, there = found["EGRESS"], found["INGRESS"]
             assert out["event_type"] == {"type": 4, "sub_type": 11}
-            assert out["extensions"]["value"]["hbone_address"] == f"127.0.0.1:{rig.port('inbound')}"
+            assert out["extensions"]["value"]["hbone_address"] == f"127.0.0.1:{harness.port('inbound')}"
             assert there["l4"]["TCP"]["destination_port"] == port
-            times = rig.proxy.account.times
+            times = harness.proxy.account.times
             assert times.errors == {}
             assert times.lengths["source", "hbone"].count == times.lengths["destination", "hbone"].count == 1
             assert times.connects["hbone", "ok"].count == 1
@@ -122,21 +122,21 @@ def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
 
 
 def test_a_denied_identity_is_one_entry_that_names_the_policy(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"secret") as port:
             judging = rbac("spiffe://td/ns/a/sa/client", "DENY")
             policies = judging["typed_config"]["rules"]["policies"]
             policies["ns[shop]-policy[no-client]-rule[0]"] = policies.pop("rule")
-            await tunnel(rig, port, Identities(), judging)
-            assert await ask(rig.port("l")) == b""
-            found = await flows(rig, 2)
+            await tunnel(harness, port, Identities(), judging)
+            assert await ask(harness.port("l")) == b""
+            found = await flows(harness, 2)
             (denied,) = [flow for flow in found if flow["verdict"] == "DROPPED"]
             assert denied["ingress_denied_by"] == [
                 {"name": "no-client", "namespace": "shop", "kind": "AuthorizationPolicy"}
             ]
             assert (denied["drop_reason"], denied["traffic_direction"]) == (181, "INGRESS")
             assert denied["extensions"]["value"]["source_identity"] == CLIENT
-            errors = rig.proxy.account.times.errors
+            errors = harness.proxy.account.times.errors
             assert errors["destination", "early", "policy"] >= 1
             assert ("source", "connect", "http2") in errors
 
@@ -144,26 +144,26 @@ def test_a_denied_identity_is_one_entry_that_names_the_policy(tmp_path: Path) ->
 
 
 def test_a_policy_that_comes_later(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(chain(rbac(None), tcp())), cluster(port))
-            first = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(rbac(None), tcp())), cluster(port))
+            first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"a"
-            await rig.published(listener(chain(rbac(CLIENT), tcp())), cluster(port))
+            await harness.published(listener(chain(rbac(CLIENT), tcp())), cluster(port))
             assert await first.ended()
             await first.close()
-            (cut,) = await flows(rig, 1)
+            (cut,) = await flows(harness, 1)
             assert (cut["verdict"], cut["drop_reason"]) == ("DROPPED", 133)
             assert cut["l4"]["TCP"]["flags"] == {"RST": True}
-            assert rig.proxy.account.times.errors == {("source", "relay", "policy_change"): 1}
+            assert harness.proxy.account.times.errors == {("source", "relay", "policy_change"): 1}
 
     run(tmp_path, body)
 
 
 def test_the_history_has_what_is_open_and_what_has_ended_once(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        account, connections = rig.proxy.account, rig.proxy.connections
-        now_s = rig.proxy.clock.monotonic()
+    async def body(harness: Harness) -> None:
+        account, connections = harness.proxy.account, harness.proxy.connections
+        now_s = harness.proxy.clock.monotonic()
 
         async def sums() -> list[int]:
             nonlocal now_s
@@ -173,19 +173,19 @@ def test_the_history_has_what_is_open_and_what_has_ended_once(tmp_path: Path) ->
 
         account._clock = cast(Any, SimpleNamespace(monotonic=lambda: now_s, wall=lambda: now_s))
         async with application() as port:
-            await rig.published(listener(chain(tcp())), cluster(port))
+            await harness.published(listener(chain(tcp())), cluster(port))
             await sums()
-            held = await Open.to(rig.port("l"))
+            held = await Open.to(harness.port("l"))
             assert await held.say(b"world") == b"world"
-            assert await ask(rig.port("l"), b"one") == b"one"
-            await flows(rig, 1)
+            assert await ask(harness.port("l"), b"one") == b"one"
+            await flows(harness, 1)
             assert await sums() == [2, 0, 0, 16]
             await held.close()
-            await flows(rig, 2)
+            await flows(harness, 2)
             assert await sums() == [2, 0, 0, 16]
-        await rig.published(listener(chain(tcp("gone")), name="m"), cluster(port, name="gone"))
-        assert await ask(rig.port("m")) == b""
-        await flows(rig, 3)
+        await harness.published(listener(chain(tcp("gone")), name="m"), cluster(port, name="gone"))
+        assert await ask(harness.port("m")) == b""
+        await flows(harness, 3)
         assert await sums() == [3, 1, 0, 16]
 
     run(tmp_path, body)

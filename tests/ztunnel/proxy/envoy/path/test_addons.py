@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Open,
-    Rig,
     access_log,
     application,
     ask,
@@ -38,12 +38,12 @@ from ztunnel.proxy.envoy.stream.workloads import host_workload
 from ztunnel.runtime.settings import SettingsError
 
 
-def scripted(rig: Rig) -> Scripted:
+def scripted(harness: Harness) -> Scripted:
     """Have an addon in the proxy."""
     process = AddonProcess(AddonSettings())
     process.host = AddonHost([load_class(Scripted, {})])
-    rig.proxy.addons = process
-    rig.proxy.connections.addons = StreamAddons(process.host, rig.proxy.decisions)
+    harness.proxy.addons = process
+    harness.proxy.connections.addons = StreamAddons(process.host, harness.proxy.decisions)
     instance = process.host.addons[0].loaded.instance
     assert isinstance(instance, Scripted)
     return instance
@@ -56,56 +56,56 @@ def log_of(folder: Path) -> dict[str, Any]:
     return log
 
 
-async def line(rig: Rig) -> dict[str, Any]:
-    path = rig.folder / "log"
-    await rig.until(lambda: path.exists() and path.read_text())
+async def line(harness: Harness) -> dict[str, Any]:
+    path = harness.folder / "log"
+    await harness.until(lambda: path.exists() and path.read_text())
     found: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
     return found
 
 
 def test_addon_hooks_of_a_plain_connection(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        addon = scripted(rig)
+    async def body(harness: Harness) -> None:
+        addon = scripted(harness)
         async with application() as port:
-            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            await rig.until(lambda: len(addon.said) == 3)
+            await harness.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            await harness.until(lambda: len(addon.said) == 3)
             assert addon.names() == ["connecting", "opened", "closed"]
             facts = addon.said[0][1]
             assert (facts.dialect, facts.direction, facts.path) == ("envoy", Direction.OUTBOUND, Way.DIRECT)
-            assert (facts.source_address, facts.destination_port) == ("127.0.0.1", rig.port("l"))
+            assert (facts.source_address, facts.destination_port) == ("127.0.0.1", harness.port("l"))
             assert (facts.endpoint, facts.service) == (f"127.0.0.1:{port}", "app")
             record = addon.said[2][1]
             assert (record.bytes_sent, record.bytes_received, record.reason) == (4, 4, "")
-            assert (await line(rig))["addon"] is None
+            assert (await line(harness))["addon"] is None
 
     run(tmp_path, body)
 
 
 def test_a_denied_connection_has_details_metadata_and_a_denial(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        addon = scripted(rig)
+    async def body(harness: Harness) -> None:
+        addon = scripted(harness)
         addon.connect = lambda facts: Deny("not today")
         async with application() as port:
-            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
-            assert await ask(rig.port("l")) == b""
-            found = await line(rig)
+            await harness.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
+            assert await ask(harness.port("l")) == b""
+            found = await line(harness)
             assert found["details"] == "connection_refused_by_addon_scripted:_not_today"
             assert found["addon"] == "scripted"
-            await rig.until(lambda: len(addon.said) == 2)
+            await harness.until(lambda: len(addon.said) == 2)
             assert addon.names() == ["connecting", "refused"]
             assert addon.said[1][1].addon == "scripted"
-            denials = json.loads(page(rig, "/denials"))
+            denials = json.loads(page(harness, "/denials"))
             assert denials[0]["reason"] == "connection refused by addon scripted: not today"
-            (entry,) = json.loads(page(rig, "/addons"))
+            (entry,) = json.loads(page(harness, "/addons"))
             assert (entry["name"], entry["denials"]) == ("scripted", 1)
 
     run(tmp_path, body)
 
 
 def test_a_preference_narrows_the_hosts(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        addon = scripted(rig)
+    async def body(harness: Harness) -> None:
+        addon = scripted(harness)
         addon.connect = lambda facts: Prefer({"version": "v2"})
         async with application() as one, application() as two:
             document = cluster(one)
@@ -115,10 +115,10 @@ def test_a_preference_narrows_the_hosts(tmp_path: Path) -> None:
             other["endpoint"]["address"]["socket_address"]["port_value"] = two
             other["metadata"] = {"filter_metadata": {"istio": {"workload": "b;ns;app;v2;c"}}}
             endpoints.append(other)
-            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), (name, found))
+            await harness.published(listener(chain(tcp(access_log=log_of(tmp_path)))), (name, found))
             for _ in range(4):
-                assert await ask(rig.port("l")) == b"ping"
-            await rig.until(lambda: addon.names().count("closed") == 4)
+                assert await ask(harness.port("l")) == b"ping"
+            await harness.until(lambda: addon.names().count("closed") == 4)
             opened = [facts for name, facts in addon.said if name == "opened"]
             assert {facts.endpoint for facts in opened} == {f"127.0.0.1:{two}"}
             assert opened[0].destination == Workload("b", "ns", cluster="c", labels=opened[0].destination.labels)
@@ -127,27 +127,27 @@ def test_a_preference_narrows_the_hosts(tmp_path: Path) -> None:
 
 
 def test_a_connection_is_cut(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        addon = scripted(rig)
+    async def body(harness: Harness) -> None:
+        addon = scripted(harness)
         addon.connect = lambda facts: Cut("chaos", after_bytes=8)
         async with application() as port:
-            await rig.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
-            client = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(tcp(access_log=log_of(tmp_path)))), cluster(port))
+            client = await Open.to(harness.port("l"))
             assert await client.say(b"ping") == b"ping"
-            assert (await line(rig))["details"] == "connection_cut_by_addon_scripted:_chaos"
+            assert (await line(harness))["details"] == "connection_cut_by_addon_scripted:_chaos"
             await client.close()
 
     run(tmp_path, body)
 
 
 def test_addon_can_deny_a_tunnel_at_its_end(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        addon = scripted(rig)
+    async def body(harness: Harness) -> None:
+        addon = scripted(harness)
         addon.accept = lambda facts: Deny("no tunnels")
         async with application() as port:
-            await tunnel(rig, port, Identities())
-            assert await ask(rig.port("l")) == b""
-            await rig.until(lambda: addon.names().count("refused") == 2)
+            await tunnel(harness, port, Identities())
+            assert await ask(harness.port("l")) == b""
+            await harness.until(lambda: addon.names().count("refused") == 2)
             accepted = next(facts for name, facts in addon.said if name == "accepting")
             assert (accepted.direction, accepted.path) == (Direction.INBOUND, Way.TUNNEL)
             assert (accepted.source_identity, accepted.destination_identity) == (CLIENT, SERVER)
@@ -158,12 +158,12 @@ def test_addon_can_deny_a_tunnel_at_its_end(tmp_path: Path) -> None:
 
 
 def test_inbound_listener_calls_the_accepting_hook(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
-        addon = scripted(rig)
+    async def body(harness: Harness) -> None:
+        addon = scripted(harness)
         async with application() as port:
-            await rig.published(listener(chain(tcp()), traffic_direction="INBOUND"), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            await rig.until(lambda: len(addon.said) == 3)
+            await harness.published(listener(chain(tcp()), traffic_direction="INBOUND"), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            await harness.until(lambda: len(addon.said) == 3)
             assert addon.names() == ["accepting", "opened", "closed"]
 
     run(tmp_path, body)
@@ -208,13 +208,13 @@ class Gate(Addon):
 def test_explanation_has_the_predicted_verdicts_of_addons(
     tmp_path: Path, direction: str, verdict: str, says: str
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         host = AddonHost([load_class(Gate, {})])
-        rig.proxy.connections.addons = StreamAddons(host, rig.proxy.decisions)
+        harness.proxy.connections.addons = StreamAddons(host, harness.proxy.decisions)
         async with application() as port:
-            await rig.published(listener(chain(tcp()), traffic_direction=direction), cluster(port))
+            await harness.published(listener(chain(tcp()), traffic_direction=direction), cluster(port))
             question = "source=127.0.0.1&destination=127.0.0.1:1&listener=l"
-            answer = json.loads(page(rig, "/explain", question))
+            answer = json.loads(page(harness, "/explain", question))
             assert answer["verdict"] == verdict
             (endpoint,) = answer["hop"]["clusters"][0]["endpoints"]
             assert endpoint["addons"] == [{"addon": "gate", "says": says}]

@@ -25,7 +25,18 @@ from cryptography.hazmat.primitives.serialization import (
 from hbone.errors import TlsReason
 from hbone.settings import Role
 from tests.hbone.certificates import Authority, Leaf
-from tests.ztunnel.proxy.envoy.rig import Json, Rig, T, application, ask, chain, cluster, listener, run, tcp
+from tests.ztunnel.proxy.envoy.harness import (
+    Harness,
+    Json,
+    T,
+    application,
+    ask,
+    chain,
+    cluster,
+    listener,
+    run,
+    tcp,
+)
 from tests.ztunnel.proxy.identity.material import handshake
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
@@ -350,33 +361,33 @@ def place(kind: str, case: str) -> str:
 
 @EACH
 def test_lds_refuses_an_unbuildable_context_and_the_good_listener_serves(case: str, tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"good") as port:
-            assert await rig.published(listener(), cluster(port)) is None
-            await rig.until(lambda: rig.proxy.listeners.active)
-            error = await rig.published(("listener", bad_listener(case)), cluster(port))
+            assert await harness.published(listener(), cluster(port)) is None
+            await harness.until(lambda: harness.proxy.listeners.active)
+            error = await harness.published(("listener", bad_listener(case)), cluster(port))
             assert error is not None
             assert f"l: {place('listener', case)}" in error
             assert BAD[case][2] in error
-            assert await ask(rig.port("l"), b"") == b"good"
+            assert await ask(harness.port("l"), b"") == b"good"
 
     run(tmp_path, body)
 
 
 @EACH
 def test_cds_refuses_an_unbuildable_context_and_the_good_cluster_serves(case: str, tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"good") as port:
-            assert await rig.published(listener(), cluster(port)) is None
-            await rig.until(lambda: rig.proxy.listeners.active)
-            rig.publish(listener(), ("cluster", bad_cluster(case)))
-            await rig.until(lambda: [error for kind, error in rig.answers if kind == "Cluster" and error])
-            error = next(error for kind, error in rig.answers if kind == "Cluster" and error)
+            assert await harness.published(listener(), cluster(port)) is None
+            await harness.until(lambda: harness.proxy.listeners.active)
+            harness.publish(listener(), ("cluster", bad_cluster(case)))
+            await harness.until(lambda: [error for kind, error in harness.answers if kind == "Cluster" and error])
+            error = next(error for kind, error in harness.answers if kind == "Cluster" and error)
             assert f"app: {place('cluster', case)}" in error
             assert BAD[case][2] in error
-            assert await ask(rig.port("l"), b"") == b"good"
-            assert rig.proxy.clusters.failures["app"].details in error
-            assert rig.count("cluster.app.membership_total") == 1, "statistics are still those of the good one"
+            assert await ask(harness.port("l"), b"") == b"good"
+            assert harness.proxy.clusters.failures["app"].details in error
+            assert harness.count("cluster.app.membership_total") == 1, "statistics are still those of the good one"
 
     run(tmp_path, body)
 
@@ -490,21 +501,21 @@ def test_sds_refuses_a_bad_renewal_and_the_good_secret_serves(case: str, tmp_pat
     name, kind, words = RENEWALS[case]
     over_tls = chain(tcp(), transport_socket=socket("DownstreamTlsContext", {**by_sds(), "tls_certificates": []}))
 
-    async def body(rig: Rig) -> None:
-        assert await rig.published(listener(over_tls), cluster(1), *good_secrets()) is None
-        await rig.until(lambda: rig.proxy.listeners.active)
-        (live,) = rig.proxy.listeners.active[0].live_chains
+    async def body(harness: Harness) -> None:
+        assert await harness.published(listener(over_tls), cluster(1), *good_secrets()) is None
+        await harness.until(lambda: harness.proxy.listeners.active)
+        (live,) = harness.proxy.listeners.active[0].live_chains
         assert live.tls is not None
         good = live.tls.current
         assert good is not None
         others = [each for each in good_secrets() if each[1]["name"] != name]
-        rig.publish(listener(over_tls), cluster(1), *others, secret(name, **kind))
-        await rig.until(lambda: [error for kind, error in rig.answers if kind == "Secret" and error])
-        error = next(error for kind, error in rig.answers if kind == "Secret" and error)
+        harness.publish(listener(over_tls), cluster(1), *others, secret(name, **kind))
+        await harness.until(lambda: [error for kind, error in harness.answers if kind == "Secret" and error])
+        error = next(error for kind, error in harness.answers if kind == "Secret" and error)
         assert words in error
         assert error.startswith(f"{name}: ")
         assert live.tls.current is good
-        assert rig.count(f"sds.{name}.update_rejected") == 1
+        assert harness.count(f"sds.{name}.update_rejected") == 1
 
     run(tmp_path, body)
 
@@ -524,14 +535,14 @@ def test_sds_by_file_refuses_a_bad_renewal_and_the_good_secret_serves(
     common = {"tls_certificate_sds_secret_configs": [{"name": "own", "sds_config": own_source}]}
     over_tls = chain(tcp(), transport_socket=socket("DownstreamTlsContext", {**common, "tls_certificates": []}))
 
-    async def body(rig: Rig) -> None:
-        assert await rig.published(listener(over_tls), cluster(1)) is None
-        await rig.until(lambda: rig.proxy.listeners.active)
-        (live,) = rig.proxy.listeners.active[0].live_chains
+    async def body(harness: Harness) -> None:
+        assert await harness.published(listener(over_tls), cluster(1)) is None
+        await harness.until(lambda: harness.proxy.listeners.active)
+        (live,) = harness.proxy.listeners.active[0].live_chains
         assert live.tls is not None
         good = live.tls.current
         write("own", tls_certificate=certificate(key_pem=STRANGER.key_pem))
-        await rig.until(lambda: rig.count("sds.own.update_rejected") == 1)
+        await harness.until(lambda: harness.count("sds.own.update_rejected") == 1)
         assert live.tls.current is good
 
     run(tmp_path, body)
@@ -550,12 +561,12 @@ def test_listener_that_contradicts_an_earlier_secret_is_refused(tmp_path: Path) 
     crossed = {"tls_certificate_sds_secret_configs": [{"name": "roots", "sds_config": {"ads": {}}}]}
     second = chain(tcp(), transport_socket=socket("DownstreamTlsContext", {**crossed, "tls_certificates": []}))
 
-    async def body(rig: Rig) -> None:
-        await rig.published(listener(first), cluster(1), *good_secrets())
-        await rig.until(lambda: rig.proxy.listeners.active)
-        error = await rig.published(listener(first), listener(second, name="m"), cluster(1), *good_secrets())
+    async def body(harness: Harness) -> None:
+        await harness.published(listener(first), cluster(1), *good_secrets())
+        await harness.until(lambda: harness.proxy.listeners.active)
+        error = await harness.published(listener(first), listener(second, name="m"), cluster(1), *good_secrets())
         assert error is not None
         assert "secret roots is not a certificate" in error
-        assert [len(handle.users) for handle in rig.proxy.secrets.dynamic] == [1, 1]
+        assert [len(handle.users) for handle in harness.proxy.secrets.dynamic] == [1, 1]
 
     run(tmp_path, body)

@@ -10,7 +10,7 @@ from hbone.settings import Role
 from hbone.tls_context import TlsContext as HboneContext
 from hbone.tls_context import TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
-from tests.ztunnel.proxy.envoy.rig import Rig, T, application, chain, cluster, listener, run, tcp
+from tests.ztunnel.proxy.envoy.harness import Harness, T, application, chain, cluster, listener, run, tcp
 from tests.ztunnel.proxy.envoy.secrets.test_build import certificate, own, secret
 from tests.ztunnel.proxy.identity.material import handshake
 from xds.errors import ConfigError
@@ -133,11 +133,11 @@ def test_secrets_of_two_certificates_renew_independently(tmp_path: Path) -> None
     def pair(name: str, leaf: Leaf) -> Any:
         return secret(name, tls_certificate=certificate(leaf.chain_pem, leaf.key_pem))
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application(b"good") as port:
-            rig.publish(listener(over_tls), cluster(port), pair("one", RSA), pair("two", LATER))
-            await rig.until(lambda: rig.proxy.listeners.active)
-            (live,) = rig.proxy.listeners.active[0].live_chains
+            harness.publish(listener(over_tls), cluster(port), pair("one", RSA), pair("two", LATER))
+            await harness.until(lambda: harness.proxy.listeners.active)
+            (live,) = harness.proxy.listeners.active[0].live_chains
             assert live.tls is not None
 
             def shown(name: str) -> Any:
@@ -148,10 +148,10 @@ def test_secrets_of_two_certificates_renew_independently(tmp_path: Path) -> None
                 assert facts.presented == live.tls.presented_in(facts).leaf
                 return asking.session.facts().certificate
 
-            await rig.until(lambda: live.tls is not None and live.tls.current is not None)
+            await harness.until(lambda: live.tls is not None and live.tls.current is not None)
             assert (shown("rsa.example"), shown("later.example")) == (RSA.certificate, LATER.certificate)
-            rig.publish(listener(over_tls), cluster(port), pair("one", RSA), pair("two", ELLIPTIC))
-            await rig.until(lambda: shown("y.wild.example") == ELLIPTIC.certificate)
+            harness.publish(listener(over_tls), cluster(port), pair("one", RSA), pair("two", ELLIPTIC))
+            await harness.until(lambda: shown("y.wild.example") == ELLIPTIC.certificate)
             assert shown("rsa.example") == RSA.certificate
 
     run(tmp_path, body)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     access_log,
     application,
     ask,
@@ -44,8 +44,8 @@ def named(name: str, judging: Json) -> Json:
     return judging
 
 
-def uses(rig: Rig) -> dict[str, Any]:
-    found = {each["policy"]: each for each in json.loads(page(rig, "/rbac"))["policies"]}
+def uses(harness: Harness) -> dict[str, Any]:
+    found = {each["policy"]: each for each in json.loads(page(harness, "/rbac"))["policies"]}
     for each in found.values():
         if each["decisions"] is not None:
             assert each["decisions"].pop("lastTime").endswith("Z")
@@ -53,13 +53,13 @@ def uses(rig: Rig) -> dict[str, Any]:
 
 
 def test_plain_connections_are_counted_and_listed(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             anybody, nobody = named("open", rbac(None)), named("closed", rbac(None, "DENY"))
-            await rig.published(listener(chain(anybody, tcp(), name="c")), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            assert json.loads(page(rig, "/denials")) == []
-            assert uses(rig) == {
+            await harness.published(listener(chain(anybody, tcp(), name="c")), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            assert json.loads(page(harness, "/denials")) == []
+            assert uses(harness) == {
                 "open": {
                     "policy": "open",
                     "action": "ALLOW",
@@ -68,18 +68,18 @@ def test_plain_connections_are_counted_and_listed(tmp_path: Path) -> None:
                     "decisions": {"allowed": 1, "denied": 0, "ended": 0},
                 }
             }
-            live = await Open.to(rig.port("l"))
+            live = await Open.to(harness.port("l"))
             assert await live.say(b"a") == b"a"
-            await rig.published(listener(chain(anybody, nobody, tcp(), name="c")), cluster(port))
+            await harness.published(listener(chain(anybody, nobody, tcp(), name="c")), cluster(port))
             assert await live.ended()
             await live.close()
-            assert await ask(rig.port("l")) == b""
-            found = uses(rig)
+            assert await ask(harness.port("l")) == b""
+            found = uses(harness)
             assert found["open"]["decisions"] == {"allowed": 3, "denied": 0, "ended": 0}
             assert found["closed"]["decisions"] == {"allowed": 0, "denied": 1, "ended": 1}
-            assert rig.count("rbac.policy.closed.denied") == 1
-            denied, ended = json.loads(page(rig, "/denials"))
-            where = SocketAddress("127.0.0.1", rig.port("l"))
+            assert harness.count("rbac.policy.closed.denied") == 1
+            denied, ended = json.loads(page(harness, "/denials"))
+            where = SocketAddress("127.0.0.1", harness.port("l"))
             assert denied.pop("lastAddress").startswith("127.0.0.1:")
             assert denied.pop("lastTime").endswith("Z")
             assert denied == {
@@ -98,14 +98,14 @@ def test_plain_connections_are_counted_and_listed(tmp_path: Path) -> None:
 
 
 def test_a_tunnels_client_is_listed_by_its_identity(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await tunnel(rig, port, Identities(), rbac(OTHER))
-            assert await ask(rig.port("l")) == b""
-            (denied,) = json.loads(page(rig, "/denials"))
+            await tunnel(harness, port, Identities(), rbac(OTHER))
+            assert await ask(harness.port("l")) == b""
+            (denied,) = json.loads(page(harness, "/denials"))
             assert (denied["identity"], denied["listener"]) == (CLIENT, "inbound")
             assert denied["reason"] == "rbac_access_denied_matched_policy[none]"
-            found = uses(rig)
+            found = uses(harness)
             assert found["none"]["decisions"] == {"allowed": 0, "denied": 1, "ended": 0}
             assert (found["rule"]["decisions"], found["rule"]["chains"]) == (None, 1)
 
@@ -119,20 +119,20 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_without_access_logs_a_denial_has_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             anybody, nobody = named("open", rbac(None)), named("closed", rbac(None, "DENY"))
-            await rig.published(listener(chain(anybody, tcp(), name="c")), cluster(port))
-            live = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(anybody, tcp(), name="c")), cluster(port))
+            live = await Open.to(harness.port("l"))
             assert await live.say(b"a") == b"a"
-            await rig.published(listener(chain(anybody, nobody, tcp(), name="c")), cluster(port))
+            await harness.published(listener(chain(anybody, nobody, tcp(), name="c")), cluster(port))
             assert await live.ended()
             await live.close()
-            assert await ask(rig.port("l")) == b""
+            assert await ask(harness.port("l")) == b""
             logged = chain(nobody, tcp(access_log=access_log(tmp_path)), name="c")
-            await rig.published(listener(logged), cluster(port))
-            assert await ask(rig.port("l")) == b""  # the access log has it
-            where = f"dst=127.0.0.1:{rig.port('l')} listener=l chain=c"
+            await harness.published(listener(logged), cluster(port))
+            assert await ask(harness.port("l")) == b""  # the access log has it
+            where = f"dst=127.0.0.1:{harness.port('l')} listener=l chain=c"
             end = f"identity=- {where} policy=closed rule=always"
             ended, denied = said(caplog)
             assert ended.startswith("connection ended by policy src=127.0.0.1:")
@@ -147,10 +147,10 @@ def test_without_access_logs_a_denial_has_a_line(tmp_path: Path, caplog: pytest.
 def test_the_line_about_a_tunnel_has_its_clients_identity(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await tunnel(rig, port, Identities(), rbac(OTHER), access_log=access_log(tmp_path))
-            assert await ask(rig.port("l")) == b""
+            await tunnel(harness, port, Identities(), rbac(OTHER), access_log=access_log(tmp_path))
+            assert await ask(harness.port("l")) == b""
             (line,) = said(caplog)
             assert f"identity={CLIENT} " in line
             assert line.endswith("listener=inbound chain=one policy=none rule=none of 1 policies matches")
@@ -160,17 +160,17 @@ def test_the_line_about_a_tunnel_has_its_clients_identity(
 
 
 def test_dry_runs_are_counted_apart(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
             judging = named("trial", rbac(None, "DENY"))
             config = judging["typed_config"]
             config["shadow_rules"] = config.pop("rules")
-            await rig.published(listener(chain(judging, tcp())), cluster(port))
-            assert await ask(rig.port("l")) == b"ping"
-            trial = uses(rig)["trial"]
+            await harness.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            trial = uses(harness)["trial"]
             assert (trial["mode"], trial["decisions"]["shadow_denied"]) == ("shadow", 1)
             assert trial["decisions"]["denied"] == 0
-            assert json.loads(page(rig, "/denials")) == []
+            assert json.loads(page(harness, "/denials")) == []
 
     run(tmp_path, body)
 

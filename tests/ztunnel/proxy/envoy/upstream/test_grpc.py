@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tests.hbone.certificates import Authority
-from tests.ztunnel.proxy.envoy.rig import T
+from tests.ztunnel.proxy.envoy.harness import T
 from xds.aio.client import AdsClient
 from xds.aio.file import FileSource
 from xds.aio.server import SnapshotServer

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.xds.dialects.walked import SURROUNDINGS
-from tests.ztunnel.proxy.envoy.rig import (
+from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
+    Harness,
     Identities,
     Json,
     Open,
-    Rig,
     T,
     application,
     ask,
@@ -121,13 +121,13 @@ def binary(host: str, source: int, destination: int) -> bytes:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_header_names_the_downstreams_addresses(tmp_path: Path, version: str, host: str, leads_to: str) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port, pipe_application(tmp_path / "app"):
             socket_ = {"transport_socket": with_header(version)}
             address = {"socket_address": {"address": host, "port_value": 0}}
             target = cluster(port, **socket_) if leads_to == "tcp" else to(pipe(tmp_path / "app"), **socket_)
-            await rig.published(listener(address=address), target)
-            listening = rig.port("l")
+            await harness.published(listener(address=address), target)
+            listening = harness.port("l")
             own, seen = await echoed(host, listening)
             family = "TCP6" if ":" in host else "TCP4"
             header = line(family, host, own, listening) if version == "V1" else binary(host, own, listening)
@@ -137,26 +137,26 @@ def test_header_names_the_downstreams_addresses(tmp_path: Path, version: str, ho
 
 
 def test_header_is_sent_before_the_client_has_sent_anything(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(listener(), cluster(port, transport_socket=with_header()))
-            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("l"))
+            await harness.published(listener(), cluster(port, transport_socket=with_header()))
+            reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("l"))
             own = writer.get_extra_info("sockname")[1]
             seen = await asyncio.wait_for(reader.readline(), 10)
-            assert seen == line("TCP4", "127.0.0.1", own, rig.port("l"))
+            assert seen == line("TCP4", "127.0.0.1", own, harness.port("l"))
             writer.close()
 
     run(tmp_path, body)
 
 
 def test_believed_header_of_a_client_is_passed_on(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with application() as port:
-            await rig.published(
+            await harness.published(
                 listener(listener_filters=[READS_HEADER]), cluster(port, transport_socket=with_header())
             )
             header = b"PROXY TCP4 192.0.2.1 192.0.2.2 1000 2000\r\n"
-            assert await ask(rig.port("l"), header + b"ping") == header + b"ping"
+            assert await ask(harness.port("l"), header + b"ping") == header + b"ping"
 
     run(tmp_path, body)
 
@@ -164,7 +164,7 @@ def test_believed_header_of_a_client_is_passed_on(tmp_path: Path) -> None:
 def test_tunnels_of_different_clients_share_no_connection_with_a_header(tmp_path: Path) -> None:
     """The header precedes TLS, so that a connection for tunnels has the addresses of one client."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
         secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
         async with application() as port:
@@ -174,31 +174,31 @@ def test_tunnels_of_different_clients_share_no_connection_with_a_header(tmp_path
             )
             end = listener(managed, name="inbound", listener_filters=[READS_HEADER])
             passes_on = cluster(port, transport_socket=with_header())
-            await rig.published(end, passes_on, *secrets)
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(end, passes_on, *secrets)
+            await harness.until(lambda: harness.proxy.listeners.active)
             begins = listener(chain(tcp("tunnel", tunneling_config={"hostname": "app:80"})))
             secured = with_header("V2", tls(CLIENT, server=False))
             options = http2()
             tunnelled = cluster(
-                rig.port("inbound"),
+                harness.port("inbound"),
                 name="tunnel",
                 transport_socket=secured,
                 typed_extension_protocol_options=options,
             )
-            await rig.published(end, begins, passes_on, tunnelled, *secrets)
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            await harness.published(end, begins, passes_on, tunnelled, *secrets)
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
             for _ in range(2):
-                own, seen = await echoed("127.0.0.1", rig.port("l"))
+                own, seen = await echoed("127.0.0.1", harness.port("l"))
                 # The tunnel's end believed the header and says the same in its own.
-                assert seen == line("TCP4", "127.0.0.1", own, rig.port("l")) + b"ping"
-            assert rig.count("cluster.tunnel.upstream_cx_total") == 2
+                assert seen == line("TCP4", "127.0.0.1", own, harness.port("l")) + b"ping"
+            assert harness.count("cluster.tunnel.upstream_cx_total") == 2
 
     run(tmp_path, body)
 
 
 @pytest.mark.parametrize("order", ["header around", "header inside"])
 def test_header_of_an_internal_upstream_travels_inside_the_tunnel(tmp_path: Path, order: str) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
         secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
         async with application() as port:
@@ -207,19 +207,19 @@ def test_header_of_an_internal_upstream_travels_inside_the_tunnel(tmp_path: Path
                 transport_socket=tls(SERVER, server=True),
             )
             end = listener(managed, name="inbound")
-            await rig.published(end, cluster(port), *secrets)
-            await rig.until(lambda: rig.proxy.listeners.active)
+            await harness.published(end, cluster(port), *secrets)
+            await harness.until(lambda: harness.proxy.listeners.active)
             carries = tcp("tunnel", tunneling_config={"hostname": "app:80"})
             originate = {"name": "originate", "internal_listener": {}, "filter_chains": [chain(carries)]}
             wrapped = with_header("V1", internal()) if order == "header around" else internal(with_header("V1"))
             there = {"envoy_internal_address": {"server_listener_name": "originate"}}
             tunnelled = cluster(
-                rig.port("inbound"),
+                harness.port("inbound"),
                 name="tunnel",
                 transport_socket=tls(CLIENT, server=False),
                 typed_extension_protocol_options=http2(),
             )
-            await rig.published(
+            await harness.published(
                 end,
                 listener(chain(tcp("enter"))),
                 ("listener", originate),
@@ -228,10 +228,10 @@ def test_header_of_an_internal_upstream_travels_inside_the_tunnel(tmp_path: Path
                 cluster(port),
                 *secrets,
             )
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 3)
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 3)
             for _ in range(2):  # the second connection could have sent early data with its CONNECT
-                own, seen = await echoed("127.0.0.1", rig.port("l"))
-                assert seen == line("TCP4", "127.0.0.1", own, rig.port("l")) + b"ping"
+                own, seen = await echoed("127.0.0.1", harness.port("l"))
+                assert seen == line("TCP4", "127.0.0.1", own, harness.port("l")) + b"ping"
 
     run(tmp_path, body)
 
@@ -248,7 +248,7 @@ def test_health_check_has_the_header_of_a_connection_without_client(tmp_path: Pa
         await writer.drain()
         writer.close()
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         check = {"timeout": "2s", "interval": "60s", "unhealthy_threshold": 1, "healthy_threshold": 1}
         tcp_check = {"send": {"text": "00"}, "receive": [{"text": "01"}]}
@@ -258,9 +258,9 @@ def test_health_check_has_the_header_of_a_connection_without_client(tmp_path: Pa
             transport_socket=with_header(version),
             health_checks=[{**check, "tcp_health_check": tcp_check}],
         )
-        await rig.published(listener(), checked)
-        await rig.until(lambda: headers)
-        await rig.until(lambda: rig.count("cluster.app.health_check.success") == 1)
+        await harness.published(listener(), checked)
+        await harness.until(lambda: headers)
+        await harness.until(lambda: harness.count("cluster.app.health_check.success") == 1)
         server.close()
 
     run(tmp_path, body)
@@ -269,25 +269,25 @@ def test_health_check_has_the_header_of_a_connection_without_client(tmp_path: Pa
 def test_connection_to_a_pipe_has_the_clusters_tls(tmp_path: Path) -> None:
     """It once went in plain text, whatever the transport socket said."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
         async with pipe_application(tmp_path / "app") as seen:
             target = to(pipe(tmp_path / "app"), transport_socket=tls(CLIENT, server=False))
-            await rig.published(listener(), target, identities.secret(CLIENT), identities.root())
-            assert await ask(rig.port("l")) == b""
+            await harness.published(listener(), target, identities.secret(CLIENT), identities.root())
+            assert await ask(harness.port("l")) == b""
             assert b"".join(seen)[:1] == b"\x16"  # a TLS handshake
 
     run(tmp_path, body)
 
 
 def test_connection_to_an_internal_listener_never_drops_the_clusters_tls(tmp_path: Path) -> None:
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         identities = Identities()
         async with application() as port:
             inner = {"name": "inner", "internal_listener": {}, "filter_chains": [chain(tcp("app"))]}
             there = {"envoy_internal_address": {"server_listener_name": "inner"}}
             enter = to(there, "enter", transport_socket=internal(tls(CLIENT, server=False)))
-            await rig.published(
+            await harness.published(
                 listener(chain(tcp("enter"))),
                 ("listener", inner),
                 enter,
@@ -295,8 +295,8 @@ def test_connection_to_an_internal_listener_never_drops_the_clusters_tls(tmp_pat
                 identities.secret(CLIENT),
                 identities.root(),
             )
-            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
-            assert await ask(rig.port("l")) == b""
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
 
@@ -304,11 +304,11 @@ def test_connection_to_an_internal_listener_never_drops_the_clusters_tls(tmp_pat
 def test_tunnel_to_a_pipe_is_refused(tmp_path: Path) -> None:
     """It once sent the client's bytes without a CONNECT."""
 
-    async def body(rig: Rig) -> None:
+    async def body(harness: Harness) -> None:
         async with pipe_application(tmp_path / "app") as seen:
             target = to(pipe(tmp_path / "app"), typed_extension_protocol_options=http2())
-            await rig.published(listener(chain(tcp(tunneling_config={"hostname": "a:1"}))), target)
-            connection = await Open.to(rig.port("l"))
+            await harness.published(listener(chain(tcp(tunneling_config={"hostname": "a:1"}))), target)
+            connection = await Open.to(harness.port("l"))
             assert await connection.say(b"ping") == b""
             await connection.close()
             assert seen == []

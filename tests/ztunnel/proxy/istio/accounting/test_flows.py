@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hbone.aio.relay import ByteCounts
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.reasons import Reason
@@ -43,8 +43,10 @@ def test_observation_points_of_passthrough_and_inbound_flows() -> None:
     assert verdict_of(Ended(), outbound=False, tunnelled=True)[1] == (4, 0)
 
 
-def record(rig: Rig, direction: Direction) -> Record:
-    found = Record(rig.proxy.node, direction, SocketAddress("10.0.0.1", 4000), SocketAddress("10.0.0.2", 15008))
+def record(harness: Harness, direction: Direction) -> Record:
+    found = Record(
+        harness.proxy.node, direction, SocketAddress("10.0.0.1", 4000), SocketAddress("10.0.0.2", 15008)
+    )
     found.source_workload, found.destination_workload = CLIENT, BACK
     found.source_labels, found.destination_labels = PeerLabels.of(CLIENT), PeerLabels.of(BACK)
     found.source_identity, found.destination_identity = CLIENT.identity, BACK.identity
@@ -53,19 +55,22 @@ def record(rig: Rig, direction: Direction) -> Record:
 
 
 def test_flows_page_has_hubbles_fields() -> None:
-    async def check(rig: Rig) -> None:
-        ended = record(rig, Direction.OUTBOUND)
+    async def check(harness: Harness) -> None:
+        ended = record(harness, Direction.OUTBOUND)
         ended.opened()
         ended.complete()
-        refused = record(rig, Direction.INBOUND)
+        refused = record(harness, Direction.INBOUND)
         refused.opened()
         refused.complete(DENIED)
         failed = Record(
-            rig.proxy.node, Direction.OUTBOUND, SocketAddress("10.0.0.1", 4001), SocketAddress("192.0.2.1", 443)
+            harness.proxy.node,
+            Direction.OUTBOUND,
+            SocketAddress("10.0.0.1", 4001),
+            SocketAddress("192.0.2.1", 443),
         )
         failed.opened()
         failed.complete(Failed("io error: Connection refused\x1b[2J", Reason.REFUSED))
-        lines = [json.loads(line) for line in (await rig.ask("admin", "/flows")).text.splitlines()]
+        lines = [json.loads(line) for line in (await harness.ask("admin", "/flows")).text.splitlines()]
         first, second, third = (line["flow"] for line in lines)
         assert [each["verdict"] for each in (first, second, third)] == ["FORWARDED", "DROPPED", "ERROR"]
         for line, flow in zip(lines, (first, second, third), strict=True):
@@ -93,9 +98,9 @@ def test_flows_page_has_hubbles_fields() -> None:
         assert (second["drop_reason"], second["drop_reason_desc"]) == (181, "POLICY_DENY")
         assert third["destination"] == {"identity": 2, "labels": ["reserved:world"]}
         assert third["Summary"].isprintable()
-        one = (await rig.ask("admin", "/flows?last=1")).text.splitlines()
+        one = (await harness.ask("admin", "/flows?last=1")).text.splitlines()
         assert [json.loads(line)["flow"]["verdict"] for line in one] == ["ERROR"]
-        assert (await rig.ask("admin", "/flows?after=x")).status == 400
+        assert (await harness.ask("admin", "/flows?after=x")).status == 400
 
     served(check)
 
@@ -113,11 +118,11 @@ def test_workloads_of_one_account_have_different_identities() -> None:
 
 
 def test_flight_recorder_can_be_disabled() -> None:
-    async def check(rig: Rig) -> None:
-        ended = record(rig, Direction.OUTBOUND)
+    async def check(harness: Harness) -> None:
+        ended = record(harness, Direction.OUTBOUND)
         ended.counts = ByteCounts()
         ended.opened()
         ended.complete()
-        assert (await rig.ask("admin", "/flows")).text == ""
+        assert (await harness.ask("admin", "/flows")).text == ""
 
     served(check, {"ZTUNNEL_FLOWS": "0"})

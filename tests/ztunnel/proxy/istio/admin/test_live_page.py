@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hbone.aio.relay import ByteCounts
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Always
@@ -34,33 +34,33 @@ def moved(sent: int, received: int) -> ByteCounts:
     return counts
 
 
-async def data(rig: Rig) -> Any:
-    answer = await rig.ask("admin", "/ui/data")
+async def data(harness: Harness) -> Any:
+    answer = await harness.ask("admin", "/ui/data")
     assert answer.status == 200, answer.text
     return json.loads(answer.text)
 
 
 def test_the_page_is_off_where_the_setting_says_so() -> None:
-    async def off(rig: Rig) -> None:
+    async def off(harness: Harness) -> None:
         for path in ("/ui", "/ui/events", "/ui/data"):
-            answer = await rig.ask("admin", path)
+            answer = await harness.ask("admin", path)
             assert answer.status == 404
             assert "ZTUNNEL_UI=true" in answer.text
 
-    async def on(rig: Rig) -> None:
-        answer = await rig.ask("admin", "/ui")
+    async def on(harness: Harness) -> None:
+        answer = await harness.ask("admin", "/ui")
         assert (answer.status, answer.headers["x-content-type-options"]) == (200, "nosniff")
-        assert "/ui" in (await rig.ask("admin", "/")).text
-        assert (await rig.ask("admin", "/uix")).status == 404
-        assert (await rig.ask("admin", "/ui", Host="evil.example")).status == 403
+        assert "/ui" in (await harness.ask("admin", "/")).text
+        assert (await harness.ask("admin", "/uix")).status == 404
+        assert (await harness.ask("admin", "/ui", Host="evil.example")).status == 403
 
     served(off, {"ZTUNNEL_UI": "false"})
     served(on)
 
 
 def test_traffic_is_a_graph_of_workloads() -> None:
-    async def check(rig: Rig) -> None:
-        metrics = rig.proxy.metrics
+    async def check(harness: Harness) -> None:
+        metrics = harness.proxy.metrics
         client = PeerLabels.of(replace(CLIENT, workload_name="client"), str(CLIENT.identity))
         back = PeerLabels.of(replace(BACK, workload_name="back"), str(BACK.identity))
         # Two series of one pair: they differ in a label that the graph does not have.
@@ -72,10 +72,10 @@ def test_traffic_is_a_graph_of_workloads() -> None:
             series.refused += 1
         plain_text = traffic_labels("destination", PeerLabels(), back, None, secured=False)
         metrics.opened(plain_text, [], moved(7, 0), 1.0)
-        now_s = rig.proxy.clock.monotonic()
+        now_s = harness.proxy.clock.monotonic()
         for place in (0, 1):
             metrics.history.sample(now_s + place * STEP_S, Totals(connections=7 * place))
-        shown = await data(rig)
+        shown = await data(harness)
         assert shown["past"]["connections"] == [7]
         told = {(each["source"], each["destination"]): each for each in shown["flows"]["shown"]}
         client_key, back_key = "shop/client", "shop/back"
@@ -92,8 +92,8 @@ def test_traffic_is_a_graph_of_workloads() -> None:
 
 
 def test_policies_denials_certificates_and_sources_are_shown() -> None:
-    async def check(rig: Rig) -> None:
-        proxy = rig.proxy
+    async def check(harness: Harness) -> None:
+        proxy = harness.proxy
         name = HOSTILE
         policy = AuthorizationPolicy(
             name=name, namespace="shop", scope=PolicyScope.NAMESPACE, action=Action.DENY, condition=Always()
@@ -102,7 +102,7 @@ def test_policies_denials_certificates_and_sources_are_shown() -> None:
         proxy.metrics.ledger.own.note(policy.key, Use.DENIED, 5.0)
         proxy.metrics.ledger.denials.note(Pair("inbound", HOSTILE, "", "back.shop:80", "why"), "10.0.0.9:1", 7.0)
         await proxy.certificates.fetch(CLIENT.identity)
-        shown = await data(rig)
+        shown = await data(harness)
         (told,) = shown["policies"]["shown"]
         assert (told["name"], told["denied"], told["last_s"]) == (policy.key, 1, 5.0)
         (denial,) = shown["denials"]["shown"]
@@ -116,26 +116,26 @@ def test_policies_denials_certificates_and_sources_are_shown() -> None:
 
 
 def test_refused_resources_are_named_until_a_readable_one_comes() -> None:
-    async def check(rig: Rig) -> None:
-        feed = rig.proxy.control._feed
+    async def check(harness: Harness) -> None:
+        feed = harness.proxy.control._feed
         broken = Resource(name="shop/broken", version="1", body=AnyMessage())
         try:
             await feed.receive_authorizations(Update(type_url="t", version="1", resources=(broken,)))
         except UpdateRejected:
             pass
-        (refused,) = (await data(rig))["refusals"]["shown"]
+        (refused,) = (await data(harness))["refusals"]["shown"]
         assert refused == {"kind": "policy", "name": "shop/broken", "reason": "XDS payload without resource"}
         await feed.receive_authorizations(
             Update(type_url="t", version="2", resources=(), removed=("shop/broken",))
         )
-        assert (await data(rig))["refusals"]["shown"] == []
+        assert (await data(harness))["refusals"]["shown"] == []
 
     served(check)
 
 
 def test_events_come_as_a_stream() -> None:
-    async def check(rig: Rig) -> None:
-        address = rig.addresses["admin"][0]
+    async def check(harness: Harness) -> None:
+        address = harness.addresses["admin"][0]
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(b"GET /ui/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         while not (line := await reader.readline()).startswith(b"data: "):

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tests.ztunnel.kube.certificates import self_signed
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from ztunnel.proxy.istio.admin.prober import answer
 from ztunnel.proxy.istio.settings.app_probes import AppProbe
 from ztunnel.runtime.http.page import Page
@@ -201,36 +201,36 @@ def test_kubelets_paths_are_on_the_metrics_port() -> None:
         "INSTANCE_IP": "127.0.0.1",
     }
 
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         async with application(lambda _: OK) as (port, seen):
-            probe = replace(rig.proxy.config.app_probes[path], port=port)
-            object.__setattr__(rig.proxy, "config", replace(rig.proxy.config, app_probes={path: probe}))
-            found = await rig.ask("stats", path)
+            probe = replace(harness.proxy.config.app_probes[path], port=port)
+            object.__setattr__(harness.proxy, "config", replace(harness.proxy.config, app_probes={path: probe}))
+            found = await harness.ask("stats", path)
             assert (found.status, found.text, found.headers["content-type"]) == (200, "ok", "text/plain")
             assert seen[0][0] == "127.0.0.6"
-        missing = await rig.ask("stats", "/app-health/web/livez")
+        missing = await harness.ask("stats", "/app-health/web/livez")
         assert (missing.status, path in missing.text) == (404, True)
 
     served(check, env)
 
 
 def test_only_containers_of_the_pod_can_end_a_sidecar() -> None:
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         goodbyes: list[str] = []
 
         def send_goaway() -> int:
             goodbyes.append("drain")
             return 3
 
-        rig.proxy.send_goaway = send_goaway  # type: ignore[method-assign]
-        rig.proxy.shut_down = lambda: goodbyes.append("quit")  # type: ignore[method-assign]
-        assert (await rig.ask("stats", "/drain")).status == 405
-        assert (await rig.ask("stats", "/drain", "POST")).text == "3 connections are open\n"
-        assert (await rig.ask("stats", "/quitquitquit", "POST")).status == 200
+        harness.proxy.send_goaway = send_goaway  # type: ignore[method-assign]
+        harness.proxy.shut_down = lambda: goodbyes.append("quit")  # type: ignore[method-assign]
+        assert (await harness.ask("stats", "/drain")).status == 405
+        assert (await harness.ask("stats", "/drain", "POST")).text == "3 connections are open\n"
+        assert (await harness.ask("stats", "/quitquitquit", "POST")).status == 200
         assert goodbyes == ["drain", "quit"]
 
-    async def node_proxy(rig: Rig) -> None:
-        assert (await rig.ask("stats", "/quitquitquit", "POST")).status == 404
+    async def node_proxy(harness: Harness) -> None:
+        assert (await harness.ask("stats", "/quitquitquit", "POST")).status == 404
 
     served(check, SIDECAR)
     served(node_proxy)

@@ -37,7 +37,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Rig:
+class Harness:
     proxy: IstioProxy
     addresses: Mapping[str, list[SocketAddress]]
 
@@ -58,21 +58,21 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(env: Mapping[str, str] | None = None) -> AsyncIterator[Rig]:
+async def harness(env: Mapping[str, str] | None = None) -> AsyncIterator[Harness]:
     config = config_from({**ALONE, **(env or {})}, cpus=2, read_file=lambda path: None)
     proxy = IstioProxy(replace(config, admin_port=0, stats_port=0, readiness_port=0))
     try:
         async with proxy.control, Servers(proxy) as servers:
-            yield Rig(proxy, servers.addresses)
+            yield Harness(proxy, servers.addresses)
     finally:
         await proxy.certificates.close()
         proxy.poller.close()
         proxy.writer.close()
 
 
-def served(check: Callable[[Rig], Any], env: Mapping[str, str] | None = None) -> None:
+def served(check: Callable[[Harness], Any], env: Mapping[str, str] | None = None) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), rig(env) as proxy:
+        async with asyncio.timeout(30), harness(env) as proxy:
             await check(proxy)
 
     asyncio.run(main())
@@ -82,23 +82,23 @@ def served(check: Callable[[Rig], Any], env: Mapping[str, str] | None = None) ->
 
 
 def test_policies_page_needs_calico_policies(tmp_path: Path) -> None:
-    async def without(rig: Rig) -> None:
+    async def without(harness: Harness) -> None:
         for path in ("/policies", "/policies/explain?from=10.0.0.1&to=10.0.0.2"):
-            answer = await rig.ask("admin", path)
+            answer = await harness.ask("admin", path)
             assert (answer.status, answer.text) == (
                 404,
                 "no policies of Calico: give CALICO_POLICY_DIR or POLICY_SYNC\n",
             )
 
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         for _ in range(3):
-            rig.proxy.metrics.ledger.calico.note(TierPolicy("none", "UNAVAILABLE"), Use.DENIED, 0.0)
-        told = json.loads((await rig.ask("admin", "/policies")).text)
+            harness.proxy.metrics.ledger.calico.note(TierPolicy("none", "UNAVAILABLE"), Use.DENIED, 0.0)
+        told = json.loads((await harness.ask("admin", "/policies")).text)
         assert told["source"] == {"name": str(tmp_path), "in_sync": False, "stale_s": 0.0, "error": ""}
         assert told["without_a_rule"]["UNAVAILABLE"]["denied"] == 3
-        answer = await rig.ask("admin", "/policies/explain?from=10.0.0.1&to=10.0.0.2")
+        answer = await harness.ask("admin", "/policies/explain?from=10.0.0.1&to=10.0.0.2")
         assert json.loads(answer.text)["lines"][0] == "egress of 10.0.0.1"
-        answer = await rig.ask("admin", "/policies/explain?from=10.0.0.1")
+        answer = await harness.ask("admin", "/policies/explain?from=10.0.0.1")
         assert (answer.status, answer.text.partition(":")[0]) == (400, "to")
 
     served(without)
@@ -116,8 +116,8 @@ def test_policies_page_needs_calico_policies(tmp_path: Path) -> None:
     ],
 )
 def test_the_admin_server_gives_no_capture(socket: str, reason: str) -> None:
-    async def check(rig: Rig) -> None:
-        answer = await rig.ask("admin", "/tap?pod=default/web")
+    async def check(harness: Harness) -> None:
+        answer = await harness.ask("admin", "/tap?pod=default/web")
         assert (answer.status, answer.text) == (403, reason)
 
     served(check, {"ZTUNNEL_TAP_SOCKET": socket})
@@ -127,35 +127,37 @@ def test_the_admin_server_gives_no_capture(socket: str, reason: str) -> None:
 
 
 def test_a_connection_is_explained(tmp_path: Path) -> None:
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, BACK])
-        answer = await rig.ask("admin", "/explain?source=shop/client&destination=10.0.0.2:8080")
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, BACK])
+        answer = await harness.ask("admin", "/explain?source=shop/client&destination=10.0.0.2:8080")
         told = json.loads(answer.text)
         assert (answer.status, told["verdict"], told["ways"][0]["target"]) == (200, "allowed", "10.0.0.2:15008")
         assert told["certificate"] == {"state": "none here: no pod of this node has the identity"}
-        await rig.proxy.certificates.fetch(CLIENT.identity)
-        told = json.loads((await rig.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:8080")).text)
+        await harness.proxy.certificates.fetch(CLIENT.identity)
+        told = json.loads((await harness.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:8080")).text)
         assert told["certificate"]["state"] == "available"
         assert 0 < told["certificate"]["days_left"] <= 1
         for wrong in ("source=shop/none&destination=10.0.0.2:80", "source=10.0.0.1&destination=10.0.0.2&x=1"):
-            answer = await rig.ask("admin", f"/explain?{wrong}")
+            answer = await harness.ask("admin", f"/explain?{wrong}")
             assert answer.status == 400
             assert answer.text.endswith("\n")
             assert "usage: /explain?source=" in answer.text
-        bad = await rig.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:80&identity=bob")
+        bad = await harness.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:80&identity=bob")
         assert bad.status == 400
         inbound = "source=10.0.0.1:9&destination=10.0.0.2:8080&direction=inbound"
-        told = json.loads((await rig.ask("admin", f"/explain?{inbound}")).text)
+        told = json.loads((await harness.ask("admin", f"/explain?{inbound}")).text)
         assert sorted(told) == ["destination", "inbound", "source", "verdict"]
-        bad = await rig.ask("admin", f"/explain?{inbound}s")
+        bad = await harness.ask("admin", f"/explain?{inbound}s")
         assert (bad.status, bad.text.splitlines()[0]) == (
             400,
             "direction: 'inbounds' is none of inbound, outbound",
         )
 
-    async def check_calico(rig: Rig) -> None:
-        rig.proxy.mesh.apply([CLIENT, BACK])
-        told = json.loads((await rig.ask("admin", "/explain?source=shop/client&destination=10.0.0.2:8080")).text)
+    async def check_calico(harness: Harness) -> None:
+        harness.proxy.mesh.apply([CLIENT, BACK])
+        told = json.loads(
+            (await harness.ask("admin", "/explain?source=shop/client&destination=10.0.0.2:8080")).text
+        )
         assert told["ways"][0]["calico"]["lines"][0] == "egress of 10.0.0.1"
 
     served(check)
@@ -166,29 +168,29 @@ def test_a_connection_is_explained(tmp_path: Path) -> None:
 
 
 def test_readiness_names_what_is_pending() -> None:
-    async def check(rig: Rig) -> None:
-        readiness = rig.proxy.readiness
-        live = await rig.ask("readiness", "/healthz/live")
+    async def check(harness: Harness) -> None:
+        readiness = harness.proxy.readiness
+        live = await harness.ask("readiness", "/healthz/live")
         assert (live.status, live.text) == (200, "live\n")
-        answer = await rig.ask("readiness", "/healthz/ready")
+        answer = await harness.ask("readiness", "/healthz/ready")
         assert (answer.status, answer.text) == (
             500,
             "not ready, pending: state manager, workload proxy manager\n",
         )
         assert answer.headers["content-type"] == "text/plain"
         readiness.done("state manager")
-        assert (await rig.ask("readiness", "/healthz/ready")).text == (
+        assert (await harness.ask("readiness", "/healthz/ready")).text == (
             "not ready, pending: workload proxy manager\n"
         )
         readiness.set("workload proxy manager", ready=True)
-        answer = await rig.ask("readiness", "/healthz/ready")
+        answer = await harness.ask("readiness", "/healthz/ready")
         assert (answer.status, answer.text) == (200, "ready\n")
         readiness.set("workload proxy manager", ready=False)
-        assert (await rig.ask("readiness", "/healthz/ready")).status == 500
+        assert (await harness.ask("readiness", "/healthz/ready")).status == 500
         for method in ("POST", "PUT", "HEAD"):
-            assert (await rig.ask("readiness", "/healthz/ready", method)).status == 405
+            assert (await harness.ask("readiness", "/healthz/ready", method)).status == 405
         for path in ("/", "/healthz", "/metrics"):
-            answer = await rig.ask("readiness", path)
+            answer = await harness.ask("readiness", path)
             assert (answer.status, answer.text) == (
                 404,
                 "no such page; this port has /healthz/ready, /healthz/live\n",
@@ -216,8 +218,8 @@ def test_readiness_names_what_is_pending() -> None:
     ],
 )
 def test_pending_readiness_conditions_follow_the_environment(env: dict[str, str], pending: set[str]) -> None:
-    async def check(rig: Rig) -> None:
-        assert rig.proxy.readiness.pending == pending
+    async def check(harness: Harness) -> None:
+        assert harness.proxy.readiness.pending == pending
 
     served(check, env)
 
@@ -229,9 +231,9 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8; escap
 
 
 def test_metrics_answer_under_two_names() -> None:
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         for path in ("/metrics", "/stats/prometheus"):
-            answer = await rig.ask("stats", path, Accept="application/openmetrics-text;version=1.0.0")
+            answer = await harness.ask("stats", path, Accept="application/openmetrics-text;version=1.0.0")
             assert answer.status == 200
             assert answer.headers["content-type"] == OPENMETRICS
             assert answer.headers["vary"] == "accept, accept-encoding"
@@ -240,8 +242,8 @@ def test_metrics_answer_under_two_names() -> None:
             assert "workload_manager_active_proxy_count 0.0\n" in answer.text
             assert "workload_manager_proxies_started_total 0.0\n" in answer.text
             assert answer.text.endswith("# EOF\n")
-        assert (await rig.ask("stats", "/metrics", "POST")).status == 200
-        unknown = await rig.ask("stats", "/")
+        assert (await harness.ask("stats", "/metrics", "POST")).status == 200
+        unknown = await harness.ask("stats", "/")
         assert (unknown.status, unknown.text) == (
             404,
             "no such page; this port has /metrics, /stats/prometheus\n",
@@ -270,66 +272,66 @@ def test_metrics_answer_under_two_names() -> None:
     ],
 )
 def test_logging_page_shows_and_changes_levels(path: str, status: int, body: str) -> None:
-    async def check(rig: Rig) -> None:
-        answer = await rig.ask("admin", f"/logging{path}", "POST")
+    async def check(harness: Harness) -> None:
+        answer = await harness.ask("admin", f"/logging{path}", "POST")
         assert answer.status == status
         assert answer.text.startswith(body)
         if status != 200:
-            current = await rig.ask("admin", "/logging", "POST")
+            current = await harness.ask("admin", "/logging", "POST")
             assert current.text == f"current log level is {ALWAYS},info\n"
 
     served(check)
 
 
 def test_log_level_reset_restores_the_initial_filter() -> None:
-    async def check(rig: Rig) -> None:
-        await rig.ask("admin", "/logging?level=trace,dns=debug", "POST")
-        answer = await rig.ask("admin", "/logging?reset=true&level=access=off", "POST")
+    async def check(harness: Harness) -> None:
+        await harness.ask("admin", "/logging?level=trace,dns=debug", "POST")
+        answer = await harness.ask("admin", "/logging?reset=true&level=access=off", "POST")
         assert answer.text == f"current log level is {ALWAYS},access=off,warn\n"
 
     served(check, {"RUST_LOG": "warn"})
 
 
 def test_admin_pages_and_their_methods() -> None:
-    async def check(rig: Rig) -> None:
-        home = await rig.ask("admin", "/")
+    async def check(harness: Harness) -> None:
+        home = await harness.ask("admin", "/")
         assert home.status == 200
         assert home.headers["content-type"].startswith("text/html")
         assert "/config_dump" in home.text
-        usage = await rig.ask("admin", "/logging")
+        usage = await harness.ask("admin", "/logging")
         assert usage.status == 405
         assert "usage: POST /logging?level=<level>" in usage.text
-        quit_ = await rig.ask("admin", "/quitquitquit")
+        quit_ = await harness.ask("admin", "/quitquitquit")
         assert (quit_.status, quit_.text) == (405, "")
-        assert not rig.proxy._stop.is_set()
-        quit_ = await rig.ask("admin", "/quitquitquit", "POST")
+        assert not harness.proxy._stop.is_set()
+        quit_ = await harness.ask("admin", "/quitquitquit", "POST")
         assert (quit_.status, quit_.text) == (200, "shutdown now\n")
-        assert rig.proxy._stop.is_set()
-        unknown = await rig.ask("admin", "/nothing")
+        assert harness.proxy._stop.is_set()
+        unknown = await harness.ask("admin", "/nothing")
         assert unknown.status == 404
-        home = await rig.ask("admin", "/")
+        home = await harness.ask("admin", "/")
         for path in ("/", "/config_dump", "/connections", "/logging", "/quitquitquit"):
             assert path in unknown.text
             assert path in home.text
         for query in ("seconds=0", "seconds=301", "seconds=x", "frequency=0", "frequency=1001"):
             name, largest = ("seconds", 300) if query.startswith("seconds") else ("frequency", 1000)
-            answer = await rig.ask("admin", f"/debug/pprof/profile?{query}")
+            answer = await harness.ask("admin", f"/debug/pprof/profile?{query}")
             assert (answer.status, answer.text) == (400, f"invalid {name} value; expected 1-{largest}\n")
-        assert (await rig.ask("admin", "/debug/pprof/profile?seconds=300&frequency=1")).status == 500
+        assert (await harness.ask("admin", "/debug/pprof/profile?seconds=300&frequency=1")).status == 500
         for path in ("heap", "heap/profiling?activate=true"):
-            answer = await rig.ask("admin", f"/debug/pprof/{path}")
+            answer = await harness.ask("admin", f"/debug/pprof/{path}")
             assert (answer.status, answer.text) == (500, "jemalloc not enabled\n")
 
     served(check)
 
 
 def test_a_taken_port_is_named() -> None:
-    async def check(rig: Rig) -> None:
+    async def check(harness: Harness) -> None:
         with socket.create_server(("127.0.0.1", 0)) as somebody:
             taken = SocketAddress(*somebody.getsockname())
-            rig.proxy.config = replace(rig.proxy.config, admin_port=taken.port)
+            harness.proxy.config = replace(harness.proxy.config, admin_port=taken.port)
             with pytest.raises(TproxyError, match=f"failed to bind to address {taken}"):
-                async with Servers(rig.proxy):
+                async with Servers(harness.proxy):
                     pass
 
     served(check)
@@ -371,10 +373,10 @@ def sorted_everywhere(value: Any) -> bool:
 
 
 def test_the_dump_of_a_shared_proxy() -> None:
-    async def check(rig: Rig) -> None:
-        rig.proxy.mesh.apply([LOCAL])
-        await rig.proxy.certificates.fetch(LOCAL.identity)
-        answer = await rig.ask("admin", "/config_dump")
+    async def check(harness: Harness) -> None:
+        harness.proxy.mesh.apply([LOCAL])
+        await harness.proxy.certificates.fetch(LOCAL.identity)
+        answer = await harness.ask("admin", "/config_dump")
         assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
         dump = json.loads(answer.text)
         assert list(dump) == [*TOP[:-1], "workloadState", "workloads"]
@@ -382,23 +384,23 @@ def test_the_dump_of_a_shared_proxy() -> None:
         assert answer.text.startswith('{\n  "certificates": [\n    {\n      "certChain": [')
         assert [type(dump[key]) for key in ("workloads", "services", "policies", "certificates")] == [list] * 4
         assert (dump["workloadState"], dump["stagedServices"]) == ({}, {})
-        assert json.loads((await rig.ask("admin", "/connections")).text) == dump["workloadState"]
+        assert json.loads((await harness.ask("admin", "/connections")).text) == dump["workloadState"]
         for key in ("workloads", "config", "pending", "version"):
-            assert json.loads((await rig.ask("admin", f"/config_dump?part={key}")).text) == {key: dump[key]}
-        one = await rig.ask("admin", f"/config_dump?part=workloads&name={LOCAL.namespace}/{LOCAL.name}")
+            assert json.loads((await harness.ask("admin", f"/config_dump?part={key}")).text) == {key: dump[key]}
+        one = await harness.ask("admin", f"/config_dump?part=workloads&name={LOCAL.namespace}/{LOCAL.name}")
         assert json.loads(one.text) == {"workloads": dump["workloads"]}
-        none = await rig.ask("admin", "/config_dump?part=workloads&name=nobody")
+        none = await harness.ask("admin", "/config_dump?part=workloads&name=nobody")
         assert json.loads(none.text) == {"workloads": []}
-        key = await rig.ask("admin", "/config_dump?part=config&name=network")
+        key = await harness.ask("admin", "/config_dump?part=config&name=network")
         assert json.loads(key.text) == {"config": {"network": ""}}
-        unknown = await rig.ask("admin", "/config_dump?part=listeners")
+        unknown = await harness.ask("admin", "/config_dump?part=listeners")
         assert (unknown.status, unknown.text.partition(";")[0]) == (404, "no part 'listeners'")
-        assert dump["denials"] == json.loads((await rig.ask("admin", "/denials")).text) == []
+        assert dump["denials"] == json.loads((await harness.ask("admin", "/denials")).text) == []
         asked = Pair(
             "inbound", "client.shop", "spiffe://td/ns/shop/sa/client", "cart.shop:80", "denied by: shop/p"
         )
-        rig.proxy.metrics.ledger.denials.note(asked, "10.0.0.1:4000", 1_000_000_000.5)
-        (denial,) = json.loads((await rig.ask("admin", "/denials")).text)
+        harness.proxy.metrics.ledger.denials.note(asked, "10.0.0.1:4000", 1_000_000_000.5)
+        (denial,) = json.loads((await harness.ask("admin", "/denials")).text)
         assert denial == {
             **asked._asdict(),
             "count": 1,
@@ -408,11 +410,11 @@ def test_the_dump_of_a_shared_proxy() -> None:
         enforced = AuthorizationPolicy(
             name="p", namespace="shop", scope=PolicyScope.NAMESPACE, action=Action.DENY, condition=Always()
         )
-        rig.proxy.mesh.apply([enforced, replace(enforced, name="trial", dry_run=True)])
-        rig.proxy.metrics.ledger.own.note("shop/p", Use.DENIED, 1_000_000_000.5)
+        harness.proxy.mesh.apply([enforced, replace(enforced, name="trial", dry_run=True)])
+        harness.proxy.metrics.ledger.own.note("shop/p", Use.DENIED, 1_000_000_000.5)
         for use in (Use.WOULD_DENY, Use.WOULD_NOT_ALLOW):
-            rig.proxy.metrics.ledger.own.note("shop/trial", use, 1_000_000_001.5)
-        policies = json.loads((await rig.ask("admin", "/config_dump")).text)["policies"]
+            harness.proxy.metrics.ledger.own.note("shop/trial", use, 1_000_000_001.5)
+        policies = json.loads((await harness.ask("admin", "/config_dump")).text)["policies"]
         assert [policy["decisions"] for policy in policies] == [
             {"allowed": 0, "denied": 1, "ended": 0, "lastTime": "2001-09-09T01:46:40Z"},
             {"denied": 2, "lastTime": "2001-09-09T01:46:41Z"},
@@ -442,8 +444,8 @@ def test_the_dump_of_a_shared_proxy() -> None:
 
 
 def test_the_dump_of_a_dedicated_proxy_has_no_pods() -> None:
-    async def check(rig: Rig) -> None:
-        assert list(json.loads((await rig.ask("admin", "/config_dump")).text)) == TOP
+    async def check(harness: Harness) -> None:
+        assert list(json.loads((await harness.ask("admin", "/config_dump")).text)) == TOP
 
     served(check, {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "a/b/c"})
 

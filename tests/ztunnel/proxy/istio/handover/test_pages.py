@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ztunnel.proxy.istio.admin.test_server import Rig, served
+from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from ztunnel.cli import main
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.istio.environment import config_from
@@ -17,23 +17,23 @@ from ztunnel.runtime.settings import SettingsError
 Said = pytest.CaptureFixture[str]
 
 
-def asked(capsys: Said, check: Callable[[Rig, Callable[..., Any]], Any], env: Mapping[str, str]) -> None:
-    async def with_command(rig: Rig) -> None:
-        address = rig.addresses["admin"][0]
+def asked(capsys: Said, check: Callable[[Harness, Callable[..., Any]], Any], env: Mapping[str, str]) -> None:
+    async def with_command(harness: Harness) -> None:
+        address = harness.addresses["admin"][0]
 
         async def command(*words: str) -> tuple[int, str, str]:
             status = await asyncio.to_thread(main, ["handover", *words, "--address", str(address)])
             said = capsys.readouterr()
             return status, said.out, said.err
 
-        await check(rig, command)
+        await check(harness, command)
 
     served(with_command, env)
 
 
 def test_handover_page_without_a_folder_names_the_variable(capsys: Said) -> None:
-    async def check(rig: Rig, command: Callable[..., Any]) -> None:
-        answer = await rig.ask("admin", "/handover")
+    async def check(harness: Harness, command: Callable[..., Any]) -> None:
+        answer = await harness.ask("admin", "/handover")
         assert answer.status == 404
         assert "ZTUNNEL_HANDOVER_DIR" in answer.text
         status, _, err = await command()
@@ -44,11 +44,11 @@ def test_handover_page_without_a_folder_names_the_variable(capsys: Said) -> None
 
 
 def test_handover_page_shows_state_and_needs_a_successor(capsys: Said, tmp_path: Path) -> None:
-    async def check(rig: Rig, command: Callable[..., Any]) -> None:
-        handover = rig.proxy.handover
+    async def check(harness: Harness, command: Callable[..., Any]) -> None:
+        handover = harness.proxy.handover
         assert handover is not None
         handover.statistics.count("kept", "declined: pod not carried", 2)
-        shown = json.loads((await rig.ask("admin", "/handover")).text)
+        shown = json.loads((await harness.ask("admin", "/handover")).text)
         assert shown["socket"] == f"{tmp_path}/handover.sock"
         assert (shown["listening"], shown["successor"]) == (False, None)
         assert shown["connections"] == {"kept (declined)": 2}
@@ -62,15 +62,15 @@ def test_handover_page_shows_state_and_needs_a_successor(capsys: Said, tmp_path:
         status, _, err = await command("now")
         assert status == 2
         assert "no successor waits" in err
-        assert not rig.proxy._stop.is_set()
+        assert not harness.proxy._stop.is_set()
         await handover.close()
 
     asked(capsys, check, {"ZTUNNEL_HANDOVER_DIR": str(tmp_path)})
 
 
 def test_handover_command_gives_connections_at_once(capsys: Said, tmp_path: Path) -> None:
-    async def check(rig: Rig, command: Callable[..., Any]) -> None:
-        handover = rig.proxy.handover
+    async def check(harness: Harness, command: Callable[..., Any]) -> None:
+        handover = harness.proxy.handover
         assert handover is not None
         handover.begin()
         while not handover.status()["listening"]:
@@ -85,7 +85,7 @@ def test_handover_command_gives_connections_at_once(capsys: Said, tmp_path: Path
         status, out, _ = await command("now")
         assert status == 0
         assert "handing over" in out
-        assert rig.proxy._stop.is_set()
+        assert harness.proxy._stop.is_set()
         writer.close()
         await handover.close()
 
@@ -93,14 +93,14 @@ def test_handover_command_gives_connections_at_once(capsys: Said, tmp_path: Path
 
 
 def test_metrics_count_results_and_pauses() -> None:
-    async def check(rig: Rig) -> None:
-        text = (await rig.ask("stats", "/metrics")).text
+    async def check(harness: Harness) -> None:
+        text = (await harness.ask("stats", "/metrics")).text
         assert "ztunnel_handover" not in text.replace("# HELP ztunnel_handover", "").replace("# TYPE ztunnel", "")
-        counts = rig.proxy.metrics.handovers
+        counts = harness.proxy.metrics.handovers
         counts.offered("given", "", 3, 0.004)
         counts.offered("kept", "no answer in time", 1, 2.0)
         counts.offered("kept", "within a record", 1, 9.0)
-        text = (await rig.ask("stats", "/metrics")).text
+        text = (await harness.ask("stats", "/metrics")).text
         assert 'ztunnel_handover_connections_total{reason="",result="given"} 3' in text or (
             'ztunnel_handover_connections_total{result="given",reason=""} 3' in text
         )

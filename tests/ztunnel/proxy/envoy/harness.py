@@ -48,7 +48,7 @@ Json = dict[str, Any]
 CLIENT, SERVER = "spiffe://td/ns/a/sa/client", "spiffe://td/ns/a/sa/server"
 
 
-class Rig:
+class Harness:
     """One proxy and its control plane.
 
     Attributes:
@@ -156,7 +156,7 @@ class Rig:
 
 def run(
     folder: Path,
-    body: Callable[[Rig], Awaitable[None]],
+    body: Callable[[Harness], Awaitable[None]],
     *resources: tuple[str, Json],
     switches: Switches = Switches(),  # noqa: B008  frozen
     extend: Callable[[Bootstrap], None] | None = None,
@@ -166,16 +166,16 @@ def run(
     """Run ``body`` against a proxy that has ``resources``."""
 
     async def main() -> None:
-        rig = Rig(folder, switches, extend, policies, tap_socket)
-        rig.publish(*resources)
-        async with rig.server, asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(rig.proxy.run())
+        harness = Harness(folder, switches, extend, policies, tap_socket)
+        harness.publish(*resources)
+        async with harness.server, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(harness.proxy.run())
             try:
-                await rig.live()
-                await body(rig)
+                await harness.live()
+                await body(harness)
             finally:
                 with mock.patch.object(accepting, "_HANDOVER_S", 0.0):  # there is no successor
-                    rig.proxy.shut_down()
+                    harness.proxy.shut_down()
                     await running
 
     asyncio.run(main())
@@ -288,7 +288,7 @@ def rbac(principal: str | None, action: str = "ALLOW") -> Json:
 
 
 def access_log(folder: Path) -> list[Json]:
-    """JSON lines into the rig's folder."""
+    """JSON lines into the harness's folder."""
     fields = {
         "flags": "%RESPONSE_FLAGS%",
         "cluster": "%UPSTREAM_CLUSTER%",
@@ -427,30 +427,30 @@ def outbound_cluster(port: int) -> tuple[str, Json]:
 
 
 async def tunnel(
-    rig: Rig, port: int, identities: Identities, *filters: Json, **log: Any
+    harness: Harness, port: int, identities: Identities, *filters: Json, **log: Any
 ) -> list[tuple[str, Json]]:
     """Both ends of a tunnel in one proxy, with SERVER's policy ``filters``; published."""
     secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
     end = inbound({"route_config": connect_route("app")}, *filters)
-    await rig.published(end, cluster(port), *secrets)
-    await rig.until(lambda: rig.proxy.listeners.active)
+    await harness.published(end, cluster(port), *secrets)
+    await harness.until(lambda: harness.proxy.listeners.active)
     tunnelling = tcp("tunnel", tunneling_config={"hostname": "app:80"}, **log)
     everything = [
         end,
         listener(chain(tunnelling)),
         cluster(port),
-        outbound_cluster(rig.port("inbound")),
+        outbound_cluster(harness.port("inbound")),
         *secrets,
     ]
-    await rig.published(*everything)
-    await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+    await harness.published(*everything)
+    await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
     return everything
 
 
-def page(rig: Rig, path: str, query: str = "") -> str:
+def page(harness: Harness, path: str, query: str = "") -> str:
     """A page of the admin server."""
     request = PageRequest(method="GET", path=path, query=Query.parse(query), target=f"{path}?{query}")
-    answered = answer(rig.proxy, mock.Mock(), mock.Mock(), request)
+    answered = answer(harness.proxy, mock.Mock(), mock.Mock(), request)
     assert isinstance(answered, Page)
     pieces = []
     for piece in answered.body:
