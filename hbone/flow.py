@@ -94,8 +94,8 @@ class PeerQuota:
         "_turn_bytes",
         "_turn_s",
         "_windows",
+        "bulk_s",
         "connections",
-        "greedy_s",
         "window_bytes",
         "work",
     )
@@ -107,7 +107,7 @@ class PeerQuota:
         """Receive windows of the connections beyond their first ones."""
         self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
         self.connections = 0
-        self.greedy_s = -1.0
+        self.bulk_s = -1.0
         """The start time of the poller's iteration in which the connections have read :data:`PEER_BULK_BYTES`."""
         self._turn_s = -1.0
         self._turn_bytes = 0
@@ -118,7 +118,7 @@ class PeerQuota:
             self._turn_s, self._turn_bytes = turn_s, 0
         self._turn_bytes += size
         if self._turn_bytes >= PEER_BULK_BYTES:
-            self.greedy_s = turn_s
+            self.bulk_s = turn_s
 
     def take_window(self, size: int) -> bool:
         """Let a connection's receive window grow by ``size``. Return False if the windows of the peer, or of the

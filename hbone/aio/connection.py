@@ -79,10 +79,10 @@ class Connection(ConnectionTunnels):
     """See the module. Made by :func:`connect` or :func:`hbone.aio.server.serve_connection`."""
 
     __slots__ = (
+        "_bulk",
         "_closed",
         "_first",
         "_grace",
-        "_greedy",
         "_keepalive",
         "_on_change",
         "_on_established",
@@ -118,7 +118,7 @@ class Connection(ConnectionTunnels):
         self._requests = requests
         self._on_established = on_established
         self._on_change: Callable[[Connection], None] | None = None
-        self._greedy = role is Role.SERVER  # until the end of the handshake
+        self._bulk = role is Role.SERVER  # until the end of the handshake
         self._recent_bytes = 0
         self._closed: asyncio.Future[None] = poller.loop.create_future()
         self._keepalive: Keepalive | None = None
@@ -215,8 +215,8 @@ class Connection(ConnectionTunnels):
             # are served at once, do not wait for all bulk connections. Clients in a handshake and peers with many
             # connections also count as bulk.
             share = self._share
-            greedy = self._greedy or (share is not None and share.greedy_s == self.poller.now_s)
-            if mask and greedy and self._joins_line():
+            bulk = self._bulk or (share is not None and share.bulk_s == self.poller.now_s)
+            if mask and bulk and self._joins_line():
                 self.poller.requeue(self)
             else:
                 self._take_turn()
@@ -244,7 +244,7 @@ class Connection(ConnectionTunnels):
         link, engine = self.link, self.engine
         limits = self.settings.http2.limits
         read_before = link.read_bytes
-        begun_s = time.monotonic() if self._greedy else 0.0
+        begun_s = time.monotonic() if self._bulk else 0.0
         until_s = begun_s and begun_s + limits.slice_s
         for _ in range(READS_PER_TURN):
             if self._pause is not None:
@@ -264,7 +264,7 @@ class Connection(ConnectionTunnels):
                     begun_s = now_s
             if self._has_ended() or not (link.readable or engine.unparsed):
                 size = link.read_bytes - read_before
-                if self._greedy or size >= _SMALL_BYTES:
+                if self._bulk or size >= _SMALL_BYTES:
                     self._note_read(size)
                 return
             if engine.unparsed:
@@ -275,14 +275,14 @@ class Connection(ConnectionTunnels):
             elif now_s >= until_s:
                 break
         self._note_read(link.read_bytes - read_before)
-        self._greedy = True
+        self._bulk = True
         if self._pause is None:
             self.poller.requeue(self)
 
     def _note_read(self, size: int) -> None:
         # One small read, such as an answer to a PING, does not make a bulk flow a small one.
         self._recent_bytes = (self._recent_bytes >> 1) + size
-        self._greedy = self._recent_bytes >= BULK_BYTES
+        self._bulk = self._recent_bytes >= BULK_BYTES
         if self._share is not None:
             self._share.note_read(self.poller.now_s, size)
 

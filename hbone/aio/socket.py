@@ -46,9 +46,9 @@ class PlainSocket(End):
     """
 
     __slots__ = (
+        "_bulk",
         "_gather",
         "_gathered",
-        "_greedy",
         "_hung_up",
         "_lasting",
         "_paused",
@@ -79,7 +79,7 @@ class PlainSocket(End):
         self._watched = False
         self._hung_up = 0  # the bits of HUNG_UP that were reported
         self._paused = False
-        self._greedy = False  # read much at once; see Poller.defers_bulk
+        self._bulk = False  # read much at once; see Poller.defers_bulk
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
@@ -203,7 +203,7 @@ class PlainSocket(End):
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
             if not self._paused:
-                if mask and self._greedy and self.poller.defers_bulk():
+                if mask and self._bulk and self.poller.defers_bulk():
                     self.poller.requeue(self)
                 else:
                     self._pump()
@@ -256,10 +256,10 @@ class PlainSocket(End):
             self.poller.requeue(self)
             return
         if self._pipe is not None or (self.read_bytes > SPLICE_AFTER_BYTES and self._begin_splicing()):
-            self._greedy = True
+            self._bulk = True
             self._splice()
             return
-        before, self._greedy = self.read_bytes, True
+        before, self._bulk = self.read_bytes, True
         for _ in range(READS_PER_TURN):
             peer = self.peer
             if peer is None:
@@ -279,7 +279,7 @@ class PlainSocket(End):
                     size, most = self.sock.recv_into(room), len(room)
             except BlockingIOError:
                 self._readable = False
-                self._greedy = self.read_bytes - before >= BULK_BYTES
+                self._bulk = self.read_bytes - before >= BULK_BYTES
                 return
             except OSError as error:
                 self._end(bare(error))
@@ -293,7 +293,7 @@ class PlainSocket(End):
             if size < most and not self._hung_up:
                 # A short read has emptied the stream. A later EOF is a new edge (epoll(7)).
                 self._readable = False
-                self._greedy = self.read_bytes - before >= BULK_BYTES
+                self._bulk = self.read_bytes - before >= BULK_BYTES
                 return
         self.poller.requeue(self)
 

@@ -32,11 +32,11 @@ class TlsSocket(End):
     """
 
     __slots__ = (
+        "_bulk",
         "_early",
         "_established",
         "_failed",
         "_filled",
-        "_greedy",
         "_in_flight",
         "_output",
         "_owed",
@@ -65,7 +65,7 @@ class TlsSocket(End):
         self._early = b""
         self._failed = False  # the poller reported an error
         self._paused = False
-        self._greedy = False  # read much at once; see Poller.defers_bulk
+        self._bulk = False  # read much at once; see Poller.defers_bulk
         self._waiting = False
         self._output: memoryview | None = None
         self._filled = 0
@@ -130,7 +130,7 @@ class TlsSocket(End):
             if not self._established.done():
                 self._receive_handshake()
             elif not self._paused:
-                if mask and self._greedy and self.poller.defers_bulk():
+                if mask and self._bulk and self.poller.defers_bulk():
                     self.poller.requeue(self)
                 else:
                     self._pump()
@@ -176,7 +176,7 @@ class TlsSocket(End):
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:
             return
-        before, self._greedy = self.link.read_bytes, True
+        before, self._bulk = self.link.read_bytes, True
         for _ in range(READS_PER_TURN):
             peer = self.peer
             if peer is None:
@@ -197,7 +197,7 @@ class TlsSocket(End):
                 return
             if not self.link.readable:
                 self._send_tls()  # a key update asks for an answer
-                self._greedy = self.link.read_bytes - before >= BULK_BYTES
+                self._bulk = self.link.read_bytes - before >= BULK_BYTES
                 return
         self.poller.requeue(self)
 

@@ -129,11 +129,11 @@ class _Server(ABC):
 
     def _make_room(self) -> None:
         sources = Counter(connection.source for connection in self._connections)
-        greedy, number = sources.most_common(1)[0]
+        source, number = sources.most_common(1)[0]
         # In the order of their last activity; min() returns the first of the least busy ones.
-        oldest = min((c for c in self._connections if c.source == greedy), key=lambda c: c.stage)
+        oldest = min((c for c in self._connections if c.source == source), key=lambda c: c.stage)
         if oldest.stage is not Stage.IDLE and self._lines.admits():
-            log.warning("%s: %d connections of %s are open, closing one", self.name, number, greedy)
+            log.warning("%s: %d connections of %s are open, closing one", self.name, number, source)
         oldest.abort()
         self._connections.pop(oldest, None)
 
