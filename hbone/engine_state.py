@@ -221,7 +221,7 @@ def engine_of(state: EngineState, buffers: Buffers | None, now_s: float) -> Engi
     """Return an engine that continues from a state.
 
     Args:
-        state: of the engine before.
+        state: the previous engine's state.
         buffers: lends output buffers.
         now_s: monotonic seconds, of the clock that the engine will get.
 

@@ -85,7 +85,7 @@ class PeerQuota:
     """What all connections of one peer have together.
 
     Args:
-        limits: of the peer.
+        limits: the peer's limits.
         windows: of the process, which the peer's come out of.
     """
 

@@ -229,7 +229,7 @@ class PoolState:
         """Add a connection that another process has dialled.
 
         Args:
-            key: of the connection.
+            key: the connection's key.
             peer_limit: of streams (None: not known yet).
             streams: how many are open.
             now_s: the time.

@@ -44,7 +44,7 @@ class Packet:
     """A forwarded packet.
 
     Attributes:
-        state: of its connection, ``CT_*``.
+        state: its connection's state, ``CT_*``.
         tcp_flags: of a TCP packet.
         icmp_type, icmp_code: of an ICMP or ICMPv6 packet. A conntrack flow has the addresses and ports of its
         first packet.

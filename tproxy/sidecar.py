@@ -143,7 +143,7 @@ class Networks:
     """The destination (or source) is in one of these, or negated, in none.
 
     Attributes:
-        name: of the set, without the IP version.
+        name: the set's name, without the IP version.
         networks: of both versions. A version that has none does not match; negated, it always does.
     """
 

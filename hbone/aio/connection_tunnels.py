@@ -196,7 +196,7 @@ class ConnectionTunnels(TunnelCarrier):
         """Client: send CONNECT, wait for its 200.
 
         Args:
-            headers: of the request.
+            headers: the request's headers.
             client: its first bytes leave with the request, if the peer has announced that it holds them until its
                 answer (Setting.EARLY_BYTES): one round trip less. They are consumed when the 200 arrives;
                 without a 200 they stay for another attempt.

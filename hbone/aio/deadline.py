@@ -24,7 +24,7 @@ class Deadline:
     As with :func:`asyncio.timeout`, a cancellation from elsewhere stays one. To be entered once.
 
     Args:
-        poller: of the fiber.
+        poller: the fiber's poller.
         after_s: the limit. Few different ones, such as a configuration's, because each has a timer.
     """
 

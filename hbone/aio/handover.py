@@ -122,7 +122,7 @@ class Frozen:
 
     Attributes:
         state: for the other process.
-        descriptors: of its sockets, which stay open here.
+        descriptors: its sockets' descriptors, which stay open here.
 
     Raises:
         Unmovable: the unit cannot move, or not now. It continues here.
@@ -323,10 +323,10 @@ def resumed(
     """Make the unit of a state, which does not begin yet.
 
     Args:
-        state: of the unit.
+        state: the unit's state.
         sockets: non-blocking, in the order of the module; they belong to the result.
         settings: of connections here. The settings that the old process announced to the peer stay in use.
-        poller: of this loop.
+        poller: this loop's poller.
         requests: takes the requests of a server's connection.
 
     Raises:

@@ -195,7 +195,7 @@ class Pool:
         """Share a connection that another process has dialled, whose ``tunnels`` are open.
 
         Args:
-            key: of the connection.
+            key: the connection's key.
             connection: it continues here.
             tunnels: the open ones.
             idle_s: from :meth:`idle_s` of the other process's pool.

@@ -249,7 +249,7 @@ async def serve_connection(
         sock: belongs to this call.
         tls_context: None: cleartext HTTP/2 with prior knowledge.
         settings: times and windows.
-        poller: of this loop.
+        poller: this loop's poller.
         on_request: runs as a fiber per request, and must answer it. Owns the accepted tunnel, which is closed when
             the handler returns. Cancelled when the stream ends before the answer.
         take_now: called first for each request. If it accepts the request, ``on_request`` is not called.

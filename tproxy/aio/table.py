@@ -49,7 +49,7 @@ class BlockingTable:
 
     Args:
         netns: the table's namespace. None is the caller's own. The caller closes it, after this object.
-        name: of the table, which is ours alone.
+        name: the table's name, which is ours alone.
 
     Raises:
         NeedCapability: CAP_NET_ADMIN is missing.

@@ -474,7 +474,7 @@ class Channel:
         Where the server allows no more calls at once, this waits for another call to end.
 
         Args:
-            path: of the method.
+            path: the method's path.
             metadata: names in lower case and printable values.
             timeout_s: sent to the server; keeping it is the caller's part.
 

@@ -38,7 +38,7 @@ class Caller:
     """The other end of a call, as far as gRPC knows it.
 
     Attributes:
-        metadata: of the call, names in lower case; values under one name are joined with commas.
+        metadata: the call's metadata, names in lower case; values under one name are joined with commas.
         local: it came over a Unix socket, or where only this host's processes can connect in plain text.
     """
 

@@ -65,8 +65,8 @@ class Workload(NamedTuple):
     """One side of a connection, as the control plane or the peer's proxy describes it. Unknown texts are empty.
 
     Attributes:
-        name: of the pod.
-        namespace: of the pod.
+        name: the pod's name.
+        namespace: the pod's namespace.
         service_account: of the pod.
         node: the name of its node.
         cluster: the id of its cluster.

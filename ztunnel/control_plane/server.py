@@ -234,7 +234,7 @@ class ControlPlane:
         return True
 
     def _renew(self) -> bool:
-        """Renew leaves whose half life is over."""
+        """Renew the certificates that are past half their lifetime."""
         now = ca.now()
         due = [identity for identity, leaf in self._leaves.items() if leaf.renew_at <= now]
         for identity in due:

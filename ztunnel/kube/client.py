@@ -169,7 +169,7 @@ class Client:
 
         Args:
             selection: the objects.
-            version: of the list, or of the last event.
+            version: the version of the list or of the last event.
             timeout_s: the API server ends the stream after this.
 
         Raises:

@@ -50,7 +50,7 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
     """Put a holder of listening sockets above this process if configured; returns in the process that serves.
 
     Args:
-        environment: of this process.
+        environment: this process's environment.
         wanted: requested by a flag; ``ZTUNNEL_HOLD_SOCKETS`` requests it, too.
         serves: this process is to serve, and not only to check its configuration.
 

@@ -75,7 +75,7 @@ class UnixListener:
     """A listening Unix socket of mode 0600 at a path. It replaces the socket of a predecessor without a gap.
 
     Args:
-        path: of the socket; its folder exists.
+        path: the socket's path. Its folder exists.
         kind: SOCK_STREAM or SOCK_SEQPACKET.
 
     Raises:

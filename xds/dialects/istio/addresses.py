@@ -93,7 +93,7 @@ def compile_address(data: bytes, name: str = "") -> Workload | Service:
 
     Args:
         data: the message.
-        name: of the resource. Where it is the uid, which it should be, the workload's uid is this very object:
+        name: the resource's name. Where it is the uid, which it should be, the workload's uid is this very object:
             sources remember names, and a hundred bytes per workload count.
 
     Raises:

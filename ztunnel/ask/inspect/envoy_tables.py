@@ -191,7 +191,7 @@ class EnvoyTable:
         paths: that it needs.
         optional: that an Envoy does not have; their rows are left out then.
         items: makes them.
-        kind: of the items.
+        kind: the items' kind.
     """
 
     paths: tuple[str, ...]

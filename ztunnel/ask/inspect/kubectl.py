@@ -25,7 +25,7 @@ class Daemon(NamedTuple):
     Attributes:
         name: in errors.
         label: the label ``app`` of its DaemonSet's pods.
-        port: of its pages.
+        port: its pages' port.
     """
 
     name: str

@@ -156,7 +156,7 @@ def logged(line: str, identity: str = "") -> Seen | None:
 
     Args:
         line: of a log.
-        identity: of the client, where the line does not say it.
+        identity: the client's identity, where the line does not say it.
 
     Raises:
         BadLine: it is one, and does not say enough.

@@ -205,7 +205,7 @@ def ask(
 
     Args:
         server: ``HOST:PORT`` or a URL.
-        path: of the page, from ``/``.
+        path: the page's path, from ``/``.
         parameters: of the query. Those that are ``None`` are left out.
         method: of the request.
         limit_s: the time limit for each step of the server's answer.

@@ -43,7 +43,7 @@ class Proposal:
     """A policy that could be.
 
     Attributes:
-        labels: of the selected workloads. Empty unless its scope is a selector.
+        labels: the selected workloads' labels. Empty unless its scope is a selector.
         place: file and document, for errors.
     """
 
@@ -74,7 +74,7 @@ def read_policies(text: str, file: str, root_namespace: str) -> list[Proposal]:
     """Return the AuthorizationPolicies of a YAML file with one or several documents, or a List.
 
     Args:
-        text: of the file.
+        text: the file's text.
         file: its name, for errors.
         root_namespace: whose policies without a selector are for the whole mesh.
 

@@ -66,7 +66,7 @@ class CniServer(LocalServer):
     """Listens for the plugin while entered.
 
     Args:
-        path: of the socket. Its mode is 0600: only root's processes, such as container runtimes, can connect.
+        path: the socket's path. Its mode is 0600: only root's processes, such as container runtimes, can connect.
         add: called with each sandbox.
 
     Raises:

@@ -100,7 +100,7 @@ class Added:
 
     Attributes:
         netns: path of its network namespace.
-        uid: of the pod. Empty if the plugin does not send it.
+        uid: the pod's UID. Empty if the plugin does not send it.
     """
 
     namespace: str

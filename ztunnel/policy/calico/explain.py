@@ -130,7 +130,7 @@ def flow_of(
     """Return the flow between two parties; without method and path it is a connection.
 
     Args:
-        port: of the destination, 80 if empty; of ICMP see :func:`icmp_of`, any type if empty.
+        port: the destination's port, 80 if empty. For ICMP it is a type, see :func:`icmp_of`; any type if empty.
         source_port: :data:`EPHEMERAL_PORT` if empty.
 
     Raises:

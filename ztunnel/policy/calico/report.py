@@ -16,7 +16,7 @@ def in_force(store: Store, state: Mapping[str, Any], uses: Uses[TierPolicy]) -> 
     """Yield one JSON document in pieces, a tier each.
 
     Args:
-        state: of the source, see :func:`state_of`.
+        state: the source's state, see :func:`state_of`.
         uses: the decisions, possibly summed over several processes.
     """
     yield '{\n"source": ' + json.dumps(state)

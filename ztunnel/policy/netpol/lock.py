@@ -33,7 +33,7 @@ class NodeLock:
     """The right to change a table, from the moment when ``async with`` has it until it ends.
 
     Args:
-        name: of the table.
+        name: the table's name.
         netns: the namespace of the lock. None is the caller's own.
         wait: False raises instead.
 

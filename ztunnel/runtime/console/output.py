@@ -98,7 +98,7 @@ class Answer(Generic[T]):
     """The result of a command.
 
     Attributes:
-        kind: of the items.
+        kind: the items' kind.
         items: in the order of printing.
         silent: nodes that did not answer.
         across: several nodes were asked, and the table has a column NODE.

@@ -210,7 +210,7 @@ class LocalServer(_Server):
     """Serves one request per connection on a Unix socket of mode 0600 while entered.
 
     Args:
-        path: of the socket; its folder is made if need be. A successor's socket takes its place.
+        path: the socket's path. Its folder is made if need be. A successor's socket takes its place.
 
     Raises:
         OSError: on entering, the socket cannot be made.

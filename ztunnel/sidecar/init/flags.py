@@ -59,7 +59,7 @@ class Wanted:
         sidecar: the rules.
         apply, validate, remove: of these steps; ``validate`` comes last.
         show: print the rules instead, as ``nft`` or as ``iptables`` text.
-        namespace: of the network, a path or a name. Empty means the current one.
+        namespace: the network namespace, a path or a name. Empty means the current one.
         probe_port, probe_timeout_s: of the connection that validation makes.
         notes: for the log.
     """

@@ -33,7 +33,7 @@ def validate(
 
     Args:
         wanted: the expected rules.
-        port: of the connection.
+        port: the connection's port.
         timeout_s: the time limit.
         say: gets a line for each version.
         user, group: that this process runs as.

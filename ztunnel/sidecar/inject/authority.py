@@ -115,7 +115,7 @@ class OwnCertificates:
 
     Args:
         client: its role needs ``get`` of this Secret, and ``create`` of Secrets in its namespace.
-        namespace: of the Secret.
+        namespace: the Secret's namespace.
         secret: its name.
         names: DNS names of the serving certificate.
         folder: readable by this process only.

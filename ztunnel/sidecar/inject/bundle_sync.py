@@ -31,7 +31,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
 
     Args:
         client: its role needs ``list``, ``watch`` and ``patch`` of this configuration.
-        name: of a MutatingWebhookConfiguration, all of whose entries are ours.
+        name: the name of a MutatingWebhookConfiguration. All its entries are ours.
         ca_file: PEM, read every second. While it is unreadable, the keeper writes no object.
     """
     loop = asyncio.get_running_loop()

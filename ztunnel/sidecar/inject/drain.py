@@ -34,7 +34,7 @@ def drain(
     Args:
         wait_s: the longest wait for the ends of connections; 0: none.
         least_s: the minimum, if any, for connections that the application opens while it ends.
-        port: of the proxy.
+        port: the proxy's port.
         say: gets a line for each result that is not plain.
         monotonic, sleep: the clock.
 

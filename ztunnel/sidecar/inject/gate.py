@@ -39,7 +39,7 @@ def wait(
     Args:
         timeout_s: after this the answer is 1, and kubelet starts the init container again, or
         fail_open: 0, and the application starts outside of the mesh.
-        port: of the listener.
+        port: the listener's port.
         say: gets a line when it waits, each 5 s, and for a result that is not plain.
         monotonic, sleep: the clock.
     """

@@ -85,7 +85,7 @@ class Facts:
         now_s: Unix time.
         cluster_error: why the API server does not answer. Empty if it does.
         cluster_asked: the API server was asked, or could have been.
-        version: of the API server, its ``/version``.
+        version: the API server's version, its ``/version``.
         clock_s: the API server's clock less that of this machine.
         objects: by kind. A text is the reason why they are not known.
         access: verbs that checks need, such as ``list pods``, and whether they are allowed.

@@ -26,7 +26,7 @@ def read(text: str, *, listed: bool) -> dict[str, Any]:
     """Return a configuration as a list of plugins, if a container runtime can load it (libcni's rules).
 
     Args:
-        text: of the file.
+        text: the file's text.
         listed: the file is named ``.conflist`` and must be a list; files of other names must be a plain plugin.
 
     Raises:

@@ -135,8 +135,8 @@ class Schedule:
         half_s = max(0.0, not_after_s - not_before_s) / 2
         entry.expires_s, entry.error, entry.failures = not_after_s, None, 0
         # Three limits keep renewals from a loop when clocks disagree. If ours is far ahead of the authority's,
-        # half life has already passed, so the renewal waits a minute, or a quarter of a short lifetime. It is
-        # never later than the expiry, and never sooner than a second from now.
+        # half the lifetime has already passed, so the renewal waits a minute, or a quarter of a short lifetime.
+        # It is never later than the expiry, and never sooner than a second from now.
         refresh_s = not_before_s + half_s * (1 - _REFRESH_SPREAD * jitter)
         sensible_s = max(refresh_s, now_s + min(_SOONEST_REFRESH_S, half_s / 2))
         entry.due_s = max(min(sensible_s, not_after_s), now_s + _LEAST_WAIT_S)
