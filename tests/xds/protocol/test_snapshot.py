@@ -350,14 +350,14 @@ def ask(server: DeltaServer, *names: str) -> DeltaDiscoveryResponse:
     return response
 
 
-def told(response: DeltaDiscoveryResponse) -> tuple[list[str], list[str]]:
+def sent_and_removed(response: DeltaDiscoveryResponse) -> tuple[list[str], list[str]]:
     return [resource.name for resource in response.resources], list(response.removed_resources)
 
 
 def test_on_demand_begins_with_what_is_on_the_node() -> None:
     server = DeltaServer("me", mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2"), own="a"))
     response = on_demand(server)
-    assert told(response) == (["a"], [])
+    assert sent_and_removed(response) == (["a"], [])
     assert list(response.resources[0].aliases) == ["/10.0.0.1"]
 
 
@@ -365,10 +365,10 @@ def test_an_address_brings_who_has_it_and_a_service_its_backends() -> None:
     snapshot = mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2"), service("s", "10.9.0.1", "ab"))
     server = DeltaServer("me", snapshot)
     on_demand(server)
-    assert told(ask(server, "/10.0.0.2")) == (["b"], [])
-    assert told(ask(server, "/10.9.0.1")) == (["a", "b", "s"], [])
-    assert told(ask(server, "/10.0.0.2")) == (["b"], []), "asked again, sent again"
-    assert told(ask(server, "/10.7.7.7", "nobody")) == ([], ["/10.7.7.7", "nobody"])
+    assert sent_and_removed(ask(server, "/10.0.0.2")) == (["b"], [])
+    assert sent_and_removed(ask(server, "/10.9.0.1")) == (["a", "b", "s"], [])
+    assert sent_and_removed(ask(server, "/10.0.0.2")) == (["b"], []), "asked again, sent again"
+    assert sent_and_removed(ask(server, "/10.7.7.7", "nobody")) == ([], ["/10.7.7.7", "nobody"])
 
 
 def test_what_was_brought_is_kept_current_and_what_was_asked_in_vain_comes_when_it_is_there() -> None:
@@ -378,7 +378,7 @@ def test_what_was_brought_is_kept_current_and_what_was_asked_in_vain_comes_when_
     ask(server, "/10.0.0.9")
     server.update(mesh_of(workload("a", "10.0.0.1", "new"), workload("z", "10.0.0.9"), workload("y", "10.0.0.8")))
     (response,) = server.responses_to_send()
-    assert told(response) == (["a", "z"], ["s"])
+    assert sent_and_removed(response) == (["a", "z"], ["s"])
 
 
 def test_a_client_that_comes_back_on_demand_keeps_what_it_has() -> None:
@@ -386,14 +386,14 @@ def test_a_client_that_comes_back_on_demand_keeps_what_it_has() -> None:
     version = snapshot.of_type(ADDRESS)["a"].version
     server = DeltaServer("me", snapshot)
     versions = {"a": version, "b": "old", "gone": "1", "/10.0.0.3": "", "/10.7.7.7": ""}
-    assert told(on_demand(server, **versions)) == (["b", "c"], ["/10.7.7.7", "gone"])
+    assert sent_and_removed(on_demand(server, **versions)) == (["b", "c"], ["/10.7.7.7", "gone"])
 
 
 def test_wildcard_subscribers_get_all_resources_with_their_aliases() -> None:
     server = DeltaServer("me", mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2")))
     server.receive(DeltaDiscoveryRequest(type_url=ADDRESS, node=NODE))
     (response,) = server.responses_to_send()
-    assert told(response) == (["a", "b"], [])
+    assert sent_and_removed(response) == (["a", "b"], [])
 
 
 # ---------------------------------------------------------------------- both ends

@@ -28,11 +28,11 @@ from ztunnel.cli import main
 from ztunnel.proxy.istio.admin import check_page
 from ztunnel.proxy.istio.admin.check_page import fingerprint, reach, token_facts
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 SCHEMA = Path(__file__).parents[4] / "docs" / "schemas" / "CheckResultList.json"
 
 
-def told(capsys: Said) -> dict[str, Any]:
+def printed_json(capsys: Output) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     jsonschema.validate(found, json.loads(SCHEMA.read_text()))
     return found
@@ -45,7 +45,7 @@ def by_id(found: dict[str, Any]) -> dict[str, Any]:
 # A cluster
 
 
-def test_a_cluster_before_installation(tmp_path: Path, capsys: Said) -> None:
+def test_a_cluster_before_installation(tmp_path: Path, capsys: Output) -> None:
     async def run() -> int:
         api = FakeApi()
         async with api.serve():
@@ -59,7 +59,7 @@ def test_a_cluster_before_installation(tmp_path: Path, capsys: Said) -> None:
             return status
 
     assert asyncio.run(run()) == 1
-    found = by_id(told(capsys))
+    found = by_id(printed_json(capsys))
     assert found["ACC1"]["severity"] == found["ACC3"]["severity"] == "ok"
     assert found["POL1"]["severity"] == "error"
     assert found["POL1"]["object"] == "authorizationpolicy shop/no-get"
@@ -67,7 +67,7 @@ def test_a_cluster_before_installation(tmp_path: Path, capsys: Said) -> None:
     assert "IDN1" not in found
 
 
-def test_a_refusal_of_the_api_server_is_the_finding(tmp_path: Path, capsys: Said) -> None:
+def test_a_refusal_of_the_api_server_is_the_finding(tmp_path: Path, capsys: Output) -> None:
     async def run() -> int:
         api = FakeApi()
         api.accept_token = "another"
@@ -76,18 +76,18 @@ def test_a_refusal_of_the_api_server_is_the_finding(tmp_path: Path, capsys: Said
             return await asyncio.to_thread(main, [*words, "--pre"])
 
     assert asyncio.run(run()) == 1
-    found = by_id(told(capsys))
+    found = by_id(printed_json(capsys))
     assert "the token or certificate is expired" in found["ACC1"]["fact"]
     assert found["ACC2"]["severity"] == "skipped"
 
 
 @pytest.mark.parametrize("words", [["--only", "NET99"], ["--wait", "soon"], ["--file", "/nonexistent"]])
-def test_a_wrong_command_line(words: list[str], capsys: Said) -> None:
+def test_a_wrong_command_line(words: list[str], capsys: Output) -> None:
     assert main(["check", *words]) == 2
     assert capsys.readouterr().err.startswith("ztunnel check: ")
 
 
-def test_checks_are_listed(capsys: Said) -> None:
+def test_checks_are_listed(capsys: Output) -> None:
     assert main(["check", "--list", "--only", "IDN", "-o", "name"]) == 0
     assert capsys.readouterr().out.split() == [f"checkresult/IDN{number}" for number in range(1, 5)]
 
@@ -95,7 +95,7 @@ def test_checks_are_listed(capsys: Said) -> None:
 # A proxy
 
 
-def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Said) -> None:
+def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Output) -> None:
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply([CLIENT, BACK, policy("nothing", Action.DENY, Never())])
         address = str(harness.addresses["admin"][0])
@@ -103,7 +103,7 @@ def test_a_running_proxy_is_judged_by_its_own_facts(capsys: Said) -> None:
         await asyncio.to_thread(main, words)
 
     served(check)
-    found = by_id(told(capsys))
+    found = by_id(printed_json(capsys))
     assert found["NET3"]["severity"] == "ok"  # this machine's clock against itself
     assert found["ACC1"]["severity"] == "skipped"
     assert {found[name]["severity"] for name in ("KRN6", "XDS2", "IDN1")} <= {"ok", "warning"}

@@ -13,7 +13,7 @@ from ztunnel.ask.flows import command
 from ztunnel.ask.flows.model import BadFilter, Filter, chosen, make, read
 from ztunnel.cli import main
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 SCHEMA = Path(__file__).parents[4] / "docs" / "schemas" / "FlowList.json"
 
 
@@ -49,7 +49,7 @@ LINES = [
 PAGE = "".join(f"{json.dumps(each)}\n" for each in LINES).encode()
 
 
-def shown(capsys: Said, *words: str) -> list[str]:
+def shown(capsys: Output, *words: str) -> list[str]:
     with pages({"/flows": PAGE}) as address:
         assert main(["flows", "--address", address, "-o", "name", *words]) == 0
     return [each.partition("/id-")[2] for each in capsys.readouterr().out.splitlines()]
@@ -85,11 +85,11 @@ def shown(capsys: Said, *words: str) -> list[str]:
         (["--since", "2026-11-26T12:00:00Z", "--last", "1"], "4"),
     ],
 )
-def test_filters_and_bounds(words: list[str], found: str, capsys: Said) -> None:
+def test_filters_and_bounds(words: list[str], found: str, capsys: Output) -> None:
     assert shown(capsys, *words) == found.split()
 
 
-def test_a_table_says_what_was_refused_and_why(capsys: Said) -> None:
+def test_a_table_says_what_was_refused_and_why(capsys: Output) -> None:
     with pages({"/flows": PAGE}) as address:
         assert main(["flows", "--address", address, "--verdict", "dropped"]) == 0
     heading, row = capsys.readouterr().out.splitlines()
@@ -101,7 +101,7 @@ def test_a_table_says_what_was_refused_and_why(capsys: Said) -> None:
     assert row.endswith("explicitly denied by: bank/p")
 
 
-def test_json_has_its_schema_and_jsonpb_is_the_proxys_line(capsys: Said) -> None:
+def test_json_has_its_schema_and_jsonpb_is_the_proxys_line(capsys: Output) -> None:
     with pages({"/flows": PAGE}) as address:
         assert main(["flows", "--address", address, "-o", "json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -118,7 +118,7 @@ def test_json_has_its_schema_and_jsonpb_is_the_proxys_line(capsys: Said) -> None
         (["--not"], "--not: no filter follows"),
     ],
 )
-def test_a_wrong_command_line(words: list[str], error: str, capsys: Said) -> None:
+def test_a_wrong_command_line(words: list[str], error: str, capsys: Output) -> None:
     assert main(["flows", *words]) == 2
     assert error in capsys.readouterr().err
 
@@ -129,7 +129,7 @@ def test_a_bad_filter_is_named(name: str, value: str) -> None:
         make(name, value)
 
 
-def test_a_proxy_without_a_recorder_is_named(capsys: Said) -> None:
+def test_a_proxy_without_a_recorder_is_named(capsys: Output) -> None:
     with pages({"/config_dump": b"{}"}) as address:
         assert main(["flows", "--address", address]) == 2
     assert "it has no flight recorder (/flows)" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_a_proxy_without_a_recorder_is_named(capsys: Said) -> None:
     assert "/flows has a line that is no flow" in capsys.readouterr().err
 
 
-def test_following_prints_each_flow_once(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_prints_each_flow_once(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = threading.Event()
     asked = 0
 

@@ -129,7 +129,7 @@ RUST = {
         },
     ],
 }
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 
 
 # No answer

@@ -15,7 +15,7 @@ from ztunnel.cli import main
 from ztunnel.node.agent.audit import ANNOTATION_WRONG, RULES_CHANGED, page
 from ztunnel.node.agent.comparison import NO_CERTIFICATE, Finding
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def agent(body: object, status: int = 200) -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-def test_an_audit_without_differences_exits_with_0(capsys: Said) -> None:
+def test_an_audit_without_differences_exits_with_0(capsys: Output) -> None:
     with agent(page("w1", 1, [audited()])) as (address, asked):
         assert main(["audit", "--address", address]) == 0
     assert asked == ["GET /audit"]
@@ -59,7 +59,7 @@ def test_an_audit_without_differences_exits_with_0(capsys: Said) -> None:
     )
 
 
-def test_differences_are_named(capsys: Said) -> None:
+def test_differences_are_named(capsys: Output) -> None:
     found = page("w1", 0, [audited(RULES_CHANGED, NO_CERTIFICATE, ANNOTATION_WRONG, asked=False)])
     with agent(found) as (address, _):
         assert main(["audit", "--address", address]) == 1
@@ -81,7 +81,7 @@ def test_differences_are_named(capsys: Said) -> None:
     )
 
 
-def test_a_repair_is_asked_for_and_reported(capsys: Said) -> None:
+def test_a_repair_is_asked_for_and_reported(capsys: Output) -> None:
     found = page("w1", 1, [audited()], [("shop/web", Finding(RULES_CHANGED, "3 differences"))])
     with agent(found) as (address, asked):
         assert main(["audit", "--repair", "--address", address]) == 0
@@ -89,7 +89,7 @@ def test_a_repair_is_asked_for_and_reported(capsys: Said) -> None:
     assert "\nrepaired: shop/web: MeshRulesChanged: 3 differences\n" in capsys.readouterr().out
 
 
-def test_audit_names_an_agent_that_does_not_answer(capsys: Said) -> None:
+def test_audit_names_an_agent_that_does_not_answer(capsys: Output) -> None:
     address = f"127.0.0.1:{free_port()}"
     assert main(["audit", "--address", address]) == 2
     said = capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_audit_names_an_agent_that_does_not_answer(capsys: Said) -> None:
     ],
 )
 def test_audit_names_an_answer_that_is_not_the_agents(
-    body: object, status: int, reason: str, capsys: Said
+    body: object, status: int, reason: str, capsys: Output
 ) -> None:
     with agent(body, status) as (address, _):
         assert main(["audit", "--address", address]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.ask.inspect.harness import Said, pages
+from tests.ztunnel.ask.inspect.harness import Output, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
 from tests.ztunnel.proxy.envoy.admin.test_server import proxy_to
@@ -29,7 +29,7 @@ LINE = (
 )
 
 
-def test_lines_of_a_log_are_explained(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_log_are_explained(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     deny = policy("no-front", Action.DENY, PeerServiceAccount("shop", "client"))
     # A line that is no connection, and the same twice but for the client's port: one question.
     text = "ztunnel is ready\n" + LINE.format(port=4000) + LINE.format(port=4001)
@@ -88,7 +88,7 @@ def test_lines_of_a_log_are_explained(capsys: Said, monkeypatch: pytest.MonkeyPa
     served(check)
 
 
-def test_a_live_connection_of_an_istio_proxy_is_explained(capsys: Said) -> None:
+def test_a_live_connection_of_an_istio_proxy_is_explained(capsys: Output) -> None:
     live = {
         "src": "10.0.0.1:4000",
         "originalDst": "10.1.0.1:80",
@@ -118,7 +118,7 @@ def test_a_live_connection_of_an_istio_proxy_is_explained(capsys: Said) -> None:
         )
 
 
-def test_a_live_connection_in_envoys_dialect_is_explained(reference: Reference, capsys: Said) -> None:
+def test_a_live_connection_in_envoys_dialect_is_explained(reference: Reference, capsys: Output) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         proxy_to(reference, server.getsockname()[1])
 
@@ -144,7 +144,7 @@ def test_a_live_connection_in_envoys_dialect_is_explained(reference: Reference, 
         serve(reference, check)
 
 
-def test_explain_adds_the_inbound_decision_of_the_far_proxy_that_has_the_pod(capsys: Said) -> None:
+def test_explain_adds_the_inbound_decision_of_the_far_proxy_that_has_the_pod(capsys: Output) -> None:
     """Of several proxies that one which has the pod: the others end no TLS for it."""
     identity = "spiffe://cluster.local/ns/a/sa/a"
     tunnel = {"tunnel": {"authority": "10.0.0.2:80"}, "tls": {"identity": [identity]}}
@@ -185,7 +185,7 @@ def test_explain_adds_the_inbound_decision_of_the_far_proxy_that_has_the_pod(cap
     ],
 )
 def test_explain_accepts_source_and_destination_as_flags(
-    words: list[str], asked: dict[str, list[str]], capsys: Said
+    words: list[str], asked: dict[str, list[str]], capsys: Output
 ) -> None:
     queries: list[str] = []
     with pages({"/explain": b'{"verdict": "allowed"}'}, asked=queries) as address:
@@ -197,7 +197,7 @@ def test_explain_accepts_source_and_destination_as_flags(
 @pytest.mark.parametrize(
     "words", [["a", "b:1", "--from", "c"], ["a", "b:1", "--to", "c:1"], ["--from", "a"], ["--to", "a:1"], ["a"]]
 )
-def test_explain_refuses_one_end_alone_and_an_end_given_twice(words: list[str], capsys: Said) -> None:
+def test_explain_refuses_one_end_alone_and_an_end_given_twice(words: list[str], capsys: Output) -> None:
     assert main(["explain", *words]) == 2
     assert "give SOURCE and DESTINATION" in capsys.readouterr().err
 
@@ -213,7 +213,7 @@ def asked(how: str, saved: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("how", ["file", "address"])
-def test_a_rust_ztunnels_dump_explains(how: str, saved: str, capsys: Said) -> None:
+def test_a_rust_ztunnels_dump_explains(how: str, saved: str, capsys: Output) -> None:
     with asked(how, saved) as source:
         assert main(["explain", "default/a", "default/c:8080", *source]) == 1
         said = capsys.readouterr().out.splitlines()
@@ -263,7 +263,7 @@ def test_a_rust_ztunnels_dump_explains(how: str, saved: str, capsys: Said) -> No
 
 
 @pytest.mark.parametrize("how", ["file", "address"])
-def test_live_connections_of_a_rust_ztunnel_are_explained(how: str, saved: str, capsys: Said) -> None:
+def test_live_connections_of_a_rust_ztunnel_are_explained(how: str, saved: str, capsys: Output) -> None:
     with asked(how, saved) as source:
         assert main(["explain", "--connection", "10.0.0.2:49386", *source, "--json"]) == 1
         (told,) = json.loads(capsys.readouterr().out)["items"]
@@ -276,7 +276,7 @@ def test_live_connections_of_a_rust_ztunnel_are_explained(how: str, saved: str, 
         assert told["inbound"]["workload"] == "c//Pod/default/a"
 
 
-def test_a_dump_of_envoys_dialect_explains(reference: Reference, tmp_path: Path, capsys: Said) -> None:
+def test_a_dump_of_envoys_dialect_explains(reference: Reference, tmp_path: Path, capsys: Output) -> None:
     """Saved, or of an Envoy, which has no /explain."""
     words = ["explain", "10.244.2.3", "10.96.183.192:9080"]
     lacks = ["not in the dump:", "  - the proxy's flags: --tunnel-source is taken for its default"]
@@ -309,7 +309,7 @@ def test_a_dump_of_envoys_dialect_explains(reference: Reference, tmp_path: Path,
     assert capsys.readouterr().err == "ztunnel explain: no listener none\n"
 
 
-def test_a_rust_ztunnels_log_is_explained_by_its_dump(saved: str, capsys: Said) -> None:
+def test_a_rust_ztunnels_log_is_explained_by_its_dump(saved: str, capsys: Output) -> None:
     line = (
         '{"level":"error","scope":"access","message":"connection complete","src.addr":"10.0.0.2:9",'
         '"src.identity":"spiffe://cluster.local/ns/default/sa/a","dst.addr":"10.0.0.3:15008",'
@@ -332,7 +332,7 @@ def test_a_rust_ztunnels_log_is_explained_by_its_dump(saved: str, capsys: Said) 
         (["--log-line", "-", "--file", "-"], "standard input is either --file or --log-line"),
     ],
 )
-def test_explain_refuses_words_that_name_no_connection(words: list[str], error: str, capsys: Said) -> None:
+def test_explain_refuses_words_that_name_no_connection(words: list[str], error: str, capsys: Output) -> None:
     assert main(["explain", *words, "--address", "127.0.0.1:1"]) == 2
     assert error in capsys.readouterr().err
 
@@ -349,7 +349,7 @@ def test_explain_refuses_words_that_name_no_connection(words: list[str], error: 
         b'{"configs": [7]}',
     ],
 )
-def test_explain_refuses_a_dump_of_another_shape(body: bytes, tmp_path: Path, capsys: Said) -> None:
+def test_explain_refuses_a_dump_of_another_shape(body: bytes, tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "dump.json").write_bytes(body)
     saved = str(tmp_path / "dump.json")
     for words in (["10.0.0.1", "10.0.0.2:80"], ["--connection", "10.0.0.1:1"]):
@@ -362,7 +362,7 @@ def test_explain_refuses_a_dump_of_another_shape(body: bytes, tmp_path: Path, ca
         assert main(["explain", "--connection", "10.0.0.1:1", "--address", address]) == 2
 
 
-def test_explain_prints_always_for_a_policy_without_conditions(capsys: Said) -> None:
+def test_explain_prints_always_for_a_policy_without_conditions(capsys: Output) -> None:
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply([CLIENT, BACK, policy("all", Action.DENY, Always())])
         address = str(harness.addresses["admin"][0])

@@ -18,7 +18,7 @@ from ztunnel.ask.inspect.nodes import NODE_STATUS, of_mesh
 from ztunnel.cli import main
 from ztunnel.runtime.console.output import Answer, table
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 SCHEMAS = Path(__file__).parents[4] / "docs" / "schemas"
 
 SCRIPT = """#!/bin/sh
@@ -62,32 +62,32 @@ def proxies(folder: Path, *names: tuple[str, str]) -> None:
     (folder / "ztunnels").write_text(json.dumps({"items": [*pods, old]}))
 
 
-def told(capsys: Said) -> Any:
+def printed_json(capsys: Output) -> Any:
     found = json.loads(capsys.readouterr().out)
     jsonschema.validate(found, json.loads((SCHEMAS / f"{found['kind']}.json").read_text()))
     return found
 
 
-def test_a_column_says_which_node(cluster: Path, capsys: Said) -> None:
+def test_a_column_says_which_node(cluster: Path, capsys: Output) -> None:
     assert main(["connections", "-A"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["NODE", "WORKLOAD"]
     assert [line.split()[0] for line in lines[1:]] == ["n1", "n1", "n2", "n2"]
     assert main(["connections", "-A", "-o", "json"]) == 0
-    assert [item["node"] for item in told(capsys)["items"]] == ["n1", "n1", "n2", "n2"]
+    assert [item["node"] for item in printed_json(capsys)["items"]] == ["n1", "n1", "n2", "n2"]
 
 
-def test_a_silent_node_is_listed_and_is_the_exit_status(cluster: Path, capsys: Said) -> None:
+def test_a_silent_node_is_listed_and_is_the_exit_status(cluster: Path, capsys: Output) -> None:
     proxies(cluster, ("ztunnel-1", "n1"), ("ztunnel-3", "n3"))
     assert main(["certificates", "-A"]) == 2
     said = capsys.readouterr()
     assert {line.split()[0] for line in said.out.splitlines()[1:]} == {"n1"}
     assert said.err.startswith("no answer from node n3: kubectl port-forward to istio-system/ztunnel-3: error: un")
     assert main(["certificates", "-A", "-o", "json"]) == 2
-    assert [silent["node"] for silent in told(capsys)["silent"]] == ["n3"]
+    assert [silent["node"] for silent in printed_json(capsys)["silent"]] == ["n3"]
 
 
-def test_what_proxies_say_of_the_mesh_is_said_once(cluster: Path, capsys: Said) -> None:
+def test_what_proxies_say_of_the_mesh_is_said_once(cluster: Path, capsys: Output) -> None:
     assert main(["workloads", "-A", "-o", "wide"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [(line[1], line[6], line[-1]) for line in lines] == [
@@ -97,7 +97,7 @@ def test_what_proxies_say_of_the_mesh_is_said_once(cluster: Path, capsys: Said) 
     ]
 
 
-def test_labels_choose_nodes_and_connections(cluster: Path, capsys: Said) -> None:
+def test_labels_choose_nodes_and_connections(cluster: Path, capsys: Output) -> None:
     (cluster / "webs").write_text(json.dumps({"items": [pod("a", "default", node="n2")]}))
     assert main(["connections", "-l", "app=web"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -107,7 +107,7 @@ def test_labels_choose_nodes_and_connections(cluster: Path, capsys: Said) -> Non
     assert capsys.readouterr().out == "No connections found.\n"
 
 
-def test_kubectls_flags_are_passed_on(cluster: Path, capsys: Said) -> None:
+def test_kubectls_flags_are_passed_on(cluster: Path, capsys: Output) -> None:
     words = ["--context", "prod", "--kubeconfig", "/k", "--as", "bob", "--request-timeout", "7s"]
     assert main(["services", "-A", *words]) == 0
     calls = (cluster / "calls").read_text().splitlines()
@@ -116,7 +116,7 @@ def test_kubectls_flags_are_passed_on(cluster: Path, capsys: Said) -> None:
         main(["services", "-A", "--request-timeout", "soon"])
 
 
-def test_no_proxy_at_all(cluster: Path, capsys: Said) -> None:
+def test_no_proxy_at_all(cluster: Path, capsys: Output) -> None:
     (cluster / "ztunnels").write_text('{"items": []}')
     assert main(["status", "-A"]) == 2
     assert capsys.readouterr().err == "ztunnel status: no ztunnel runs: no pod has the label app=ztunnel\n"
@@ -146,13 +146,13 @@ def test_few_nodes_are_asked_at_a_time(cluster: Path) -> None:
     assert most == MOST_AT_ONCE
 
 
-def test_a_line_for_each_node(cluster: Path, capsys: Said) -> None:
+def test_a_line_for_each_node(cluster: Path, capsys: Output) -> None:
     assert main(["nodes"]) == 1  # a certificate is missing
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["NODE", "VERSION", "READY"]
     assert [line.split()[0] for line in lines] == ["n1", "n2"]
     assert main(["nodes", "-o", "json"]) == 1
-    first, _ = told(capsys)["items"]
+    first, _ = printed_json(capsys)["items"]
     assert (first["podsUp"], first["pods"], first["certificates"], first["certificatesMissing"]) == (1, 2, 1, 1)
     assert (first["ready"], first["denials"], first["connections"]) == (None, None, 2)
     assert first["firstExpiry"] == "2026-11-22T11:25:15Z"

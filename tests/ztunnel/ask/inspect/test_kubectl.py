@@ -16,7 +16,7 @@ from ztunnel.ask.inspect.kubectl import PROXY, Kubectl, Unreachable
 from ztunnel.cli import main
 from ztunnel.node.agent.audit import page
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 
 #: Answers `get` from files named by its words, and forwards as long as it is let live.
 SCRIPT = """#!/bin/sh
@@ -112,7 +112,7 @@ FORWARD = "port-forward --namespace {} pod/{} :15000 --address 127.0.0.1"
         (["--pod", "istio-system/ztunnel-1"], ("istio-system", "ztunnel-1")),  # itself
     ],
 )
-def test_a_proxy_is_reached(words: list[str], forwarded: tuple[str, str], made: Cluster, capsys: Said) -> None:
+def test_a_proxy_is_reached(words: list[str], forwarded: tuple[str, str], made: Cluster, capsys: Output) -> None:
     assert main(["workloads", *words]) == 0
     assert "default    a         10.0.0.2" in capsys.readouterr().out
     assert made.calls[-1] == FORWARD.format(*forwarded)
@@ -122,7 +122,7 @@ def test_a_proxy_is_reached(words: list[str], forwarded: tuple[str, str], made: 
 @pytest.mark.parametrize(
     "words", [["--node", "n1"], ["--pod", "web.shop"], ["--pod", "side.shop"], ["--pod", "istio-system/agent-1"]]
 )
-def test_an_audit_asks_the_agent_of_the_node(words: list[str], made: Cluster, capsys: Said) -> None:
+def test_an_audit_asks_the_agent_of_the_node(words: list[str], made: Cluster, capsys: Output) -> None:
     """Also for a pod with a proxy of its own, and for the agent itself."""
     made.put("get pod side --namespace shop", pod("side", "shop", containers=["app", "istio-proxy"]))
     made.put(
@@ -143,7 +143,7 @@ def test_an_audit_asks_the_agent_of_the_node(words: list[str], made: Cluster, ca
 
 
 @pytest.mark.parametrize("more", [{"containers": ["app", "istio-proxy"]}, {"init": [{"name": "istio-proxy"}]}])
-def test_a_sidecar_answers_for_its_pod(more: dict[str, Any], made: Cluster, capsys: Said) -> None:
+def test_a_sidecar_answers_for_its_pod(more: dict[str, Any], made: Cluster, capsys: Output) -> None:
     made.put("get pod side.car --namespace default", pod("side.car", "default", **more))
     assert main(["explain", "default/a", "default/c:8080", "--pod", "side.car.default", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "refused by the destination"
@@ -158,7 +158,7 @@ def test_of_two_generations_the_newer_is_asked(made: Cluster) -> None:
     assert Kubectl().of_node("n2", PROXY) == ("istio-system", "new")
 
 
-def test_the_context_is_handed_on(made: Cluster, capsys: Said) -> None:
+def test_the_context_is_handed_on(made: Cluster, capsys: Output) -> None:
     assert main(["status", "--node", "n1", "--context", "west"]) == 2
     assert all(call.startswith("--context west get pods ") for call in made.calls)
 
@@ -172,7 +172,7 @@ def test_the_context_is_handed_on(made: Cluster, capsys: Said) -> None:
         (["--pod", "odd.shop"], "answered no JSON"),
     ],
 )
-def test_what_is_not_there_is_named(words: list[str], error: str, made: Cluster, capsys: Said) -> None:
+def test_what_is_not_there_is_named(words: list[str], error: str, made: Cluster, capsys: Output) -> None:
     made.pods_of_node("n9")
     made.put("get pod late --namespace shop", pod("late", "shop", node=None))
     made.put("get pod odd --namespace shop", "<html>")
@@ -180,7 +180,7 @@ def test_what_is_not_there_is_named(words: list[str], error: str, made: Cluster,
     assert error in capsys.readouterr().err
 
 
-def test_what_kubectl_logs_is_left_out(made: Cluster, capsys: Said) -> None:
+def test_what_kubectl_logs_is_left_out(made: Cluster, capsys: Output) -> None:
     """Without an API server it logs each attempt before the sentence for people."""
     said = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
     (made.folder / "refuse").write_text(
@@ -190,7 +190,7 @@ def test_what_kubectl_logs_is_left_out(made: Cluster, capsys: Said) -> None:
     assert capsys.readouterr().err.endswith(f": {said}\n")
 
 
-def test_a_port_that_is_not_opened(made: Cluster, capsys: Said) -> None:
+def test_a_port_that_is_not_opened(made: Cluster, capsys: Output) -> None:
     (made.folder / "refuse").write_text("error: unable to forward port: the pod does not run\nmore\n")
     assert main(["status", "--node", "n1"]) == 2
     assert capsys.readouterr().err == (
@@ -199,7 +199,7 @@ def test_a_port_that_is_not_opened(made: Cluster, capsys: Said) -> None:
     )
 
 
-def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Said) -> None:
+def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["status", "--node", "n1"]) == 2
     assert "need kubectl, which is not on the PATH; --address asks a proxy directly" in capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
         pass
 
 
-def test_one_proxy_is_asked(made: Cluster, capsys: Said) -> None:
+def test_one_proxy_is_asked(made: Cluster, capsys: Output) -> None:
     (made.folder / "dump").write_text(json.dumps(RUST))
     assert main(["status", "--node", "n1", "--file", str(made.folder / "dump")]) == 2
     assert "not with --node, -A or -l" in capsys.readouterr().err
@@ -235,7 +235,7 @@ def test_what_kubectl_says_of_each_connection_does_not_stop_it(
             time.sleep(0.01)
 
 
-def test_names_for_completion(made: Cluster, capsys: Said) -> None:
+def test_names_for_completion(made: Cluster, capsys: Output) -> None:
     made.put("get pods --all-namespaces", items(pod("web", "shop"), pod("b", "default")))
     made.put("get nodes --all-namespaces", {"items": [{"metadata": {"name": "n1"}}]})
     assert main(["completion", "--words", "status", "--pod", "s"]) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.hbone.certificates import Authority
-from tests.ztunnel.ask.inspect.harness import Said, pages
+from tests.ztunnel.ask.inspect.harness import Output, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import write_reference
 from ztunnel.cli import main
@@ -34,14 +34,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str
     return file, said
 
 
-def table(command: str, *source: str, capsys: Said) -> tuple[list[dict[str, Any]], list[str]]:
+def table(command: str, *source: str, capsys: Output) -> tuple[list[dict[str, Any]], list[str]]:
     assert main([command, *source, "--json"]) == 0
     said = capsys.readouterr()
     return json.loads(said.out)["items"], said.err.splitlines()
 
 
 def test_policies_and_certificates_are_those_of_the_running_proxy(
-    running: tuple[Path, Mapping[str, str]], capsys: Said
+    running: tuple[Path, Mapping[str, str]], capsys: Output
 ) -> None:
     file, said = running
     policies, lacks = table("policies", "-f", str(file), capsys=capsys)
@@ -65,7 +65,9 @@ def test_policies_and_certificates_are_those_of_the_running_proxy(
     assert serials <= {(each["type"], each["serialNumber"]) for each in held}
 
 
-def test_the_status_of_a_dump_says_what_a_dump_can(running: tuple[Path, Mapping[str, str]], capsys: Said) -> None:
+def test_the_status_of_a_dump_says_what_a_dump_can(
+    running: tuple[Path, Mapping[str, str]], capsys: Output
+) -> None:
     file, _ = running
     rows, lacks = table("status", "-f", str(file), capsys=capsys)
     status = {each["name"]: each["state"] for each in rows}
@@ -78,7 +80,7 @@ def test_the_status_of_a_dump_says_what_a_dump_can(running: tuple[Path, Mapping[
 
 
 def test_an_envoy_has_no_page_of_policies_but_a_dump(
-    running: tuple[Path, Mapping[str, str]], capsys: Said
+    running: tuple[Path, Mapping[str, str]], capsys: Output
 ) -> None:
     file, said = running
     with pages({"/config_dump": file.read_bytes()}, missing=b"invalid path. admin commands are:\n") as envoy:
@@ -96,7 +98,7 @@ def test_an_envoy_has_no_page_of_policies_but_a_dump(
     ],
 )
 def test_commands_without_data_in_an_envoy_dump_are_refused(
-    running: tuple[Path, Mapping[str, str]], capsys: Said, command: str, reason: str
+    running: tuple[Path, Mapping[str, str]], capsys: Output, command: str, reason: str
 ) -> None:
     file, _ = running
     assert main([command, "-f", str(file)]) == 2
@@ -112,7 +114,7 @@ def secrets(*entries: Mapping[str, Any]) -> dict[str, Any]:
     return {"configs": [{"@type": f"{_DUMP}SecretsConfigDump", "dynamic_active_secrets": listed}]}
 
 
-def test_certificates_in_any_form_and_those_that_are_elsewhere(tmp_path: Path, capsys: Said) -> None:
+def test_certificates_in_any_form_and_those_that_are_elsewhere(tmp_path: Path, capsys: Output) -> None:
     authority = Authority()
     leaf = authority.issue("spiffe://td/ns/a/sa/b")
     dump = secrets(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.ztunnel.ask.inspect.harness import RUST, Said, page, pages
+from tests.ztunnel.ask.inspect.harness import RUST, Output, page, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
@@ -53,19 +53,19 @@ TRANSCRIPTS = {
 
 
 @pytest.mark.parametrize("command", TRANSCRIPTS)
-def test_tables_of_a_saved_dump(command: str, saved: str, capsys: Said) -> None:
+def test_tables_of_a_saved_dump(command: str, saved: str, capsys: Output) -> None:
     assert main([command, "--file", saved]) == (command == "status")  # a pod is not up
     assert capsys.readouterr().out.splitlines() == TRANSCRIPTS[command]
 
 
 @pytest.mark.parametrize("command", TRANSCRIPTS)
-def test_tables_of_a_running_rust_ztunnel(command: str, saved: str, capsys: Said) -> None:
+def test_tables_of_a_running_rust_ztunnel(command: str, saved: str, capsys: Output) -> None:
     with pages({"/config_dump": Path(saved).read_bytes()}) as address:
         assert main([command, "--address", address]) == (command == "status")  # a pod is not up
     assert capsys.readouterr().out.splitlines() == TRANSCRIPTS[command]
 
 
-def test_the_status_shows_the_last_denials(saved: str, capsys: Said) -> None:
+def test_the_status_shows_the_last_denials(saved: str, capsys: Output) -> None:
     def denial(number: int) -> dict[str, object]:
         return {
             "direction": "inbound",
@@ -93,7 +93,7 @@ def test_the_status_shows_the_last_denials(saved: str, capsys: Said) -> None:
     assert "denied" not in capsys.readouterr().out
 
 
-def test_policies_show_how_many_connections_they_allowed_and_denied(saved: str, capsys: Said) -> None:
+def test_policies_show_how_many_connections_they_allowed_and_denied(saved: str, capsys: Output) -> None:
     policy = {"action": "Deny", "namespace": "shop", "scope": "Namespace"}
     last = {"lastTime": "2026-11-23T00:00:00Z"}
     made = [
@@ -110,14 +110,14 @@ def test_policies_show_how_many_connections_they_allowed_and_denied(saved: str, 
     ]
 
 
-def test_certificates_of_one_namespace(saved: str, capsys: Said) -> None:
+def test_certificates_of_one_namespace(saved: str, capsys: Output) -> None:
     assert main(["certificates", "-f", saved, "-n", "default"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[1:3] for line in lines[1:]] == [["Leaf", "Available"], ["Root", "Available"]]
     assert lines[1][3:] == ["1bd7", "2026-11-22T11:25:15Z", "2026-11-21T11:23:15Z"]
 
 
-def test_config_prints_the_part_of_a_saved_dump_that_a_path_names(saved: str, capsys: Said) -> None:
+def test_config_prints_the_part_of_a_saved_dump_that_a_path_names(saved: str, capsys: Output) -> None:
     assert main(["config", "-f", saved]) == 0
     assert json.loads(capsys.readouterr().out) == RUST
     assert main(["config", "workloads", "default/a", "-f", saved]) == 0
@@ -130,7 +130,7 @@ def test_config_prints_the_part_of_a_saved_dump_that_a_path_names(saved: str, ca
     assert capsys.readouterr().err == f"ztunnel config: {saved}: services has no 'x'; there are web\n"
 
 
-def test_a_table_as_json_from_standard_input(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_as_json_from_standard_input(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(RUST)))
     assert main(["connections", "-f", "-", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -140,7 +140,7 @@ def test_a_table_as_json_from_standard_input(capsys: Said, monkeypatch: pytest.M
     assert first["remoteTarget"] is None
 
 
-def test_commands_ask_a_running_proxy_of_an_istio_mesh(capsys: Said) -> None:
+def test_commands_ask_a_running_proxy_of_an_istio_mesh(capsys: Output) -> None:
     deny = policy("no-front", Action.DENY, PeerServiceAccount("shop", "client"))
 
     def ask(address: str) -> None:
@@ -180,7 +180,7 @@ def test_commands_ask_a_running_proxy_of_an_istio_mesh(capsys: Said) -> None:
     served(check)
 
 
-def test_commands_ask_a_running_proxy_in_envoys_dialect(reference: Reference, capsys: Said) -> None:
+def test_commands_ask_a_running_proxy_in_envoys_dialect(reference: Reference, capsys: Output) -> None:
     def check(running: Running) -> None:
         address = f"127.0.0.1:{reference.admin}"
         assert main(["explain", "10.244.2.3", "10.96.183.192:9080", "--address", address]) == 0
@@ -224,7 +224,7 @@ def test_commands_ask_a_running_proxy_in_envoys_dialect(reference: Reference, ca
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"workloads": 7, "certificates": 1}'])
-def test_an_address_that_is_no_proxys_admin_server_is_named_in_the_error(body: bytes, capsys: Said) -> None:
+def test_an_address_that_is_no_proxys_admin_server_is_named_in_the_error(body: bytes, capsys: Output) -> None:
     with page(body) as address:
         assert main(["workloads", "--address", address]) == 2
     error = capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_an_address_that_is_no_proxys_admin_server_is_named_in_the_error(body: b
     assert error.count("\n") == 1
 
 
-def test_commands_name_the_address_where_no_admin_server_listens(capsys: Said) -> None:
+def test_commands_name_the_address_where_no_admin_server_listens(capsys: Output) -> None:
     port = free_port()
     for command in (["status"], ["explain", "a", "b:1"], ["log"]):
         assert main([*command, "--address", f"127.0.0.1:{port}"]) == 2
@@ -243,7 +243,7 @@ def test_commands_name_the_address_where_no_admin_server_listens(capsys: Said) -
     ("content", "error"), [(None, "No such file"), (b"\xff\xfe", "not UTF-8 text at byte 0"), (b"{", "not JSON")]
 )
 def test_an_unreadable_dump_is_named_with_the_reason(
-    content: bytes | None, error: str, tmp_path: Path, capsys: Said
+    content: bytes | None, error: str, tmp_path: Path, capsys: Output
 ) -> None:
     file = tmp_path / "dump.json"
     if content is not None:
@@ -278,7 +278,7 @@ def test_a_lost_control_plane_is_the_first_line_of_the_status_and_its_exit_statu
     ],
 )
 def test_status_reports_a_node_name_that_is_not_set_or_not_in_the_mesh(
-    tmp_path: Path, capsys: Said, config: dict[str, str], pods: list[str], more: dict[str, object], said: str
+    tmp_path: Path, capsys: Output, config: dict[str, str], pods: list[str], more: dict[str, object], said: str
 ) -> None:
     state = {name: {"state": "Up", "info": {"name": name, "namespace": "shop"}} for name in pods}
     dump = {"workloads": [{"node": "n1"}], "certificates": [], "config": {"proxyMode": "Shared", **config}}

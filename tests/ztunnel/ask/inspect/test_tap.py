@@ -24,7 +24,7 @@ from ztunnel.cli import main
 from ztunnel.proxy.tap.server import TapServer
 from ztunnel.runtime.clock import SystemClock
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def proxy(path: Path, *, root: int | None = None) -> Iterator[None]:
         thread.join()
 
 
-def test_a_file_that_only_its_owner_reads(tmp_path: Path, capsys: Said) -> None:
+def test_a_file_that_only_its_owner_reads(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "web.pcapng"
     with proxy(tmp_path / "tap"):
         arguments = ["--socket", str(tmp_path / "tap"), "--for", "300ms", "--peer", "db", "-w", str(file)]
@@ -125,7 +125,7 @@ def test_a_new_capture_replaces_a_longer_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_tap_that_cannot_start_names_the_reason(
-    arguments: list[str], reason: str, tmp_path: Path, capsys: Said
+    arguments: list[str], reason: str, tmp_path: Path, capsys: Output
 ) -> None:
     socket = [] if "--socket" in arguments else ["--socket", str(tmp_path / "tap")]
     with proxy(tmp_path / "tap"):
@@ -133,13 +133,13 @@ def test_a_tap_that_cannot_start_names_the_reason(
     assert capsys.readouterr().err.startswith(f"ztunnel tap: {reason}")
 
 
-def test_a_user_who_is_not_root_gets_a_clear_error(tmp_path: Path, capsys: Said) -> None:
+def test_a_user_who_is_not_root_gets_a_clear_error(tmp_path: Path, capsys: Output) -> None:
     with proxy(tmp_path / "tap", root=os.getuid() + 1):
         assert main(["tap", POD, "--socket", str(tmp_path / "tap"), "-w", "-"]) == 2
     assert capsys.readouterr().err == "ztunnel tap: a tap is for root only\n"
 
 
-def test_a_terminal_gets_no_capture(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_no_capture(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with proxy(tmp_path / "tap"):
         assert main(["tap", POD, "--socket", str(tmp_path / "tap"), "-w", "-"]) == 2

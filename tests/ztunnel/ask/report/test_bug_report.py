@@ -18,7 +18,7 @@ from ztunnel.ask.inspect.archive import Archive, BadArchive
 from ztunnel.ask.report import collect
 from ztunnel.cli import main
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 SCRIPT = """#!/bin/sh
 case "$*" in
 *port-forward*pod/gone*) echo 'error: the pod does not run' >&2; exit 1 ;;
@@ -68,7 +68,7 @@ def made(cluster: Path, *words: str, status: int = 0) -> Archive:
     return Archive.read(str(path))
 
 
-def test_an_archive_has_pages_logs_and_an_index_and_no_secrets(cluster: Path, capsys: Said) -> None:
+def test_an_archive_has_pages_logs_and_an_index_and_no_secrets(cluster: Path, capsys: Output) -> None:
     archive = made(cluster)
     names = set(archive.files)
     for node in ("n1", "n2"):
@@ -84,7 +84,7 @@ def test_an_archive_has_pages_logs_and_an_index_and_no_secrets(cluster: Path, ca
     assert "files of 2 nodes" in capsys.readouterr().out
 
 
-def test_every_table_reads_an_archive(cluster: Path, capsys: Said) -> None:
+def test_every_table_reads_an_archive(cluster: Path, capsys: Output) -> None:
     made(cluster, "--quick")
     capsys.readouterr()
     file = str(cluster / "report.tar.gz")
@@ -102,7 +102,7 @@ def test_every_table_reads_an_archive(cluster: Path, capsys: Said) -> None:
     assert "there is no node n9; there are n1, n2" in capsys.readouterr().err
 
 
-def test_a_silent_node_is_in_the_index_and_the_exit_status(cluster: Path, capsys: Said) -> None:
+def test_a_silent_node_is_in_the_index_and_the_exit_status(cluster: Path, capsys: Output) -> None:
     listed(cluster, "ztunnels", ("z1", "n1"), ("gone", "n2"))
     archive = made(cluster, "--quick", status=2)
     assert [each["node"] for each in json.loads(archive.files["index.json"])["silent"]] == ["n2"]
@@ -118,7 +118,7 @@ def test_names_are_replaced_on_request(cluster: Path) -> None:
         assert b"10.96.0.7" not in data, name
 
 
-def test_one_proxy_without_a_cluster(tmp_path: Path, capsys: Said) -> None:
+def test_one_proxy_without_a_cluster(tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "one.tar.gz"
     with pages({"/config_dump": json.dumps(RUST).encode(), "/metrics": b"a 1\n"}) as address:
         words = [str(path), "--no-cluster", "--address", address, "--stats-address", address]
@@ -126,7 +126,7 @@ def test_one_proxy_without_a_cluster(tmp_path: Path, capsys: Said) -> None:
     assert "nodes/node/proxy/metrics" in Archive.read(str(path)).files
 
 
-def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     path = tmp_path / "none.tar.gz"
     assert main(["bug-report", str(path), "--no-cluster"]) == 2
@@ -134,7 +134,7 @@ def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Said, monkeypatch: p
     assert "kubectl" in capsys.readouterr().err
 
 
-def test_foreign_archives_are_refused(tmp_path: Path, capsys: Said) -> None:
+def test_foreign_archives_are_refused(tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "other.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         tar.add(__file__, arcname="a/b")
@@ -146,7 +146,7 @@ def test_foreign_archives_are_refused(tmp_path: Path, capsys: Said) -> None:
     assert answer == 2
 
 
-def test_what_changed_since_an_archive(cluster: Path, capsys: Said) -> None:
+def test_what_changed_since_an_archive(cluster: Path, capsys: Output) -> None:
     made(cluster, "--quick")
     archive = str(cluster / "report.tar.gz")
     capsys.readouterr()

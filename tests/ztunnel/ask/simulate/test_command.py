@@ -13,7 +13,7 @@ from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT
 from ztunnel.cli import main
 from ztunnel.proxy.istio.accounting.logs import plain_line
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 ONLY_WEB = {"from": [{"source": {"principals": ["cluster.local/ns/shop/sa/web"]}}]}
 
 
@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> list[str]:
     return ["simulate", "-f", str(tmp_path / "dump.json"), "--from-log", str(tmp_path / "access.log")]
 
 
-def test_what_would_be_newly_refused(files: list[str], tmp_path: Path, capsys: Said) -> None:
+def test_what_would_be_newly_refused(files: list[str], tmp_path: Path, capsys: Output) -> None:
     assert main([*files, "--policy", str(tmp_path / "new.yaml")]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "CHANGE         SOURCE    IDENTITY                                  DESTINATION     CONNECTIONS  BECAUSE",
@@ -42,7 +42,7 @@ def test_what_would_be_newly_refused(files: list[str], tmp_path: Path, capsys: S
     ]
 
 
-def test_the_answer_as_json(files: list[str], capsys: Said) -> None:
+def test_the_answer_as_json(files: list[str], capsys: Output) -> None:
     assert main([*files, "--remove", "shop/old", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     summary = answer["summary"]
@@ -51,14 +51,14 @@ def test_the_answer_as_json(files: list[str], capsys: Said) -> None:
     assert (summary["unknownDestinations"], summary["unreadLines"]) == (0, 1)
 
 
-def test_a_suggestion_can_be_simulated(files: list[str], tmp_path: Path, capsys: Said) -> None:
+def test_a_suggestion_can_be_simulated(files: list[str], tmp_path: Path, capsys: Output) -> None:
     assert main([*files, "--suggest"]) == 0
     (tmp_path / "new.yaml").write_text(capsys.readouterr().out)
     assert main([*files, "-p", str(tmp_path / "new.yaml")]) == 0
     assert "allowed as before  10.0.0.1" in capsys.readouterr().out
 
 
-def test_in_envoys_dialect_it_says_what_to_use(files: list[str], tmp_path: Path, capsys: Said) -> None:
+def test_in_envoys_dialect_it_says_what_to_use(files: list[str], tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "dump.json").write_text('{"configs": []}')
     assert main([*files, "--suggest"]) == 2
     assert "in Envoy's dialect shadow_rules" in capsys.readouterr().err
@@ -66,7 +66,7 @@ def test_in_envoys_dialect_it_says_what_to_use(files: list[str], tmp_path: Path,
 
 @pytest.mark.parametrize("text", ["root:x:0:0:root:/root:/bin/bash\n" * 3, "{}\n"])
 def test_a_file_without_access_lines_is_no_answer(
-    files: list[str], tmp_path: Path, capsys: Said, text: str
+    files: list[str], tmp_path: Path, capsys: Output, text: str
 ) -> None:
     (tmp_path / "access.log").write_text(text)
     assert main([*files, "--suggest"]) == 2
@@ -74,7 +74,7 @@ def test_a_file_without_access_lines_is_no_answer(
     assert f"access.log: none of its {lines} lines is an access line of a ztunnel" in capsys.readouterr().err
 
 
-def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Said) -> None:
+def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "access.log").write_text("")
     assert main([*files, "--suggest"]) == 0
     assert "no connection was seen" in capsys.readouterr().err
@@ -88,12 +88,12 @@ def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys
         (["--policy", "/nowhere.yaml"], "/nowhere.yaml: no such file or directory"),
     ],
 )
-def test_what_cannot_be_answered(files: list[str], more: list[str], error: str, capsys: Said) -> None:
+def test_what_cannot_be_answered(files: list[str], more: list[str], error: str, capsys: Output) -> None:
     assert main([*files, *more]) == 2
     assert capsys.readouterr().err == f"ztunnel simulate: {error}\n"
 
 
-def test_live_connections_need_a_duration_and_a_proxy(files: list[str], capsys: Said) -> None:
+def test_live_connections_need_a_duration_and_a_proxy(files: list[str], capsys: Output) -> None:
     dump = files[:3]
     assert main([*dump, "--remove", "shop/old", "--live", "soon"]) == 2
     assert "--live soon: must be a duration such as" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_live_connections_need_a_duration_and_a_proxy(files: list[str], capsys: 
     assert "--live asks a running proxy: not with --file" in capsys.readouterr().err
 
 
-def test_a_running_proxy_is_asked(tmp_path: Path, capsys: Said) -> None:
+def test_a_running_proxy_is_asked(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "new.yaml").write_text(written(ONLY_WEB))
 
     def ask(address: str) -> None:
@@ -125,7 +125,7 @@ class Gate(Addon):
 """
 
 
-def test_an_addon_is_replayed_against_a_log(files: list[str], tmp_path: Path, capsys: Said) -> None:
+def test_an_addon_is_replayed_against_a_log(files: list[str], tmp_path: Path, capsys: Output) -> None:
     addon = tmp_path / "gate.py"
     addon.write_text(
         GATE.format(body="return Deny(f'not {facts.source.name}') if facts.source_identity else None")
@@ -144,7 +144,9 @@ def test_an_addon_is_replayed_against_a_log(files: list[str], tmp_path: Path, ca
     ("body", "said"),
     [("1 / 0", "line 1 of the log: its hook accepting raised"), ("return 5", "returned a value of type int")],
 )
-def test_a_faulty_addon_is_no_answer(files: list[str], tmp_path: Path, capsys: Said, body: str, said: str) -> None:
+def test_a_faulty_addon_is_no_answer(
+    files: list[str], tmp_path: Path, capsys: Output, body: str, said: str
+) -> None:
     addon = tmp_path / "gate.py"
     addon.write_text(GATE.format(body=body))
     assert main([*files, "--addon", str(addon)]) == 2

@@ -31,7 +31,7 @@ from ztunnel.cli import main
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.record import Direction, Record
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 SCHEMAS = Path(__file__).parents[4] / "docs" / "schemas"
 WEB, BANK = ("shop", "web"), ("gold", "bank")
 SECURED, PLAIN = PairKey(WEB, BANK, True), PairKey(WEB, BANK, False)
@@ -127,7 +127,7 @@ def test_quantiles() -> None:
 # Commands
 
 
-def told(capsys: Said) -> Any:
+def printed_json(capsys: Output) -> Any:
     found = json.loads(capsys.readouterr().out)
     jsonschema.validate(found, json.loads((SCHEMAS / f"{found['kind']}.json").read_text()))
     return found
@@ -142,7 +142,7 @@ def named(found: Record) -> Record:
     return found
 
 
-def test_a_real_proxy_is_measured(capsys: Said) -> None:
+def test_a_real_proxy_is_measured(capsys: Output) -> None:
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply(NAMED)
         address = str(harness.addresses["admin"][0])
@@ -169,7 +169,7 @@ def test_a_real_proxy_is_measured(capsys: Said) -> None:
 
         status, _ = await asyncio.gather(ask("edges", "-t", "1s", "--fail-on", "plain"), traffic())
         assert status == 1
-        found = told(capsys)
+        found = printed_json(capsys)
         assert found["summary"]["plain"] == 1
         plain, secured = found["items"]
         assert (plain["security"], plain["because"]) == ("plain", "the destination is outside the mesh")
@@ -180,12 +180,12 @@ def test_a_real_proxy_is_measured(capsys: Said) -> None:
         assert graph.startswith("digraph mesh {\n")
         assert '"shop/client" -> "shop/back"' in graph
         assert await ask("stat", "--total") == 0
-        assert {each["workload"] for each in told(capsys)["items"]} == {"back", "unknown"}
+        assert {each["workload"] for each in printed_json(capsys)["items"]} == {"back", "unknown"}
 
     served(check)
 
 
-def test_fail_on_plain_exits_with_0_without_plain_connections(capsys: Said) -> None:
+def test_fail_on_plain_exits_with_0_without_plain_connections(capsys: Output) -> None:
     bodies = {"/metrics": page(opened=5, closed=5).encode(), "/flows": b""}
     with pages(bodies) as address:
         assert main(["edges", "--total", "--fail-on", "plain", "--address", address]) == 0
@@ -194,7 +194,7 @@ def test_fail_on_plain_exits_with_0_without_plain_connections(capsys: Said) -> N
         assert capsys.readouterr().out == "No pairs with connections found.\n"
 
 
-def test_a_proxy_without_metrics_on_its_admin_server_is_named(capsys: Said) -> None:
+def test_a_proxy_without_metrics_on_its_admin_server_is_named(capsys: Output) -> None:
     with pages({"/config_dump": b"{}"}) as address:
         assert main(["stat", "--total", "--address", address]) == 2
     assert "its admin server has no /metrics" in capsys.readouterr().err

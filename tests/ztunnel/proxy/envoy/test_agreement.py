@@ -1,4 +1,4 @@
-"""What is told of a connection against what becomes of it: imagine, connect, compare."""
+"""Compares what ``/explain`` answers for a connection with what happens when the connection is opened."""
 
 import json
 import random
@@ -103,8 +103,10 @@ def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -
                 await made.change(before := text)
                 # The tunnel names the application, so that its end has to be asked by itself.
                 ends = [
-                    told(harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l"),
-                    told(harness, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"),
+                    explanation(harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l"),
+                    explanation(
+                        harness, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"
+                    ),
                 ]
                 worked = await ask(harness.port("l")) == b"ping"
                 assert all(end["verdict"].startswith("allowed") for end in ends) == worked, (text, ends)
@@ -114,7 +116,7 @@ def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -
     with_calico(tmp_path, policies_of_calico(ingress=BY_CLIENT), body)
 
 
-def told(harness: Harness, question: str) -> Json:
+def explanation(harness: Harness, question: str) -> Json:
     answer: Json = json.loads(page(harness, "/explain", question))
     return answer
 
@@ -138,7 +140,9 @@ def test_explain_agrees_with_plain_connections(tmp_path: Path, seed: int) -> Non
                 made = listener(chain(*policies(rng, bound, 1), tcp(target), name=f"case {number}", **more))
                 assert await harness.published(made, cluster(port), cluster(name="empty")) is None
                 await harness.until(lambda: harness.proxy.listeners.active and not harness.proxy.listeners.warming)
-                answer = told(harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l")
+                answer = explanation(
+                    harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l"
+                )
                 worked = await ask(harness.port("l")) == b"ping"
                 assert answer["verdict"].startswith("allowed") == worked, (made, answer)
                 verdicts.add(answer["verdict"].partition("[")[0])
@@ -157,7 +161,7 @@ def test_explain_agrees_with_tunnels(tmp_path: Path, seed: int) -> None:
         async with application() as port:
             for _ in range(CASES // 2):
                 await tunnel(harness, port, identities, *policies(rng, 1, 2))
-                answer = told(
+                answer = explanation(
                     harness, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"
                 )
                 worked = await ask(harness.port("l")) == b"ping"

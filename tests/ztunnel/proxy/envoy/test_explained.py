@@ -353,7 +353,7 @@ def test_a_tunnel_to_a_cluster_without_http2_is_refused(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def told(harness: Harness, question: str = "destination=127.0.0.1:80&listener=l") -> Json:
+def explanation(harness: Harness, question: str = "destination=127.0.0.1:80&listener=l") -> Json:
     answer: Json = json.loads(page(harness, "/explain", f"source=127.0.0.1&{question}"))
     return answer
 
@@ -385,7 +385,7 @@ def test_a_listener_filter_that_is_disabled_for_the_port_is_passed_over(tmp_path
         async with application() as port:
             assert await harness.published(listener(listener_filters=[source]), cluster(port)) is None
             await harness.until(lambda: harness.proxy.listeners.active)
-            hop = told(harness)["hop"]
+            hop = explanation(harness)["hop"]
             (way,) = hop["clusters"][0]["endpoints"]
             assert (hop["listener_filters"] == ["src: disabled for port 80"]) is disabled
             assert ("leaves_from" in way) is not disabled
@@ -404,7 +404,7 @@ def test_a_listener_filter_that_has_not_arrived_closes(tmp_path: Path) -> None:
             awaited = [{"name": "guard", "config_discovery": discovery}]
             harness.publish(listener(listener_filters=awaited), cluster(port))
             await harness.until(lambda: harness.proxy.listeners.active)
-            answer = told(harness)
+            answer = explanation(harness)
             assert answer["verdict"] == "refused: closed: the configuration of filter guard has not arrived"
             assert answer["hop"]["chain"] is None
             assert await ask(harness.port("l")) == b""
@@ -445,7 +445,7 @@ def test_a_discovered_listener_filter_closes_an_internal_listener(tmp_path: Path
             del hidden["address"]
             harness.publish(listener(chain(tcp("to inner"))), ("listener", hidden), inner("inner"), cluster(port))
             await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
-            assert told(harness)["verdict"].startswith("refused: closed: ")
+            assert explanation(harness)["verdict"].startswith("refused: closed: ")
             assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
@@ -465,7 +465,7 @@ def test_a_listener_filter_of_an_internal_listener_can_be_disabled(tmp_path: Pat
             front = listener(chain(tcp("to inner")))
             assert await harness.published(front, ("listener", hidden), inner("inner"), cluster(port)) is None
             await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
-            (way,) = told(harness)["hop"]["clusters"][0]["endpoints"]
+            (way,) = explanation(harness)["hop"]["clusters"][0]["endpoints"]
             assert way["hop"]["listener_filters"] == ["src: disabled for port 80"]
             assert await ask(harness.port("l")) == b"ping"
 
@@ -494,7 +494,7 @@ def test_explain_judges_port_policies_by_the_application_of_a_tunnel(
             await harness.until(
                 lambda: len(harness.proxy.listeners.active) == 2 and not harness.proxy.listeners.warming
             )
-            assert told(harness)["verdict"].startswith("allowed") is works
+            assert explanation(harness)["verdict"].startswith("allowed") is works
             assert await ask(harness.port("l")) == (b"ping" if works else b"")
 
     run(tmp_path, body)
@@ -513,7 +513,7 @@ def test_a_chain_with_tls_of_an_internal_listener_closes(tmp_path: Path) -> None
             published = [front, ("listener", hidden), inner("inner"), cluster(port), *secrets]
             assert await harness.published(*published) is None
             await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
-            assert told(harness)["verdict"] == "refused: closed: the chain carries no bytes without TLS"
+            assert explanation(harness)["verdict"] == "refused: closed: the chain carries no bytes without TLS"
             assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
@@ -526,7 +526,9 @@ def test_a_tunnel_to_an_endpoint_without_an_ip_address_is_refused(tmp_path: Path
         app["load_assignment"]["endpoints"] = [{"lb_endpoints": [piped]}]
         await published(harness, Identities(), "app:80", ("cluster", app))
         question = f"destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"
-        assert told(harness, question)["verdict"] == "refused: closed: a tunnel can only lead to an IP address"
+        assert (
+            explanation(harness, question)["verdict"] == "refused: closed: a tunnel can only lead to an IP address"
+        )
         assert await ask(harness.port("l")) == b""
 
     run(tmp_path, body)
@@ -580,7 +582,7 @@ def test_a_certificate_that_refuses_a_tunnel_is_in_its_verdict(
         async with application() as port:
             # The authority is an address, so that explain follows it to the end here.
             await published(harness, identities, f"127.0.0.1:{port}", cluster(port))
-            assert told(harness)["verdict"] == (
+            assert explanation(harness)["verdict"] == (
                 f"refused: closed: tls handshake error: {why}" if why else "allowed"
             )
             assert await ask(harness.port("l")) == (b"" if why else b"ping")

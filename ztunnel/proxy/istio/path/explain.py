@@ -47,7 +47,7 @@ Answer = dict[str, Any]
 Handshake = Callable[[Workload | None, Workload, tuple[str, ...]], tuple[bool, str]]
 
 #: The number of endpoints and policies to print. The rest are only counted.
-_MOST_TOLD: Final = 32
+_MOST_SHOWN: Final = 32
 _DAY_S: Final = 86400
 _REFUSED: Final = "refused: "
 _NO_ZTUNNEL: Final = "no ztunnel stands before the workload: its policies are not enforced"
@@ -301,27 +301,27 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
         for uid, why in candidates_for(mesh, draw).left_out(mesh, around.avoided):
             left_out.setdefault(uid, why.because(draw))
     if left_out:
-        shown = list(left_out.items())[:_MOST_TOLD]
+        shown = list(left_out.items())[:_MOST_SHOWN]
         answer["left_out"] = [{"workload": uid, "because": why} for uid, why in shown]
     if first is not None or len(routes) > 1:
-        answer |= _told([_way(route, asked, around) for route in routes])
+        answer |= _verdict([_way(route, asked, around) for route in routes])
     return answer if first is not None else answer | {"verdict": f"refused: {routes[0]}"}
 
 
-def _told(told: list[tuple[bool, Answer]]) -> Answer:
+def _verdict(ways: list[tuple[bool, Answer]]) -> Answer:
     """Return the ways, each with whether its far end would take the connection, and the verdict of all."""
-    refused = [way for ok, way in told if not ok]
+    refused = [way for ok, way in ways if not ok]
     failures = {way.get("handshake", "") for way in refused}
     if not refused:
         verdict = "allowed"
-    elif len(refused) == len(told) and len(failures) == 1 and (why := failures.pop()).startswith(_REFUSED):
+    elif len(refused) == len(ways) and len(failures) == 1 and (why := failures.pop()).startswith(_REFUSED):
         verdict = why
     elif not all("target" in way for way in refused):
-        verdict = f"refused for {len(refused)} of {len(told)} endpoints"
+        verdict = f"refused for {len(refused)} of {len(ways)} endpoints"
     else:
-        some = "" if len(refused) == len(told) else f" by {len(refused)} of {len(told)} endpoints"
+        some = "" if len(refused) == len(ways) else f" by {len(refused)} of {len(ways)} endpoints"
         verdict = f"refused by the destination{some}"
-    return {"ways": [way for _, way in told], "verdict": verdict}
+    return {"ways": [way for _, way in ways], "verdict": verdict}
 
 
 def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answer:
@@ -344,7 +344,7 @@ def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answ
                 targets.append((workload, SocketAddress(workload.addresses[0], target)))
     if not targets:
         return answer | {"verdict": f"refused: no healthy upstream: {asked.destination}"}
-    return answer | _told([_plain_way(asked, workload, to, around) for workload, to in targets[:_MOST_TOLD]])
+    return answer | _verdict([_plain_way(asked, workload, to, around) for workload, to in targets[:_MOST_SHOWN]])
 
 
 def _plain_way(
@@ -374,7 +374,7 @@ def _routes(
         draws: receives the questions that draw an endpoint.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
-    told: set[tuple[str, ...]] = set()
+    yielded: set[tuple[str, ...]] = set()
     for first_draw in _first_draws(asked, source, around.mesh):
 
         def routed(avoid: Collection[WorkloadUid], first_draw: int = first_draw) -> Route | RouteRefused:
@@ -395,8 +395,8 @@ def _routes(
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
         for route in _drawn(routed, avoid):
             key = _key(route)
-            if key not in told:  # weighted waypoints also draw for their own clients, which bypass them
-                told.add(key)
+            if key not in yielded:  # weighted waypoints also draw for their own clients, which bypass them
+                yielded.add(key)
                 yield route
 
 
@@ -409,7 +409,7 @@ def _drawn(
     until one comes that was drawn or is avoided.
     """
     drawn = set(avoid)
-    for _ in range(_MOST_TOLD):
+    for _ in range(_MOST_SHOWN):
         route = routed(drawn)
         workload = route.workload
         if workload is None:
@@ -609,12 +609,12 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
     # Matching policies decide, so they come first. The output has room for some more.
     listed.sort(key=lambda each: not each["holds"])
     if listed:
-        answer["policies"] = listed[:_MOST_TOLD]
-    if len(listed) > _MOST_TOLD:
-        answer["more_policies"] = len(listed) - _MOST_TOLD
+        answer["policies"] = listed[:_MOST_SHOWN]
+    if len(listed) > _MOST_SHOWN:
+        answer["more_policies"] = len(listed) - _MOST_SHOWN
     dry_run = [_policy(policy, facts) for policy in (*policies.dry_run_deny, *policies.dry_run_allow)]
     if dry_run:
-        answer["dry_run"] = dry_run[:_MOST_TOLD]
+        answer["dry_run"] = dry_run[:_MOST_SHOWN]
     if refused:
         return False, answer | {"refused": refused}
     none = "no policy denies it, and none allows only some" if listed else "no policy is for this workload"

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 Given = Callable[[Cluster], None]
 
 
-def told(cluster: Cluster, **more: str) -> Json:
+def explanation(cluster: Cluster, **more: str) -> Json:
     node = cluster.node
     proxy: Any = SimpleNamespace(
         mesh=node.mesh,
@@ -91,7 +91,7 @@ def test_explain_verdict_includes_a_refused_certificate(given: Given, why: str, 
         given(cluster)
         await cluster.start(POD, NEAR)
         cluster.application(SERVER)
-        answer = told(cluster)
+        answer = explanation(cluster)
         assert answer["verdict"] == (f"refused: {why}" if why else "allowed")
         (way,) = answer["ways"]
         assert way["handshake"] == (
@@ -108,7 +108,7 @@ def test_the_own_certificate_is_checked_against_the_lists(tmp_path: Path) -> Non
         revoked("server")(cluster)
         inbound = {"identity": identity("far"), "direction": "inbound", "source": "127.9.9.9"}
         await cluster.start(POD, NEAR)
-        answer = told(cluster, **inbound)
+        answer = explanation(cluster, **inbound)
         assert answer["verdict"] == "refused by the destination"
         why = "the server's certificate is revoked by the revocation lists"
         assert answer["inbound"]["handshake"] == f"refused: {why}"
@@ -120,7 +120,7 @@ def test_certificate_of_another_node_is_reported_as_unknown(tmp_path: Path) -> N
     async def body(cluster: Cluster) -> None:
         usual(cluster)
         await cluster.start(POD, NEAR)
-        answer = told(cluster, identity=identity("far"), direction="inbound", source="127.9.9.9")
+        answer = explanation(cluster, identity=identity("far"), direction="inbound", source="127.9.9.9")
         assert answer["verdict"] == "allowed"
         far = "a certificate of another node is not known before the handshake"
         assert answer["inbound"]["handshake"] == far

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.ztunnel.proxy.istio.admin.test_explain_page import told, usual
+from tests.ztunnel.proxy.istio.admin.test_explain_page import explanation, usual
 from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD
 from tests.ztunnel.proxy.istio.pods import Cluster, play
 from ztunnel.addons import Addon, Deny, Facts, Prefer, Verdict
@@ -48,7 +48,7 @@ def explained(folder: Path, *classes: type) -> dict[str, object]:
         usual(cluster)
         host = AddonHost([load_class(each, {}) for each in classes])
         cluster.node.addons = PodAddons(host)
-        answers.append(told(cluster))
+        answers.append(explanation(cluster))
         assert not any(each.suspended for each in host.addons)
         assert not any(counts.calls for counts in host.counts())
 

@@ -14,10 +14,10 @@ from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.runtime.settings import SettingsError
 
-Said = pytest.CaptureFixture[str]
+Output = pytest.CaptureFixture[str]
 
 
-def asked(capsys: Said, check: Callable[[Harness, Callable[..., Any]], Any], env: Mapping[str, str]) -> None:
+def asked(capsys: Output, check: Callable[[Harness, Callable[..., Any]], Any], env: Mapping[str, str]) -> None:
     async def with_command(harness: Harness) -> None:
         address = harness.addresses["admin"][0]
 
@@ -31,7 +31,7 @@ def asked(capsys: Said, check: Callable[[Harness, Callable[..., Any]], Any], env
     served(with_command, env)
 
 
-def test_handover_page_without_a_folder_names_the_variable(capsys: Said) -> None:
+def test_handover_page_without_a_folder_names_the_variable(capsys: Output) -> None:
     async def check(harness: Harness, command: Callable[..., Any]) -> None:
         answer = await harness.ask("admin", "/handover")
         assert answer.status == 404
@@ -43,7 +43,7 @@ def test_handover_page_without_a_folder_names_the_variable(capsys: Said) -> None
     asked(capsys, check, {})
 
 
-def test_handover_page_shows_state_and_needs_a_successor(capsys: Said, tmp_path: Path) -> None:
+def test_handover_page_shows_state_and_needs_a_successor(capsys: Output, tmp_path: Path) -> None:
     async def check(harness: Harness, command: Callable[..., Any]) -> None:
         handover = harness.proxy.handover
         assert handover is not None
@@ -68,7 +68,7 @@ def test_handover_page_shows_state_and_needs_a_successor(capsys: Said, tmp_path:
     asked(capsys, check, {"ZTUNNEL_HANDOVER_DIR": str(tmp_path)})
 
 
-def test_handover_command_gives_connections_at_once(capsys: Said, tmp_path: Path) -> None:
+def test_handover_command_gives_connections_at_once(capsys: Output, tmp_path: Path) -> None:
     async def check(harness: Harness, command: Callable[..., Any]) -> None:
         handover = harness.proxy.handover
         assert handover is not None
