@@ -57,7 +57,7 @@ class Kubectl:
     """Runs kubectl.
 
     Args:
-        context: of its configuration. Empty means the current one.
+        context: the context of its configuration. Empty means the current one.
         kubeconfig: the file of its configuration. Empty means its own choice.
         as_user: to impersonate. Empty for the kubeconfig's own user. limit_s: the time limit for one request.
     """
@@ -141,12 +141,8 @@ class Kubectl:
         newest = max(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
         return newest["metadata"]["namespace"], newest["metadata"]["name"]
 
-    def of_all_nodes(self, daemon: Daemon, selector: str = "") -> dict[str, tuple[str, str]]:
+    def of_all_nodes(self, daemon: Daemon) -> dict[str, tuple[str, str]]:
         """Return namespace and name of every node's daemon, the newer of two generations.
-
-        Args:
-            daemon: which.
-            selector: of labels; only nodes with a pod that has them.
 
         Raises:
             Unreachable: there is no answer, or no daemon runs.
