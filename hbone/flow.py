@@ -86,7 +86,7 @@ class PeerQuota:
 
     Args:
         limits: the peer's limits.
-        windows: of the process, which the peer's come out of.
+        windows: the process's windows. The peer's are a part of them.
     """
 
     __slots__ = (
@@ -151,7 +151,7 @@ class PeerQuotas:
     without a connection are dropped, the oldest first.
 
     Attributes:
-        windows: of all peers together; its limit is the owner's to set.
+        windows: the windows of all peers together. The owner sets their limit.
     """
 
     __slots__ = ("_shares", "windows")

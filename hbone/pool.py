@@ -230,7 +230,7 @@ class PoolState:
 
         Args:
             key: the connection's key.
-            peer_limit: of streams (None: not known yet).
+            peer_limit: the peer's limit of streams. None while it is not known.
             streams: how many are open.
             now_s: the time.
             idle_s: how long it has had none. Its timeouts do not restart.

@@ -68,11 +68,11 @@ class TlsSettings:
 
     Attributes:
         certificate_chain_pem: leaf first. None presents no certificate.
-        further: of a server, certificates to choose between beside the first: :mod:`hbone.tls_identities`.
+        further: a server's further certificates to choose from, see :mod:`hbone.tls_identities`.
         trusted_ca_pem: roots or intermediates at which a chain ends. None disables verification of the peer.
         crl_pem: revocation lists for any certificate of the chain.
         client_certificate: requested by a server. A client always verifies if it has trusted certificates.
-        suites: of TLS 1.3, in order of preference. AES-128-GCM first: ChaCha20 costs 20 to 40 % more CPU.
+        suites: TLS 1.3's suites in order of preference. AES-128-GCM first: ChaCha20 costs 20 to 40 % more CPU.
         groups: key exchange groups in order of preference. None leaves the choice to OpenSSL, which prefers
             post-quantum hybrids.
         alpn: protocols in order of preference.
@@ -145,7 +145,7 @@ class TlsContext:
     """An OpenSSL context for one role. It is cheap to share between connections, and replaced on rotation.
 
     Args:
-        role: of our end.
+        role: our end's role.
         settings: what to build it from.
         shared: a context whose settings differ in ``verify`` only; see :meth:`expecting`.
 

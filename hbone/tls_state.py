@@ -37,8 +37,8 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         suite: its name, as in :data:`SUITES`.
-        sending: of our direction.
-        receiving: of the peer's.
+        sending: our direction's keys.
+        receiving: the peer's direction's keys.
         partial: received bytes of a record that is not complete.
         message: the received part of a handshake message that spans records.
         control: records to send that were not taken yet: alerts, key updates.

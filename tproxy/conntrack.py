@@ -20,7 +20,7 @@ class Flow:
     """A tracked connection as its forwarded packets look: after translation of the destination.
 
     Attributes:
-        family: of the addresses, ``AF_INET`` or ``AF_INET6``.
+        family: the addresses' family, ``AF_INET`` or ``AF_INET6``.
         icmp: type and code of the first packet for ICMP and ICMPv6. Otherwise zeros.
         entry: the attributes that identify the entry in the kernel.
     """

@@ -45,7 +45,7 @@ class Packet:
 
     Attributes:
         state: its connection's state, ``CT_*``.
-        tcp_flags: of a TCP packet.
+        tcp_flags: a TCP packet's flags.
         icmp_type, icmp_code: of an ICMP or ICMPv6 packet. A conntrack flow has the addresses and ports of its
         first packet.
     """

@@ -103,8 +103,8 @@ class Element:
     """One member of a set.
 
     Attributes:
-        key: the register's bytes (``address.packed``); of an interval its first key.
-        last: of an interval its last key, inclusive; of a single key in a set of intervals equal to ``key``.
+        key: the register's bytes (``address.packed``). For an interval, its first key.
+        last: an interval's last key, inclusive. For a single key in a set of intervals, the same as ``key``.
         verdict: the verdict of a verdict map for this key.
     """
 
@@ -119,7 +119,7 @@ class Set:
     """A named set of keys.
 
     Attributes:
-        interval: of intervals, which neither overlap nor touch one another.
+        interval: its members are intervals, which neither overlap nor touch one another.
         verdicts: a map from keys to verdicts.
     """
 

@@ -144,7 +144,7 @@ class Networks:
 
     Attributes:
         name: the set's name, without the IP version.
-        networks: of both versions. A version that has none does not match; negated, it always does.
+        networks: networks of both IP versions. A version that has none does not match; negated, it always does.
     """
 
     name: str
@@ -214,7 +214,7 @@ class StepChain:
     """Steps at one hook, the first that decides counts.
 
     Attributes:
-        table: of iptables: ``nat``, ``mangle`` or ``raw``.
+        table: iptables' table, ``nat``, ``mangle`` or ``raw``.
         incoming: at PREROUTING, else OUTPUT.
     """
 

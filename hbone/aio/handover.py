@@ -325,7 +325,8 @@ def resumed(
     Args:
         state: the unit's state.
         sockets: non-blocking, in the order of the module; they belong to the result.
-        settings: of connections here. The settings that the old process announced to the peer stay in use.
+        settings: this process's settings of connections. The settings that the old process announced to the
+            peer stay in use.
         poller: this loop's poller.
         requests: takes the requests of a server's connection.
 

@@ -126,7 +126,7 @@ class Spin:
 
         Args:
             now_s: monotonic time, the same in all processes of the machine; milliseconds are exact enough.
-            read_bytes: of the turn.
+            read_bytes: the number of bytes that the iteration read.
         """
         self._turns += 1
         self._bytes += read_bytes

@@ -34,7 +34,7 @@ class TraceEvent:
 
     Attributes:
         packet: identifies one packet at one hook.
-        handle: of the rule, 0 for a policy.
+        handle: the rule's handle, 0 for a policy.
         header: with the first event of a packet only.
     """
 

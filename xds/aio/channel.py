@@ -414,7 +414,7 @@ class Channel:
         tls: a context of :func:`xds.grpc.tls.client_tls`, which includes the server's names. None means plain
             text.
         message_limit_bytes: the longest received message. None allows the protocol's maximum of 4 GiB.
-        keepalive: of the server, for a caller that makes several channels to it; by default one of this channel.
+        keepalive: the server's keepalive, for a caller with several channels to it; by default this channel's own.
             None sends no PING.
         connect_timeout_s: to connect, TLS and the server's SETTINGS included, and then for a server that allows no
             more calls at once.

@@ -412,7 +412,7 @@ class AdsClient:
         delta: the incremental variant.
         metadata: called for each new stream. Its errors (``OSError``, ``XdsError``) count as errors of the
             connection.
-        dialect: of the control plane; :data:`xds.protocol.client.ISTIO` goes with ``delta``.
+        dialect: the control plane's dialect. :data:`xds.protocol.client.ISTIO` needs ``delta``.
         connect: how to reach it, if not in plain text; called for each attempt, its ``XdsError`` is one of the
             connection.
     """

@@ -62,7 +62,7 @@ class GrpcServer:
         unary: methods that take one message and answer with one, by path. They are three times as fast as streams.
         tls: credentials of :func:`server_tls` for TCP addresses. Unix sockets always use plain text.
         socket_mode: file mode of Unix sockets. None leaves the mode given by the umask.
-        options: of grpcio, beside :data:`OPTIONS`.
+        options: further options of grpcio, beside :data:`OPTIONS`.
         stop_grace_s: the time for open calls to end after the server stops. None ends them at once.
 
     Raises:

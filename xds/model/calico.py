@@ -337,7 +337,7 @@ class FlowReport:
     Attributes:
         protocol: number or name.
         policy: the policy that decided. A profile's id has the kind ``Profile``. None if no rule decided.
-        index: of the rule, -1 for the end of a tier.
+        index: the rule's index, -1 for the end of a tier.
         packets, octets: since the last report; 0 where they are not known.
     """
 

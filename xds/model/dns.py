@@ -14,7 +14,7 @@ class DnsResolver:
         servers_are_fallback: ``servers`` are for hosts without a name server in ``/etc/resolv.conf``.
         tcp: queries go by TCP.
         search: names are completed by the search list of ``/etc/resolv.conf``.
-        query_timeout_s: of one query; ``None``: our default.
+        query_timeout_s: the time limit of one query. ``None`` means our default.
         tries: queries for one name; ``None``: our default.
         rotate: take the servers in turn.
         has_ttls: whether answers include their time to live, which getaddrinfo(3) does not return.

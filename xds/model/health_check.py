@@ -18,7 +18,7 @@ class HttpCheck:
     """A request without a body.
 
     Attributes:
-        method: of the request.
+        method: the request's method.
         headers: are added to it, in order.
         host: the request's host. Empty means the cluster's name.
         expected: ranges of statuses, ends excluded, that count as healthy.

@@ -89,7 +89,7 @@ class HttpConnectionManager:
     Attributes:
         allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
         stream_idle_timeout_s: 0 is off, ``None`` unset (Envoy: 300 s).
-        max_request_headers_kb: of one request; ``None`` unset (Envoy: 60, this proxy: 64).
+        max_request_headers_kb: the limit of one request's headers; ``None`` unset (Envoy: 60, this proxy: 64).
         generates_request_id: a request without ``x-request-id`` is given one.
         preserves_request_id: the client's is kept also where ``uses_remote_address``.
         uses_remote_address: the manager is at the edge of a mesh, and believes no header about a request's origin.

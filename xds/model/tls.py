@@ -52,7 +52,7 @@ class TlsContext:
 
     Attributes:
         certificate: own certificate, inline or by reference; ``None`` shows none (clients only).
-        further_certificates: of a server, others to choose between by the client's server name and what it can
+        further_certificates: a server's others to choose from by the client's server name and what it can
             verify; all are inline, or all are references, as the first.
         validation: inline part of how to verify the peer.
         validation_ref: SDS part, merged over ``validation``.

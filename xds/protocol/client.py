@@ -31,7 +31,7 @@ class Received:
     """A response to apply, or several merged; answer it with ``accept`` or ``reject``, oldest first per type.
 
     Attributes:
-        nonces: of all the responses in here, oldest first.
+        nonces: the nonces of all merged responses, oldest first.
         stream: the stream that brought it. After a reconnect an answer changes the state but sends no request.
         arrived_s: when the newest came; times to live count from then.
         versions: the resources' versions by name, if they were already collected. This saves collecting them in
@@ -204,7 +204,7 @@ class Dialect:
     """The differences of a control plane's use of the protocol from Envoy's.
 
     Attributes:
-        nack_code: of the error detail.
+        nack_code: the error detail's code.
         node_per_type: the first request of each type carries the node, not only the first of the stream.
         one_by_one: each resource is judged separately: types of bodies are not compared with the response's type,
             a resource without a body is handed on, and there are no times to live.

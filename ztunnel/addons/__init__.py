@@ -67,7 +67,7 @@ class Workload(NamedTuple):
     Attributes:
         name: the pod's name.
         namespace: the pod's namespace.
-        service_account: of the pod.
+        service_account: the pod's service account.
         node: the name of its node.
         cluster: the id of its cluster.
         labels: as sent by the control plane. In an Istio mesh these are ``app``, ``version``,

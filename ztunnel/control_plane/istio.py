@@ -76,7 +76,7 @@ class Registrar:
     Args:
         mesh: the current mesh.
         authority: signs.
-        secret: of the tokens.
+        secret: the tokens' secret.
         lifetime: the longest there is.
         now: wall clock, UTC.
     """

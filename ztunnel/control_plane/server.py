@@ -62,7 +62,7 @@ class NodePolicies:
     """Serves the policies of a mesh by PolicySync, on a socket for each node; ``async with`` ends them.
 
     Args:
-        folder: of the sockets.
+        folder: the sockets' folder.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -69,7 +69,7 @@ class ListPage:
 
     Attributes:
         items: as the API server writes them: without ``apiVersion`` and ``kind``.
-        resource_version: of the whole list. A watch starts there.
+        resource_version: the whole list's version. A watch starts there.
         continued: the token for the next page. Empty on the last page.
     """
 

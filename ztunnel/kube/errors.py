@@ -49,7 +49,7 @@ class ApiRefused(KubeError):
 
     Attributes:
         request: method and path, such as ``GET /api/v1/pods``.
-        status: of HTTP, or of the Status object in a watch.
+        status: the status of HTTP, or of the Status object in a watch.
         reason: the API's CamelCase word, such as ``Forbidden``. Can be empty.
         message: the API server's sentence.
     """

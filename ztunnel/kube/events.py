@@ -46,7 +46,7 @@ class EventWriter:
     """Writes events while entered. Events that wait at the end are dropped.
 
     Args:
-        client: of the API server; its role needs ``create`` and ``patch`` of events.
+        client: the API server's client. Its role needs ``create`` and ``patch`` of events.
         component: what reports, such as ``ztunnel-netpol``.
         instance: distinguishes writers of the same component, for example the node's name.
         known: an informer's, for uid and version: without its uid, ``kubectl describe`` does not find an event.

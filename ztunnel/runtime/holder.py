@@ -48,7 +48,7 @@ class Holder:
     """One proxy after the other.
 
     Args:
-        command: of the proxy.
+        command: the proxy's command.
     """
 
     def __init__(self, command: list[str]) -> None:

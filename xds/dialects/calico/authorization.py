@@ -81,7 +81,7 @@ def encode_response(
     """Return a ``CheckResponse``.
 
     Args:
-        code: of gRPC; 0 allows.
+        code: gRPC's status code. 0 allows.
         message: why not, for the proxy's log.
         explained: names and values that explain the code. They are sent as dynamic metadata and, for a denial, as
             headers and body of the response to the client. None leaves the explanation to the proxy.

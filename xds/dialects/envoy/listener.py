@@ -59,7 +59,7 @@ def compile_listener(
     Args:
         message: the listener.
         surroundings: the values outside of the message that the result depends on.
-        parts: of the version before, made by ``Parts(earlier)``; then of this one.
+        parts: the previous version's parts, made by ``Parts(earlier)``. Afterwards this version's.
 
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.

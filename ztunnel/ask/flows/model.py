@@ -160,7 +160,7 @@ def make(name: str, value: str, *, negated: bool = False) -> Filter:
 
     Args:
         name: from, to, pod, identity, verdict, port, service, plain, encrypted, direction or trace.
-        value: of the flag.
+        value: the flag's value.
         negated: matching flows are left out.
 
     Raises:

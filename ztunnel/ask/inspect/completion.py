@@ -50,7 +50,7 @@ def candidates(
     """Return the completions of the last word, in order. Empty where a file name is possible.
 
     Args:
-        parser: of the whole program.
+        parser: the whole program's parser.
         words: after the program's name; the last one is begun, perhaps empty.
         names: returns names for an argument, by its name in the parser.
     """

@@ -26,7 +26,7 @@ class SavedMesh:
     """The mesh of one dump, which can be asked again and again.
 
     Attributes:
-        identity_at: of workloads that take tunnels, by their addresses.
+        identity_at: the identities of workloads that take tunnels, by the workloads' addresses.
     """
 
     def __init__(self, dump: Mapping[str, Any], now_s: float) -> None:

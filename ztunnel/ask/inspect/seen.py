@@ -155,7 +155,7 @@ def logged(line: str, identity: str = "") -> Seen | None:
     istiod's format, which has no identities, or JSON as configured by ``ztunnel control-plane``.
 
     Args:
-        line: of a log.
+        line: a line of a log.
         identity: the client's identity, where the line does not say it.
 
     Raises:

@@ -24,7 +24,7 @@ class AskFailed(Exception):
     """There is no answer; the text names the server or file, and what to do about it.
 
     Attributes:
-        status: of HTTP, if a server refused. Otherwise 0.
+        status: the HTTP status, if a server refused. Otherwise 0.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
@@ -36,7 +36,7 @@ class Pages(Protocol):
     """The pages of one admin server, live or saved.
 
     Attributes:
-        name: of the server or file, for errors.
+        name: the name of the server or file, for errors.
         saved: the pages come from a file; requests and changes are impossible.
     """
 
@@ -101,7 +101,7 @@ def add_source(
     """Add the flags of every command that asks a proxy; :func:`reaching` and ``fleet.gather`` obey them.
 
     Args:
-        parser: of the command.
+        parser: the command's parser.
         of_agent: the command asks the node agent instead, by default at this address.
         across: the command can ask all nodes.
         saved: the command can read a file.
@@ -206,8 +206,8 @@ def ask(
     Args:
         server: ``HOST:PORT`` or a URL.
         path: the page's path, from ``/``.
-        parameters: of the query. Those that are ``None`` are left out.
-        method: of the request.
+        parameters: the query's parameters. Those that are ``None`` are left out.
+        method: the request's method.
         limit_s: the time limit for each step of the server's answer.
 
     Raises:

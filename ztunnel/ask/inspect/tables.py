@@ -242,7 +242,7 @@ def _node(dump: Dump, *, captures: bool) -> Iterator[kinds.Fact]:
     """Yield the faults of the proxy's node name, which selects the workloads of its node.
 
     Args:
-        dump: of a proxy in an Istio mesh.
+        dump: the dump of a proxy in an Istio mesh.
         captures: it has pods, which the mesh must place on this node.
     """
     config = dump.get("config") or {}

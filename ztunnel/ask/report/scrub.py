@@ -85,7 +85,7 @@ class Redaction:
 
     Args:
         key: makes the replacements of this archive.
-        names: of namespaces, workloads, services, accounts and nodes.
+        names: the names of namespaces, workloads, services, accounts and nodes.
     """
 
     def __init__(self, key: bytes, names: Iterable[str]) -> None:

@@ -47,8 +47,8 @@ def replay(loaded: LoadedAddon, lines: Iterable[str], workloads: Iterable[Worklo
 
     Args:
         loaded: the addon.
-        lines: of the log.
-        workloads: of the mesh, for labels, which lines do not have.
+        lines: the log's lines.
+        workloads: the mesh's workloads. Their labels are not in the lines.
 
     Raises:
         ReplayFailed: a hook raised, or its result is not a verdict.

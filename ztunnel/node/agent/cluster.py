@@ -33,7 +33,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
     """Keep the node's pods in the mesh until ``stop``.
 
     Args:
-        args: of ``ztunnel agent --kube``.
+        args: the arguments of ``ztunnel agent --kube``.
         record: see :mod:`ztunnel.node.agent.record`.
         stop: ends it; pods stay in the mesh for the next agent, unless the arguments say otherwise.
 

@@ -102,7 +102,7 @@ def findings(
         pod: the pod.
         listening: ports with a listener in its namespace.
         foreign: tables and chains of another mesh agent in its namespace.
-        proxies: of the node. Empty if none answered, which is no fault of the pod.
+        proxies: the node's proxies. Empty if none answered, which is no fault of the pod.
     """
     found = []
     missing = [str(port) for port in PORTS if port not in listening]

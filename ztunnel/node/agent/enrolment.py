@@ -54,7 +54,7 @@ class Settings:
 
     Attributes:
         excluded: namespaces whose pods are never in the mesh, regardless of their labels.
-        system_namespace: of the proxies, which have the label ``app: ztunnel`` there. Empty if there are none.
+        system_namespace: the proxies' namespace. They are labelled ``app: ztunnel``. Empty if there are none.
         dns: capture DNS of pods that do not say otherwise.
         new_connections_only: see :class:`~tproxy.inpod.Capture`.
     """

@@ -25,7 +25,7 @@ async def is_last(client: Client, namespace: str, name: str, node: str) -> bool:
 
     Args:
         client: its role needs ``get`` of the DaemonSet, and of nodes if the DaemonSet selects some.
-        namespace: of the agent's own DaemonSet.
+        namespace: the namespace of the agent's own DaemonSet.
         name: the DaemonSet's name.
         node: the name of this node.
     """

@@ -110,7 +110,7 @@ class UnaryConnection:
 
     Args:
         answers: by path, such as ``/package.Service/Method``.
-        buffers: of all connections; without it the connection has its own.
+        buffers: the buffers of all connections. Without it, the connection has its own.
 
     Attributes:
         engine: its output is to be sent after every other method, its :attr:`~hbone.engine.Engine.failed` and

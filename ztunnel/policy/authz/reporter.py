@@ -31,7 +31,7 @@ class Reporter:
     """Collects flows, and sends them while :meth:`run` runs.
 
     Args:
-        target: of the PolicySync server.
+        target: the PolicySync server's target.
 
     Attributes:
         sent: flows that the server took.

@@ -65,7 +65,7 @@ class PolicyServer:
         addresses: ``unix:/path`` and ``host:port``.
         follower: whose store answers; the caller runs it.
         clock: for rates of log lines, and the times of answers.
-        socket_mode: of Unix sockets.
+        socket_mode: the mode of Unix sockets.
         reporter: gets every flow; the caller runs it.
 
     Attributes:

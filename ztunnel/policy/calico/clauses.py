@@ -63,7 +63,7 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
     """Return the clauses of a rule that need no HTTP, cheap ones first.
 
     Args:
-        policy_namespace: of the rule's policy. Empty for a global policy and for a profile.
+        policy_namespace: the namespace of the rule's policy. Empty for a global policy and for a profile.
         connections_only: see the module.
     """
     clauses: list[Clause] = []
@@ -112,7 +112,7 @@ def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
     requests would require knowing which.
 
     Args:
-        place: of the rule, for :attr:`~ztunnel.policy.calico.verdict.Facts.unseen`.
+        place: the rule's place, for :attr:`~ztunnel.policy.calico.verdict.Facts.unseen`.
     """
     if not has_http(rule) or rule.action not in (c.Action.ALLOW, c.Action.PASS):
         return None

@@ -296,7 +296,7 @@ class Evaluator:
 
     Args:
         store: changed by :meth:`apply` only from now on.
-        trust_domains: of accepted principals. Empty accepts all, like Calico.
+        trust_domains: the trust domains of accepted principals. Empty accepts all, like Calico.
         connections_only: no HTTP will be seen; see :mod:`ztunnel.policy.calico.clauses`.
     """
 

@@ -90,7 +90,7 @@ class FilePolicies:
 
     Attributes:
         complete: every document has been readable once, so that no policy is missing; stays true.
-        faults: of the files as they are, each with file, document, object and consequence.
+        faults: the files' present faults, each with file, document, object and consequence.
     """
 
     def __init__(self, *paths: Path) -> None:

@@ -63,7 +63,7 @@ class PolicyObjects:
     Attributes:
         nodes: Node objects are among the changes. Without them, rules about nodes are as strict as those about
             something unknown.
-        problems: of the objects that are faulty now.
+        problems: the problems of the objects that are faulty now.
     """
 
     nodes: bool = True

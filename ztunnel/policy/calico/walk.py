@@ -77,7 +77,7 @@ def walk(
     """Evaluate an endpoint's policies for a flow and return every step.
 
     Args:
-        identities: of source and destination, see :func:`~ztunnel.policy.calico.verdict.identity_of`.
+        identities: the source's and the destination's, see :func:`~ztunnel.policy.calico.verdict.identity_of`.
         enforced: False evaluates staged policies, too.
         connections_only: see :mod:`ztunnel.policy.calico.clauses`.
     """

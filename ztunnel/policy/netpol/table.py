@@ -99,7 +99,7 @@ class _Policy:
     Attributes:
         source: the compiled policy, by identity.
         parts: chains of deciding rules, and between them the passing rules, which leave the tier's chain.
-        shapes: of the IP sets that it names, on which its rules depend.
+        shapes: the shapes of the IP sets that it names. Its rules depend on them.
         sets: names of those sets here, and the sets of its own.
     """
 

@@ -26,7 +26,7 @@ class ClusterPolicies:
     closes a pod. While the source is unreachable, the last state is served.
 
     Args:
-        source: of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.
+        source: the source of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.
         server: receives its own copy after each effective change.
         node: the node whose pods are served. None serves the policies of every node. events: reports objects that
         are not enforced as written.

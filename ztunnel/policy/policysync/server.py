@@ -90,8 +90,8 @@ class PolicySyncServer:
 
         Args:
             streams: how many it has at once, see :data:`NODE_STREAMS`.
-            mode: of the socket. A pod's is open to all, since only the pod has its folder; of a node's it is all
-                that says who may read the policies of every pod.
+            mode: the socket's mode. A pod's socket is open to all, since only the pod has its folder. A node's
+                mode decides alone who can read the policies of every pod.
 
         Raises:
             ServeError: the path cannot be served.

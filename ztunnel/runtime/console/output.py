@@ -69,7 +69,7 @@ class Kind(Generic[T]):
         name: such as ``Connection``; lists are of the kind ``ConnectionList``.
         several: in the sentence about an empty list.
         item: the type of the items.
-        columns: of the table.
+        columns: the table's columns.
         identity: returns the part of ``-o name`` after the kind.
         heading: the table has one.
         rows: items that need several rows yield one item a row.
@@ -126,9 +126,9 @@ class Format:
 
     Attributes:
         form: one of :data:`FORMS`, ``jsonpath`` or ``custom-columns``.
-        template: of ``jsonpath``.
-        columns: of ``custom-columns``: headings and expressions.
-        sort: of ``--sort-by``: an expression of an item.
+        template: the template of ``jsonpath``.
+        columns: the headings and expressions of ``custom-columns``.
+        sort: the value of ``--sort-by``, an expression of an item.
     """
 
     form: str = "table"
@@ -181,7 +181,7 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
     """Add ``-o`` and ``--json`` to a command that prints an :class:`Answer`.
 
     Args:
-        parser: of the command.
+        parser: the command's parser.
         forms: further forms, which the command prints itself.
     """
 

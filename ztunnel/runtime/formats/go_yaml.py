@@ -231,7 +231,7 @@ def json_items(text: str, start: int, key: str) -> list[tuple[int, int]]:
     Args:
         text: JSON.
         start: index of the object, which :func:`load_json` has read.
-        key: of the object's list.
+        key: the key of the object's list.
     """
     decoder = json.JSONDecoder()
     at = _behind_space(text, start + 1)

@@ -139,7 +139,7 @@ def wanted(
         args: from a parser with :func:`add_flags`.
         env: the environment, for what upstream has no flag for.
         versions: that the namespace has.
-        resolvers: of ``/etc/resolv.conf``.
+        resolvers: the resolvers in ``/etc/resolv.conf``.
 
     Raises:
         BadFlags: with every fault.

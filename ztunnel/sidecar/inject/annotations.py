@@ -94,14 +94,14 @@ class Asked:
 
     Attributes:
         capture: have rules at all (interceptionMode other than NONE).
-        flags: of ``ztunnel init``, with their values.
+        flags: the flags of ``ztunnel init``, with their values.
         native: a native sidecar; ``None``: as the template.
         rewrite: have the proxy answer the application's probes.
         status_port: the proxy's metrics port; 0: it answers no probes, nor has any.
         readiness: fields of its readiness probe.
-        resources: of its container.
+        resources: its container's resources.
         image, log_level: of its container.
-        proxy_config: of ``proxy.istio.io/config``.
+        proxy_config: the value of ``proxy.istio.io/config``.
         volumes, mounts: further ones of its container.
         warnings: for the author.
     """

@@ -108,7 +108,7 @@ class SidecarConfig:
     """The configuration of sidecars; see the module.
 
     Attributes:
-        flags: of ``ztunnel init``, with their values.
+        flags: the flags of ``ztunnel init``, with their values.
         env: further variables of the proxy, which win over ours.
     """
 
@@ -139,7 +139,7 @@ class InjectConfig:
     Attributes:
         templates: names of templates for pods that name none.
         aliases: further names; expanded once, as in Istio.
-        image: of the containers that are added.
+        image: the image of the containers that are added.
         gate_timeout_s: how long an application waits for its listeners.
         gate_fail_open: start it without them then, instead of starting the pod's containers over.
         pull_secrets: names of secrets for pods with a sidecar.

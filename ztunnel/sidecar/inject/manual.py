@@ -41,7 +41,7 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
 
     Args:
         text: YAML, of any number of documents, or JSON, one value after the other.
-        namespace: of objects that name none.
+        namespace: the namespace of objects that name none.
         config: the injector's.
         notes: receives a line for each pod: the action, or the reason for none.
 

@@ -22,7 +22,7 @@ def rewrite(containers: Sequence[Any], status_port: int, warnings: list[str]) ->
     """Rewrite the probes of containers in place, and return the originals by path.
 
     Args:
-        containers: of a pod, without the proxy.
+        containers: a pod's containers, without the proxy.
         status_port: the proxy's; probes that are there already are left alone.
         warnings: receives a line for each probe that cannot be rewritten because its port's name does not exist.
     """

@@ -36,9 +36,9 @@ def sidecars(
     """Return the configuration for pods that ask for a sidecar.
 
     Args:
-        revision: of the injector; ``default`` also serves those who name none.
-        service, namespace: of the injector.
-        template: of pods that name none.
+        revision: the injector's revision. ``default`` also serves pods that name none.
+        service, namespace: the injector's Service and namespace.
+        template: the template of pods that name none.
         every_namespace: include unlabelled namespaces, except for system namespaces.
     """
     return _configuration(sidecar_name(revision), revision, service, namespace, template, every_namespace)
