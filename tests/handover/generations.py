@@ -111,7 +111,7 @@ async def running(folder: Path, rival: str = "", **env: str) -> AsyncIterator[Am
         (folder / f"handover-{node}").mkdir()
     env = {"ZTUNNEL_HANDOVER_DIR": f"{folder}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1", **env}
     kind = partial(BesideRival, rival) if rival else AmbientMesh
-    async with mesh_of(NODES, folder, captured=CAPTURED, env=env, kind=kind) as mesh:
+    async with mesh_of(NODES, folder, captured=CAPTURED, env=env, kind=kind, forks=False) as mesh:
         yield mesh
 
 

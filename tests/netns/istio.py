@@ -162,6 +162,8 @@ class AmbientMesh:
         dedicated: a proxy in each captured pod instead of one per node.
         resolv_conf: the proxies' ``/etc/resolv.conf``; the host's by default.
         agents: false if the test runs agents of its own, at ``<node>.zds`` in the folder.
+        forks: false if each proxy starts an interpreter, because its start or memory is measured. By default it is
+            forked from a process that has imported it, if it has no environment of the interpreter.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class AmbientMesh:
         dedicated: bool = False,
         resolv_conf: Callable[["AmbientMesh"], str] | None = None,
         agents: bool = True,
+        forks: bool = True,
     ) -> None:
         self.lab = Lab(nodes)
         self.folder = folder
@@ -188,6 +191,7 @@ class AmbientMesh:
         self.dedicated = dedicated
         self.resolv_conf = resolv_conf
         self.agents = agents
+        self.forks = forks
         self.proxies: dict[str, NodeProxy] = {}
         self.control_plane: ControlPlane | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -339,8 +343,7 @@ class AmbientMesh:
     ) -> "subprocess.Popen[bytes]":
         """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file.
 
-        ``prefix`` is a program that starts it, such as setpriv. Without ``program`` it is ours; it is
-        forked from a process that has imported it, unless it needs an interpreter of its own.
+        ``prefix`` is a program that starts it, such as setpriv. ``program`` is ours by default.
         """
         name = worker.place.name
         place = place or worker.place
@@ -365,7 +368,7 @@ class AmbientMesh:
             **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
-        forked = not prefix and not program and self.resolv_conf is None and "PYTHONOPTIMIZE" not in environment
+        replaced = prefix or program or self.resolv_conf is not None or "PYTHONOPTIMIZE" in environment
         command = [*prefix, *(program or (sys.executable, "-m", "ztunnel")), "proxy", "ztunnel"]
         if self.resolv_conf is not None:
             file = self.folder / "resolv.conf"
@@ -375,7 +378,7 @@ class AmbientMesh:
         output = (self.folder / f"{place.name}.log").open("ab")
         with output:
             outputs = {"stdout": stdout or output, "stderr": output}
-            if forked:
+            if self.forks and not replaced:
                 return place.popen(["proxy", "ztunnel"], start=Ztunnel, env=environment, **outputs)
             return place.popen(command, env=environment, stdin=subprocess.DEVNULL, **outputs)
 

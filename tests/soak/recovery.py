@@ -2,8 +2,9 @@
 
 Times are seconds from exec: to the first line of the log (the imports are over), to the last pod's listeners, to
 the first connection that an application gets through its tunnel, and the processor time of the process up to
-then, which depends less on what else the machine does; and the memory of the process then. In meshes of 10, 1,000
-and 10,000 workloads; 10,000 are read from a local file.
+then, which depends less on what else the machine does; and the memory of the process then. The same with
+``--hold-sockets`` follows: from the kill to the first connection, and how many connections were refused. Meshes
+have 10, 1,000 and 10,000 workloads; 10,000 are read from a local file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -29,6 +31,7 @@ from tproxy.errors import TproxyError
 
 _MOST_S = 30.0
 _MOST_SENT = 2000
+_HELD_S = 3.0
 _FIRST_OTHER = ip_address("10.128.0.1")
 
 
@@ -65,6 +68,22 @@ async def recover(mesh: AmbientMesh, proxy: NodeProxy, client: Place, host: obje
     }
 
 
+async def recover_held(mesh: AmbientMesh, proxy: NodeProxy, client: Place, host: object) -> dict[str, float]:
+    """Kill the process under a holder, and return the time until the next one has served a connection."""
+    holder = proxy.process.pid
+    children = Path(f"/proc/{holder}/task/{holder}/children")
+    began_s = time.monotonic()
+    os.kill(int(children.read_text()), signal.SIGKILL)
+    refused = 0
+    while not await _served(client, host):
+        refused += 1
+        if time.monotonic() - began_s > _MOST_S:
+            raise AssertionError(f"no connection served within {_MOST_S:g} s")
+    took_s = time.monotonic() - began_s
+    await asyncio.sleep(_HELD_S)  # it writes its configuration to the holder once that is calm
+    return {"under a holder: first connection served, s": took_s, "under a holder: refused": refused}
+
+
 async def _served(client: Place, host: object) -> bool:
     try:
         return (await ask(client, host, 8080, wait_s=1.0)).endswith(HELLO)
@@ -90,10 +109,10 @@ class CrowdedMesh(AmbientMesh):
     Many come from a local file: the embedded control plane, which is for a laptop, takes minutes to describe them.
     """
 
-    def __init__(self, folder: Path, workloads: int) -> None:
+    def __init__(self, folder: Path, workloads: int, **env: str) -> None:
         self._others = crowd(workloads - 2)
         local = self._described if workloads > _MOST_SENT else None
-        super().__init__({"w1": ["client"], "w2": ["far"]}, folder, local=local)
+        super().__init__({"w1": ["client"], "w2": ["far"]}, folder, local=local, env=env, forks=False)
 
     def write_mesh(self, **changes: object) -> None:
         """See the base class; the others are added to the file."""
@@ -127,7 +146,15 @@ async def measured(folder: Path, count: int, workloads: int) -> list[dict[str, f
     async with CrowdedMesh(folder, workloads) as mesh, app(mesh.lab.pod("far")):
         client, host = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
         assert await _served(client, host)
-        return [await recover(mesh, mesh.proxies["w1"], client, host) for _ in range(count)]
+        found = [await recover(mesh, mesh.proxies["w1"], client, host) for _ in range(count)]
+    (folder / "held").mkdir()
+    async with CrowdedMesh(folder / "held", workloads, ZTUNNEL_HOLD_SOCKETS="true") as mesh:
+        client, far = mesh.lab.pod("client"), mesh.lab.pod("far")
+        async with app(far):
+            assert await _served(client, far.ipv4)
+            await asyncio.sleep(_HELD_S)
+            held = [await recover_held(mesh, mesh.proxies["w1"], client, far.ipv4) for _ in range(count)]
+    return [{**one, **other} for one, other in zip(found, held, strict=True)]
 
 
 def main() -> None:

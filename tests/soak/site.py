@@ -243,7 +243,8 @@ def services(pods: list[str], number: int) -> dict[str, Any]:
 async def site(folder: Path, *, every_s: float) -> AsyncIterator[Site]:
     """Build the mesh and start its applications; load and changes are the caller's to run."""
     captured = [name for names in NODES.values() for name in names]
-    mesh = AmbientMesh(NODES, folder, captured=captured, env=ENV, mesh={"services": services(["near", "far"], 0)})
+    found = {"services": services(["near", "far"], 0)}
+    mesh = AmbientMesh(NODES, folder, captured=captured, env=ENV, mesh=found, forks=False)
     async with mesh, contextlib.AsyncExitStack() as stack:
         for name in ("near", "far"):
             await stack.enter_async_context(app(mesh.lab.pod(name)))
