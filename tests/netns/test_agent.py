@@ -15,12 +15,12 @@ import yaml
 
 from deploy.lab import Lab, Place
 from tests.netns.dumps import everything, without_generation
-from tests.netns.toys import WAIT_S, app, ask
+from tests.netns.toys import WAIT_S, app, ask, peer_address
 from tests.programs import needed
 from tests.ztunnel.proxy.istio.zds.agents import open_descriptors
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netns import Netns
-from tproxy.aio.sockets import connect, listen, original_destination, peer_address
+from tproxy.aio.sockets import connect, listen, original_destination
 from tproxy.errors import ConnectFailed
 from tproxy.inpod import OWNERSHIP, POD, PROBE_SOURCES, Capture, pod
 from ztunnel.node.agent import node as node_module

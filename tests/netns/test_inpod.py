@@ -11,10 +11,10 @@ import pytest
 
 from deploy.lab import Lab, Place, Worker
 from tests.netns.dumps import everything, without_generation
-from tests.netns.toys import SHORT_S, WAIT_S, app, ask, serving
+from tests.netns.toys import SHORT_S, WAIT_S, app, ask, peer_address, serving
 from tests.programs import needed
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.sockets import connect, listen, original_destination, peer_address
+from tproxy.aio.sockets import connect, listen, original_destination
 from tproxy.expressions import Family, accept
 from tproxy.inpod import (
     DNS_PORT,

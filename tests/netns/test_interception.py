@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy.lab import Lab, Place, Worker
-from tests.netns.toys import SHORT_S, WAIT_S, app, ask, toy_ztunnel
+from tests.netns.toys import SHORT_S, WAIT_S, app, ask, peer_address, toy_ztunnel
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.sockets import connect, peer_address
+from tproxy.aio.sockets import connect
 from tproxy.errors import ConnectTimedOut
 from tproxy.node import HOST, ORIGINAL_SOURCE_MARK, OWNERSHIP, ZTUNNEL, node
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.netns.hbone_ends import HboneEnds, greeting
 from tests.netns.istio import HELLO, AmbientMesh, ask, mesh_of, refused
-from tests.netns.toys import app, serving
-from tproxy.aio.sockets import connect, listen, peer_address
+from tests.netns.toys import app, peer_address, serving
+from tproxy.aio.sockets import connect, listen
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 IDENTITY = "spiffe://cluster.local/ns/default/sa/{}"

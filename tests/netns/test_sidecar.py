@@ -23,9 +23,9 @@ from hbone.aio.connection_settings import ConnectionSettings
 from hbone.settings import server_settings
 from tests.netns.hbone_ends import HboneEnds, greeting
 from tests.netns.istio import HELLO, ROOT, AmbientMesh, NodeProxy, ask, eventually, mesh_of, refused
-from tests.netns.toys import app, serving
+from tests.netns.toys import app, peer_address, serving
 from tests.programs import needed
-from tproxy.aio.sockets import listen, peer_address
+from tproxy.aio.sockets import listen
 from tproxy.sidecar import PASSTHROUGH, USER
 from ztunnel.sidecar.inject.config import InjectConfig, SidecarConfig
 from ztunnel.sidecar.inject.inject import inject

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from deploy.lab import Lab
-from tests.netns.toys import WAIT_S, app, ask
+from tests.netns.toys import WAIT_S, app, ask, peer_address
 from tests.programs import needed
 from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
@@ -29,7 +29,6 @@ from tproxy.aio.sockets import (
     listen,
     local_address,
     original_destination,
-    peer_address,
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused, PortTaken
 

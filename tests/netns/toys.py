@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ipaddress import IPv4Address, IPv6Address
 
 from deploy.lab import Place
-from tproxy.aio.sockets import connect, listen, original_destination, peer_address
+from tproxy.aio.sockets import SocketAddress, canonical, connect, listen, original_destination
 from tproxy.node import (
     INBOUND_LISTENER_MARK,
     INBOUND_PLAINTEXT_PORT,
@@ -20,6 +20,12 @@ WAIT_S = 5.0
 SHORT_S = 0.5
 IpAddress = IPv4Address | IPv6Address
 Handler = Callable[[socket.socket], Awaitable[bytes]]
+
+
+def peer_address(sock: socket.socket) -> SocketAddress:
+    """Return the peer's address and port."""
+    name = sock.getpeername()
+    return SocketAddress(canonical(name[0]), name[1])
 
 
 @contextlib.asynccontextmanager

@@ -594,16 +594,6 @@ def local_address(sock: socket.SocketType) -> SocketAddress:
     return SocketAddress(canonical(name[0]), name[1])
 
 
-def peer_address(sock: socket.SocketType) -> SocketAddress:
-    """Return the peer's address and port.
-
-    Raises:
-        OSError: ENOTCONN, the peer is already gone.
-    """
-    name = sock.getpeername()
-    return SocketAddress(canonical(name[0]), name[1])
-
-
 def _make(family: socket.AddressFamily, netns: Netns | None) -> socket.socket:
     if netns is None:
         return socket.socket(family, _STREAM)

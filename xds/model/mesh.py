@@ -120,10 +120,6 @@ class Mesh:
         self._tell(changes)
         return changes
 
-    def remove_policies(self, keys: Iterable[str]) -> Changes:
-        """Take policies away."""
-        return self.apply(removed_policies=keys)
-
     def watch(self, changed: Callable[[Changes], None]) -> Callable[[], None]:
         """Call ``changed`` after each batch that changed the mesh. Return a function that stops this."""
         self._watched += 1

@@ -276,7 +276,7 @@ def test_a_missing_policy_denies_every_connection() -> None:
     store.apply([policy("late", scope=PolicyScope.WORKLOAD_SELECTOR)])
     found = store.policies_for(asking)
     assert (found.missing, names(found.enforced)) == ((), [("allow", "shop/late")])
-    store.remove_policies(["shop/late"])
+    store.apply(removed_policies=["shop/late"])
     assert store.policies_for(asking).missing == ("shop/late",)
 
 
@@ -297,7 +297,7 @@ def test_a_policy_may_change_its_scope() -> None:
     assert not names(store.policies_for(workload()).enforced)
     store.apply([policy("a", scope=PolicyScope.GLOBAL)])
     assert names(store.policies_for(workload(namespace="other")).enforced)
-    store.remove_policies(["shop/a"])
+    store.apply(removed_policies=["shop/a"])
     assert not names(store.policies_for(workload(namespace="other")).enforced)
 
 
@@ -328,7 +328,7 @@ def test_watchers_are_called_once_for_each_batch_with_changes() -> None:
         )
     ]
     store.apply([service(), behind("a"), policy("p")], ["unknown", "ns/unknown"])
-    store.remove_policies(["shop/unknown"])
+    store.apply(removed_policies=["shop/unknown"])
     assert len(heard) == 1  # nothing changed
     stop()
     stop()
@@ -447,7 +447,7 @@ class Naive(RuleBasedStateMachine):
     @rule(key=st.sampled_from(POLICIES))
     def remove_policy(self, key: str) -> None:
         self.policies.pop(key, None)
-        self.mesh.remove_policies([key])
+        self.mesh.apply(removed_policies=[key])
 
     @invariant()
     def everything_is_there(self) -> None:

@@ -146,7 +146,7 @@ def test_request_plan_equals_a_new_decision_after_any_changes(steps: Iterable[An
         if kind == "put":
             around.mesh.apply([what])
         elif kind == "policy gone":
-            around.mesh.remove_policies([what])
+            around.mesh.apply(removed_policies=[what])
         else:
             around.mesh.apply((), [workload("client", CLIENT).uid])
     for authority in AUTHORITIES:
@@ -165,7 +165,7 @@ def test_request_plan_stays_until_its_decision_changes() -> None:
     )
     around.mesh.apply([deny])
     assert around.check(AUTHORITIES[0]) is None
-    around.mesh.remove_policies([deny.key])
+    around.mesh.apply(removed_policies=[deny.key])
     assert around.check(AUTHORITIES[0]) is not None
 
 

@@ -87,7 +87,7 @@ class Both(RuleBasedStateMachine):
 
     @rule(removed=st.lists(st.integers(0, 2), max_size=2))
     def remove_policies(self, removed: list[int]) -> None:
-        self.mesh.remove_policies([f"default/p{number}" for number in removed])
+        self.mesh.apply(removed_policies=[f"default/p{number}" for number in removed])
 
     @invariant()
     def they_answer_alike(self) -> None:
