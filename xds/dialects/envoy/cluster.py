@@ -1,5 +1,6 @@
 """CDS clusters."""
 
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,6 +13,7 @@ from xds.dialects.envoy.health_check import compile_health_check
 from xds.dialects.envoy.reading import (
     Surroundings,
     at,
+    collecting,
     config_source,
     constraint,
     digest,
@@ -32,6 +34,7 @@ from xds.dialects.envoy.tls import compile_upstream
 from xds.errors import ConfigError, Unsupported
 from xds.model import cluster as model
 from xds.model.http import Http2Settings
+from xds.model.tls import TlsContext
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2 as proto
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.extensions.transport_sockets.internal_upstream.v3.internal_upstream_pb2 import (
@@ -48,13 +51,51 @@ _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DNS = (model.Discovery.STRICT_DNS, model.Discovery.LOGICAL_DNS)
 
 
+#: The number of shapes kept. A control plane makes a handful; a guess.
+_MOST_SHAPES = 256
+_shapes: dict[bytes, model.Cluster] = {}
+
+
 def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:
     """One cluster.
+
+    Clusters that differ only in their names are compiled once and share their values.
 
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
     """
     nothing_unknown(message)
+    shape = _shape(message)
+    found = _shapes.get(shape)
+    if found is not None and message.name:
+        name = message.name
+        eds_name = message.eds_cluster_config.service_name or name
+        return replace(found, name=name, eds_name=eds_name, content=digest(message))
+    compiled = _compile(message, surroundings)
+    if not collecting() and _follows_from_shape(compiled):
+        if len(_shapes) >= _MOST_SHAPES:
+            _shapes.clear()
+        _shapes[shape] = compiled
+    return compiled
+
+
+def _shape(message: proto.Cluster) -> bytes:
+    """Return the message without its names."""
+    bare = proto.Cluster()
+    bare.CopyFrom(message)
+    bare.ClearField("name")
+    if bare.HasField("eds_cluster_config"):
+        bare.eds_cluster_config.ClearField("service_name")
+    return bare.SerializeToString(deterministic=True)
+
+
+def _follows_from_shape(compiled: model.Cluster) -> bool:
+    """Whether clusters of one shape differ in nothing but names. A TLS context can have values from files."""
+    secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
+    return compiled.discovery is model.Discovery.EDS and compiled.health_check is None and not secured
+
+
+def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:
     only(
         message,
         "name",

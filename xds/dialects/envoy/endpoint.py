@@ -12,6 +12,7 @@ from xds.dialects.envoy.reading import (
     nothing_unknown,
     only,
     required,
+    socket_address,
     wrapped,
 )
 from xds.errors import ConfigError, Unsupported
@@ -20,6 +21,7 @@ from xds.model.metadata import Metadata
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as proto
 from xds.proto.envoy.type.v3 import type_pb2
+from xds.proto.well_known import UInt32Value
 
 _HEALTH = {
     core.UNKNOWN: model.Health.UNKNOWN,
@@ -35,6 +37,13 @@ _DENOMINATORS = {
     type_pb2.FractionalPercent.MILLION: 1_000_000,
 }
 _MOST_PRIORITIES = 128  # as Envoy
+_USABLE = (core.UNKNOWN, core.HEALTHY)
+_PLAIN_POLICIES = (
+    proto.ClusterLoadAssignment.Policy(),
+    proto.ClusterLoadAssignment.Policy(overprovisioning_factor=UInt32Value(value=140)),
+)
+#: An endpoint's address, as a key.
+Member = tuple[str, str | int]
 
 
 def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = False) -> model.LoadAssignment:
@@ -77,6 +86,60 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
         drop=tuple(drop),
         weighted_priority_health=message.policy.weighted_priority_health,
     )
+
+
+def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ...] | None:
+    """The addresses of an assignment's endpoints, by priority.
+
+    A node receives the endpoints of every service and uses a few services. This takes a fifth of the time of
+    :func:`compile_assignment`, and whatever has a result here is not refused there.
+
+    Returns:
+        ``None`` if addresses are not enough: an endpoint is not healthy or is listed twice, an endpoint or the
+        policy has an unusual field, or the assignment is refused.
+
+    Raises:
+        ConfigError: a field that our version of the message lacks.
+    """
+    nothing_unknown(message)
+    if not message.cluster_name or message.policy not in _PLAIN_POLICIES:
+        return None
+    levels: list[set[Member]] = []
+    seen: set[Member] = set()
+    count = 0
+    for group in message.endpoints:
+        if group.priority >= _MOST_PRIORITIES or wrapped(group, "load_balancing_weight", 1) == 0:
+            return None
+        levels.extend(set() for _ in range(len(levels), group.priority + 1))
+        for endpoint in group.lb_endpoints:
+            member = _plain_member(endpoint)
+            if member is None:
+                return None
+            levels[group.priority].add(member)
+            count += 1
+    seen.update(*levels)
+    return tuple(levels) if len(seen) == count else None
+
+
+def _plain_member(message: proto.LbEndpoint) -> Member | None:
+    if message.health_status not in _USABLE or wrapped(message, "load_balancing_weight", 1) == 0:
+        return None
+    if not message.HasField("endpoint"):
+        return None
+    endpoint = message.endpoint
+    if endpoint.HasField("health_check_config") or endpoint.additional_addresses:
+        return None
+    address = endpoint.address
+    kind = address.WhichOneof("address")
+    if kind == "envoy_internal_address":
+        internal = address.envoy_internal_address
+        return (internal.server_listener_name, internal.endpoint_id) if internal.server_listener_name else None
+    if kind == "socket_address":
+        try:
+            return socket_address(address.socket_address)
+        except ConfigError:
+            return None
+    return None
 
 
 def _group(

@@ -4,11 +4,12 @@ import hashlib
 import ipaddress
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from sys import intern
 from typing import Any, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from xds.errors import ConfigError, Unsupported
@@ -138,6 +139,11 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
     return (None if found.faults else result), found.faults
 
 
+def collecting() -> bool:
+    """Whether :func:`every_fault` compiles: what a compiler returns can be incomplete."""
+    return _collector is not None
+
+
 class _At:
     # Not a generator: entered a dozen times per endpoint, which took a fifth of a big mesh's start.
     __slots__ = ("_steps",)
@@ -177,9 +183,18 @@ def only(message: Message, *names: str) -> None:
     Raises:
         Unsupported: names the first other field that is set.
     """
+    others = _others(message.DESCRIPTOR, names)
+    if not others:
+        return
     for field, _ in message.ListFields():
-        if field.name not in names:
+        if field.name in others:
             _refuse(Unsupported("this proxy does not support this field", field.name))
+
+
+@cache
+def _others(kind: Descriptor, names: tuple[str, ...]) -> frozenset[str]:
+    """The fields of a message except ``names``. Mostly none: only fields that are read are generated."""
+    return frozenset(kind.fields_by_name) - frozenset(names)
 
 
 def _refuse(error: ConfigError) -> None:
