@@ -78,11 +78,12 @@ def _host_lines(host: Host, priority: int) -> Iterator[str]:
 
 def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
     """Iterate over every host with its priority. ORIGINAL_DST hosts (priority 0) come last."""
-    for priority, level in enumerate(cluster.hosts.levels):
+    hosts = cluster.hosts_shown
+    for priority, level in enumerate(hosts.levels):
         for group in level.groups:
             yield from ((host, priority) for host in group.hosts)
-    for host in cluster.all_hosts:
-        if cluster.hosts.get(host.endpoint.address) is None:
+    for host in cluster.original:
+        if hosts.get(host.endpoint.address) is None:
             yield host, 0
 
 

@@ -152,9 +152,10 @@ def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
 
 def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignment:
     """Return a cluster's current hosts by priority and locality, or by address for ORIGINAL_DST."""
-    assignment = live_assignment(cluster)
+    shown = cluster.hosts_shown
+    assignment = live_assignment(cluster, shown)
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=assignment.cluster_name)
-    hosts = {host.endpoint.key: host for host in cluster.all_hosts}
+    hosts = {host.endpoint.key: host for host in (*shown.hosts, *cluster.original)}
     for group in assignment.groups:
         if not group.endpoints:
             continue
@@ -169,7 +170,7 @@ def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignme
         block.priority = group.priority
         for endpoint in group.endpoints:
             _endpoint(block.lb_endpoints.add(), endpoint, hosts.get(endpoint.key))
-    message.policy.overprovisioning_factor.value = round(cluster.hosts.overprovisioning * 100)
+    message.policy.overprovisioning_factor.value = round(shown.overprovisioning * 100)
     return message
 
 

@@ -6,10 +6,12 @@ import random
 from collections.abc import Coroutine, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 from hbone.settings import Role
 from xds.dialects.envoy import compile_assignment
+from xds.dialects.envoy.endpoint import Member, plain_members
 from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
 from xds.model.address import InternalAddress, NamedAddress
@@ -109,18 +111,19 @@ class LiveCluster:
         "_contexts",
         "_dropping",
         "_have_endpoints",
+        "_hosts",
         "_subscription",
         "_subsets",
         "_surround",
         "_tasks",
         "_transports",
+        "_unmade",
         "_wanted",
         "added_via_api",
         "body",
         "breaker",
         "checker",
         "empty_updates",
-        "hosts",
         "last_updated",
         "model",
         "original",
@@ -153,13 +156,15 @@ class LiveCluster:
         self._transports: dict[int, LiveTransport] = {}  # likewise, but only transports in use
         self.stats.declare()
         self.breaker = Breaker(model)
-        self.hosts = HostSet()
+        self._hosts = HostSet()
+        #: The number of hosts that :attr:`_assigned` has, if no one needed them yet.
+        self._unmade: int | None = None
         self.warm = Latch()
         self._surround = surround
         self._tasks: Tasks | None = None
-        self._balancer = Balancer(model.balancing, self.hosts, surround.rng)
+        self._balancer = Balancer(model.balancing, self._hosts, surround.rng)
         self._subsets: dict[Hashable, Balancer] = {}
-        self.original = OriginalHosts(model, self.hosts, self.stats)
+        self.original = OriginalHosts(model, self._hosts, self.stats)
         self._have_endpoints = Latch()
         self._assigned: AnyMessage | None = None
         self._dropping: tuple[tuple[str, float], ...] = ()
@@ -288,9 +293,9 @@ class LiveCluster:
                 self.unchanged_updates += 1
                 continue
             try:
-                message = registry.unpack(resource.body)
-                if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):
-                    raise ConfigError(f"not a ClusterLoadAssignment: {resource.body.type_url}")
+                message = _unpacked(resource.body)
+                if self._leaves_unmade(message, resource.body):
+                    continue
                 assignment = compile_assignment(message)
                 if self.checker is not None and any(
                     isinstance(each.address, InternalAddress) for each in assignment.endpoints
@@ -298,11 +303,66 @@ class LiveCluster:
                     raise ConfigError("endpoints that are internal listeners cannot be checked", "endpoints")
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
                 raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
+            self._make_hosts()  # of the assignment before
             self._assigned = resource.body
             self._assign(assignment)
         self.empty_updates += not update.resources
         if self.model.eds_name in update.removed:
             self._have_endpoints.set()  # the name does not exist: an answer, and the end of the wait
+
+    def _leaves_unmade(self, message: endpoint_pb2.ClusterLoadAssignment, body: AnyMessage) -> bool:
+        """Accept an assignment and leave its hosts to :meth:`_make_hosts`, if possible; return whether it is.
+
+        A node receives the endpoints of every service and uses a few services.
+        """
+        made = self._unmade is None and self._hosts.levels
+        if (
+            made
+            or self.checker is not None
+            or self.outlier is not None
+            or self.model.balancing.slow_start.window_s
+        ):
+            return False
+        members = plain_members(message)
+        if members is None or sum(map(len, members)) > _MOST_UNMADE:
+            return False
+        before: tuple[set[Member], ...] | None = ()
+        if self._unmade is not None:
+            assert self._assigned is not None
+            before = plain_members(_unpacked(self._assigned))
+        assert before is not None
+        nobody: set[Member] = set()
+        self._hosts.changes += sum(old != new for old, new in zip_longest(before, members, fillvalue=nobody))
+        self._unmade, self._assigned = sum(map(len, members)), body
+        self._have_endpoints.set()
+        return True
+
+    @property
+    def hosts(self) -> HostSet:
+        """The hosts of the latest assignment."""
+        self._make_hosts()
+        return self._hosts
+
+    def _make_hosts(self) -> None:
+        if self._unmade is None:
+            return
+        assignment, changes = self._unmade_assignment(), self._hosts.changes
+        self._unmade = None
+        self._assign(assignment)
+        self._hosts.changes = changes  # counted already
+
+    @property
+    def hosts_shown(self) -> HostSet:
+        """The hosts for a page. Those that no connection has needed are made for it and not kept."""
+        if self._unmade is None:
+            return self._hosts
+        hosts = HostSet()
+        hosts.assign(self._unmade_assignment(), self._surround.clock.monotonic())
+        return hosts
+
+    def _unmade_assignment(self) -> LoadAssignment:
+        assert self._assigned is not None
+        return compile_assignment(_unpacked(self._assigned))
 
     def _assign(self, assignment: LoadAssignment) -> None:
         self._dropping = assignment.drop
@@ -418,14 +478,30 @@ class LiveCluster:
     @property
     def healthy_count(self) -> int:
         """The number of healthy hosts, ``membership_healthy``. Hosts of ORIGINAL_DST count as healthy."""
-        return self.hosts.healthy_count or len(self.original)
+        healthy = self._hosts.healthy_count if self._unmade is None else self._unmade
+        return healthy or len(self.original)
+
+    @property
+    def degraded_count(self) -> int:
+        """The number of degraded hosts, ``membership_degraded``."""
+        return self._hosts.degraded_count  # none before hosts are made
+
+    @property
+    def host_count(self) -> int:
+        """The number of hosts, ``membership_total``."""
+        return (len(self._hosts) if self._unmade is None else self._unmade) + len(self.original)
+
+    @property
+    def host_changes(self) -> int:
+        """How often hosts joined or left, ``membership_change``."""
+        return self._hosts.changes
 
     # Choice
 
     @property
     def all_hosts(self) -> list[Host]:
-        """Return all hosts, including ORIGINAL_DST hosts."""
-        return [*self.hosts.hosts, *self.original]
+        """Return all hosts for a page, including ORIGINAL_DST hosts."""
+        return [*self.hosts_shown.hosts, *self.original]
 
     def context(self, model: ContextModel) -> LiveContext:
         """Return the live TLS context of a transport socket."""
@@ -478,6 +554,7 @@ class LiveCluster:
 
     def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
         """Return the balancer of a subset by ``lb_subset_config``, or that of all hosts."""
+        self._make_hosts()
         division = self.model.subsets
         if division is None:
             return self._balancer
@@ -532,6 +609,15 @@ class LiveCluster:
 
 
 _NO_UPDATES = SubscriptionStats()
+#: Making this number of hosts takes a connection 2 ms.
+_MOST_UNMADE = 100
+
+
+def _unpacked(body: AnyMessage) -> endpoint_pb2.ClusterLoadAssignment:
+    message = registry.unpack(body)
+    if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):
+        raise ConfigError(f"not a ClusterLoadAssignment: {body.type_url}")
+    return message
 
 
 def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
@@ -547,17 +633,18 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
             yield f"{place}.typed_config", socket
 
 
-def live_assignment(cluster: LiveCluster) -> LoadAssignment:
-    """Return the hosts in use for dumps: as assigned, or one locality per address for ORIGINAL_DST."""
+def live_assignment(cluster: LiveCluster, hosts: HostSet) -> LoadAssignment:
+    """Return ``hosts_shown`` for dumps: as assigned, or one locality per address for ORIGINAL_DST."""
     groups = []
-    for priority, level in enumerate(cluster.hosts.levels):
+    for priority, level in enumerate(hosts.levels):
         for group in level.groups:
             endpoints = tuple(host.endpoint for host in group.hosts)
             groups.append(
                 LocalityGroup(locality=group.locality, priority=priority, weight=group.weight, endpoints=endpoints)
             )
-    original = [host for host in cluster.all_hosts if cluster.hosts.get(host.endpoint.address) is None]
     groups.extend(
-        LocalityGroup(locality=Locality(), priority=0, weight=0, endpoints=(host.endpoint,)) for host in original
+        LocalityGroup(locality=Locality(), priority=0, weight=0, endpoints=(host.endpoint,))
+        for host in cluster.original
+        if hosts.get(host.endpoint.address) is None
     )
     return LoadAssignment(cluster_name=cluster.model.name, groups=tuple(groups))

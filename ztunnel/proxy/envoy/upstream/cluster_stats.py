@@ -117,10 +117,10 @@ class Breaker:
 
 STATE = (
     Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
-    Declared("membership_change", Counter, lambda cluster: cluster.hosts.changes),
-    Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
+    Declared("membership_change", Counter, lambda cluster: cluster.host_changes),
+    Declared("membership_total", Gauge, lambda cluster: cluster.host_count),
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
-    Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
+    Declared("membership_degraded", Gauge, lambda cluster: cluster.degraded_count),
     Declared("update_empty", Counter, lambda cluster: cluster.empty_updates),
     Declared("update_no_rebuild", Counter, lambda cluster: cluster.unchanged_updates),
     Declared("circuit_breakers.default.cx_open", Gauge, lambda cluster: int(cluster.breaker.connections_open)),

@@ -46,6 +46,21 @@ class Waits(list[float]):
 COUNTED = {"attempt": 8, "failure": 5, "success": 3, "empty": 0, "no_rebuild": 1}
 
 
+def surround_of(rng: random.Random, resolver: Resolver) -> Surround:
+    """What a cluster without subscriptions and health checks uses."""
+    stats, sources = Stats(), Sources(None, None, None)  # type: ignore[arg-type]  # nothing is subscribed to
+    return Surround(
+        sources=sources,
+        secrets=SecretStore(sources, Surroundings(read_file=lambda _: b"", environment={}), stats, SystemClock()),
+        stats=stats,
+        clock=SystemClock(),
+        rng=rng,
+        resolver=resolver,
+        prober=None,  # type: ignore[arg-type]  # no cluster has checks
+        strict_tls=True,
+    )
+
+
 def found(cluster: LiveCluster) -> list[str]:
     return [str(host) for host in cluster.hosts.hosts]
 
@@ -77,22 +92,11 @@ def test_a_name_that_does_not_resolve(
             dns_jitter_s=jitter,
         )
         names = Names("", "", "", "", "10.0.0.1", "", "10.0.0.2")
-        stats, slept = Stats(), Waits()
+        slept = Waits()
         rng = random.Random(1)
         monkeypatch.setattr(rng, "random", lambda: 0.5)
         monkeypatch.setattr("ztunnel.proxy.envoy.upstream.cluster.asyncio.sleep", slept)
-        sources = Sources(None, None, None)  # type: ignore[arg-type]  # nothing is subscribed to
-        store = SecretStore(sources, Surroundings(read_file=lambda _: b"", environment={}), stats, SystemClock())
-        surround = Surround(
-            sources=sources,
-            secrets=store,
-            stats=stats,
-            clock=SystemClock(),
-            rng=rng,
-            resolver=names,
-            prober=None,  # type: ignore[arg-type]  # no cluster has checks
-            strict_tls=True,
-        )
+        surround = surround_of(rng, names)
         cluster = LiveCluster(model, AnyMessage(), surround)
         cluster.start()
         turn = asyncio.Event()
@@ -102,7 +106,7 @@ def test_a_name_that_does_not_resolve(
             turn.clear()
         assert slept == waits
         assert found(cluster) == ["10.0.0.2:5432"]
-        names_and_values = {metric.name: metric.value for metric in stats if isinstance(metric, Counter)}
+        names_and_values = {metric.name: metric.value for metric in surround.stats if isinstance(metric, Counter)}
         assert {name: names_and_values[f"cluster.db.update_{name}"] for name in COUNTED} == COUNTED
         await cluster.close()
 
