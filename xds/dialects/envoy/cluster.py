@@ -51,7 +51,7 @@ _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DNS = (model.Discovery.STRICT_DNS, model.Discovery.LOGICAL_DNS)
 
 
-#: The number of shapes kept. A control plane makes a handful; a guess.
+#: The number of shapes kept. A guess: control planes make few.
 _MOST_SHAPES = 256
 _shapes: dict[bytes, model.Cluster] = {}
 
@@ -90,7 +90,7 @@ def _shape(message: proto.Cluster) -> bytes:
 
 
 def _follows_from_shape(compiled: model.Cluster) -> bool:
-    """Whether clusters of one shape differ in nothing but names. A TLS context can have values from files."""
+    """Return whether clusters of one shape differ in names only. A TLS context can have values from files."""
     secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
     return compiled.discovery is model.Discovery.EDS and compiled.health_check is None and not secured
 

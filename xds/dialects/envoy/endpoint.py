@@ -92,7 +92,7 @@ def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ..
     """The addresses of an assignment's endpoints, by priority.
 
     A node receives the endpoints of every service and uses a few services. This takes a fifth of the time of
-    :func:`compile_assignment`, and whatever has a result here is not refused there.
+    :func:`compile_assignment`, which accepts every assignment for which this function returns addresses.
 
     Returns:
         ``None`` if addresses are not enough: an endpoint is not healthy or is listed twice, an endpoint or the

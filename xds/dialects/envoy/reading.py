@@ -140,7 +140,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
 
 
 def collecting() -> bool:
-    """Whether :func:`every_fault` compiles: what a compiler returns can be incomplete."""
+    """Return whether :func:`every_fault` is running, so that a compiler can return an incomplete value."""
     return _collector is not None
 
 

@@ -353,7 +353,7 @@ class LiveCluster:
 
     @property
     def hosts_shown(self) -> HostSet:
-        """The hosts for a page. Those that no connection has needed are made for it and not kept."""
+        """The hosts for a page. If no connection has needed hosts yet, they are made for the page and dropped."""
         if self._unmade is None:
             return self._hosts
         hosts = HostSet()
