@@ -62,6 +62,7 @@ ANSWERS = {
     "tab in a value": OK + b"X-A: a\tb\r\n" + LENGTH,
     "empty value": OK + b"X-Empty:\r\n" + LENGTH,
     "folded": OK + b"X-A: 1\r\n 2\r\n" + LENGTH,
+    "coding with an empty continuation": OK + b"Transfer-Encoding: chunked\r\n\t\r\n\r\n2\r\nok\r\n0\r\n\r\n",
     "folded first": OK + b" X: 1\r\n" + LENGTH,
     "reason in utf-8": "HTTP/1.1 200 Größe\r\n".encode() + LENGTH,
     "head of 70 KiB": OK + b"X: " + b"a" * 70000 + b"\r\n" + LENGTH,

@@ -90,7 +90,7 @@ async def _head(reader: asyncio.StreamReader) -> Head:
     for field in await _field_lines(reader):
         size += len(field)
         name, colon, value = field.partition(b":")
-        value = value.strip(b" \t")
+        value = value.lstrip(b" \t")  # like Go: the space of an empty continuation stays behind the value
         if not colon or not _NAME.fullmatch(name) or _BAD_VALUE.search(value):
             raise BadResponse(f"a header field cannot be read: {_shown(field)}")
         fields.setdefault(name.decode().lower(), []).append(value)
