@@ -125,7 +125,7 @@ def test_baggage_is_written_and_read_back() -> None:
         ([b"service.name=a", b"\xc3\xa4"], Baggage()),
     ],
 )
-def test_baggage_as_the_rust_proxy_reads_it(values: list[bytes], expected: Baggage) -> None:
+def test_baggage_is_parsed_like_the_rust_proxys(values: list[bytes], expected: Baggage) -> None:
     assert parse_baggage(tuple((b"baggage", value) for value in values)) == expected
 
 

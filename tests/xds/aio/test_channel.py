@@ -149,7 +149,7 @@ def test_every_kind_of_call(loop: str) -> None:
 
 
 @LOOPS
-def test_statuses(loop: str) -> None:
+def test_calls_raise_the_servers_status_and_text(loop: str) -> None:
     async def main() -> None:
         async with serving() as address, Channel(address) as channel:
             call = await channel.call("/t.S/Fail")
@@ -169,7 +169,7 @@ def test_statuses(loop: str) -> None:
 
 
 @LOOPS
-def test_deadlines(loop: str) -> None:
+def test_calls_end_at_their_deadline_which_the_server_gets(loop: str) -> None:
     """Kept by the client, and sent to the server."""
 
     async def main() -> None:
@@ -353,7 +353,7 @@ def test_many_pushes_are_all_received(loop: str) -> None:
 
 
 @LOOPS
-def test_keepalive(loop: str) -> None:
+def test_a_quiet_server_that_answers_pings_is_kept(loop: str) -> None:
     """A quiet server is asked, and kept as long as it answers."""
 
     async def main() -> None:
@@ -395,7 +395,7 @@ def test_malformed_targets(target: str) -> None:
     run(main)
 
 
-def test_no_server(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_named_with_the_reason(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving() as address:
             pass

@@ -64,7 +64,7 @@ def test_bad_trailers_are_failures(
         (302, Status.UNKNOWN),
     ],
 )
-def test_http_status(code: int, status: Status) -> None:
+def test_http_statuses_become_grpc_statuses(code: int, status: Status) -> None:
     failure = failure_of_http(code)
     assert (failure.status, str(code) in failure.details) == (status, True)
 
@@ -80,6 +80,6 @@ def test_http_status(code: int, status: Status) -> None:
         (0x63, Status.INTERNAL, "0x63"),
     ],
 )
-def test_resets(code: int, status: Status, name: str) -> None:
+def test_reset_codes_become_grpc_statuses(code: int, status: Status, name: str) -> None:
     failure = failure_of_reset(code)
     assert (failure.status, failure.details) == (status, f"stream reset with {name}")

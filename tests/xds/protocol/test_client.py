@@ -32,12 +32,12 @@ def test_version_stat_is_the_hash_of_the_text_after_the_first_success() -> None:
         (ECDS, True, "/envoy.service.extension.v3.ExtensionConfigDiscoveryService/DeltaExtensionConfigs"),
     ],
 )
-def test_method_paths(type_url: str | None, delta: bool, path: str) -> None:
+def test_grpc_methods_follow_from_type_url_and_variant(type_url: str | None, delta: bool, path: str) -> None:
     assert method_path(type_url, delta=delta) == path
     assert type_of_method(path) == (type_url, delta)
 
 
-def test_unknown_services() -> None:
+def test_unknown_types_and_services_have_no_method() -> None:
     with pytest.raises(ConfigError):
         method_path("type.googleapis.com/acme.X", delta=False)
     assert type_of_method("/grpc.health.v1.Health/Check") is None

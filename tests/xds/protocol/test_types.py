@@ -23,7 +23,7 @@ def cluster(name: str) -> Cluster:
 @pytest.mark.parametrize(
     "message", [cluster("c"), cluster("n" * 300), cluster("ünïcode"), Cluster(), Listener(name="l")]
 )
-def test_names(message: Cluster | Listener) -> None:
+def test_names_are_read_from_packed_resources(message: Cluster | Listener) -> None:
     assert name_of(registry.pack(message)) == message.name
 
 
@@ -64,6 +64,6 @@ def test_any_bytes_have_a_name_or_are_malformed(data: bytes) -> None:
     assert isinstance(name, str)
 
 
-def test_unknown_types() -> None:
+def test_a_resource_of_an_unknown_type_has_no_name() -> None:
     with pytest.raises(registry.UnknownType):
         name_of(AnyMessage(type_url="type.googleapis.com/nobody.knows.This"))

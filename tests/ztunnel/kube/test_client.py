@@ -13,7 +13,7 @@ from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeco
 from ztunnel.kube.kinds import ADMIN_NETWORK_POLICY, NAMESPACE, POD, Selection
 
 
-def test_paths() -> None:
+def test_api_paths_of_objects_and_lists() -> None:
     assert POD.path() == "/api/v1/pods"
     assert POD.path("a", "b") == "/api/v1/namespaces/a/pods/b"
     assert NAMESPACE.path("ignored", "a") == "/api/v1/namespaces/a"

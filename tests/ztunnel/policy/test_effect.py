@@ -41,5 +41,5 @@ def test_an_allow_that_never_matches_refuses_everything() -> None:
 
 
 @pytest.mark.parametrize("rules", [None, 7, [7], [[7]], [[[7]]]])
-def test_dumps_of_another_shape(rules: Any) -> None:
+def test_rules_of_another_shape_have_no_verdict_about_their_effect(rules: Any) -> None:
     assert without_effect({"action": "Deny", "rules": rules}) == ""

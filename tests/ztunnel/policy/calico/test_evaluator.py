@@ -520,7 +520,7 @@ SIX = ip_network("fd00::/8")
         (destination(account_names=("web",)), True),  # the destination has no principal: plain text
     ],
 )
-def test_clauses(rule: dict[str, Any], expected: bool) -> None:
+def test_each_clause_of_a_rule_matches_a_tcp_flow_or_not(rule: dict[str, Any], expected: bool) -> None:
     assert matches(rule, FLOW, NET_SET, PORT_SET, SHOP, ACCOUNT) is expected
 
 
@@ -541,7 +541,9 @@ def test_clauses(rule: dict[str, Any], expected: bool) -> None:
         ({"not_protocol": 6}, {"protocol": 300}, False),
     ],
 )
-def test_clauses_of_other_flows(rule: dict[str, Any], changes: dict[str, Any], expected: bool) -> None:
+def test_clauses_match_flows_without_the_usual_facts(
+    rule: dict[str, Any], changes: dict[str, Any], expected: bool
+) -> None:
     assert matches(rule, flow(**changes), NET_SET, PORT_SET, SHOP, ACCOUNT) is expected
 
 
@@ -625,12 +627,12 @@ GET_PUBLIC = c.HttpMatch(("GET",), (c.PathMatch("/public", True), c.PathMatch("/
         (None, None, Code.OK),
     ],
 )
-def test_http(method: str | None, path: str | None, code: Code) -> None:
+def test_http_clauses_match_method_and_normalized_path(method: str | None, path: str | None, code: Code) -> None:
     found = with_rule(c.Rule(c.Action.ALLOW, http=GET_PUBLIC))
     assert found.check(POD, flow(method=method, path=path)).code is code
 
 
-def test_any_method() -> None:
+def test_a_star_matches_any_http_method() -> None:
     found = with_rule(c.Rule(c.Action.ALLOW, http=c.HttpMatch(("*",))))
     assert found.check(POD, flow(method="ANYTHING")).allowed
 

@@ -46,7 +46,7 @@ def printed(answer: Answer[Thing], form: str) -> str:
     return out.getvalue()
 
 
-def test_tables() -> None:
+def test_wide_tables_have_more_columns() -> None:
     assert printed(THINGS, "table").splitlines() == ["NAME  S", "a     1.5", "b     -"]
     assert printed(THINGS, "wide").splitlines() == ["NAME  S    PARTS", "a     1.5  x, y", "b     -    -"]
 

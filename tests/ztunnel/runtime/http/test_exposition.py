@@ -69,7 +69,7 @@ def test_a_page_is_compressed_where_the_scraper_likes_it(encoding: str, unpack: 
         ("*", False),
     ],
 )
-def test_codings(header: str, accepted: bool) -> None:
+def test_accept_encoding_decides_about_gzip(header: str, accepted: bool) -> None:
     assert accepts(header, "gzip") is accepted
 
 

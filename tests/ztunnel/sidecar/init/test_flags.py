@@ -33,7 +33,7 @@ def test_the_arguments_of_an_injected_pod() -> None:
     assert read("").sidecar == Sidecar()
 
 
-def test_every_flag_arrives() -> None:
+def test_every_flag_is_read() -> None:
     line = (
         "-p 1 -z 2 -e 3 -u 4,5 -g 6 -i 10.0.0.0/8,fd00::/8 -x 10.1.0.0/16 -b 80,443 -d 81 -q 9000 -o 25,26 -k tap0"
         " -c eth1,eth2 --capture-all-dns --drop-invalid --iptables-probe-port 7 --probe-timeout 1.5s"
