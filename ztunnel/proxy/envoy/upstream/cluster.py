@@ -334,6 +334,7 @@ class LiveCluster:
         nobody: set[Member] = set()
         self._hosts.changes += sum(old != new for old, new in zip_longest(before, members, fillvalue=nobody))
         self._unmade, self._assigned = sum(map(len, members)), body
+        self._dropping = ()  # a plain assignment has no share to drop
         self._have_endpoints.set()
         return True
 

@@ -133,3 +133,12 @@ def test_many_hosts_are_made_at_once() -> None:
     cluster = _cluster()
     assert not _receive(cluster, _assignment((0, list(range(1, module._MOST_UNMADE + 2)))))
     assert cluster.hosts_shown is cluster.hosts_shown
+
+
+def test_a_drop_share_of_an_earlier_assignment_without_endpoints_is_not_applied() -> None:
+    cluster = _cluster()
+    everything = {"category": "all", "drop_percentage": {"numerator": 100}}
+    assert not _receive(cluster, _assignment(policy={"drop_overloads": [everything]}))
+    assert _choose(cluster) == "None"
+    assert not _receive(cluster, _assignment((0, [1])))
+    assert _choose(cluster) == "10.0.0.1:80"
