@@ -104,7 +104,7 @@ class Output:
         return views
 
     def commit(self, stream_id: int, size: int, frame_bytes: int, *, ended: bool = False) -> None:
-        """Write the header(s) in front of ``size`` bytes that were put where ``reserve`` said."""
+        """Write the header(s) in front of ``size`` bytes that were written to the views of ``reserve``."""
         buffer = self._buffer
         assert buffer is not None
         end = self._end

@@ -301,7 +301,7 @@ def relay(
         b: the other end.
         counts: follows the bytes from now on.
         idle_timeout_s: end when no byte came from either side for this time, or up to a seventh more.
-        on_end: told of the end, possibly before this returns; ``None``: the caller awaits the relay.
+        on_end: called at the end, possibly before this returns. ``None``: the caller awaits the relay.
     """
     return Relay(a, b, counts, idle_timeout_s, on_end)
 

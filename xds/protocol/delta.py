@@ -57,7 +57,7 @@ class _Type:
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
 
     def claims(self) -> dict[str, str]:
-        """Return what a new stream says that we hold.
+        """Return the versions that a new stream's first request reports as held, by name.
 
         An update of an older stream can still be in progress. The resources that it removes are not claimed. The
         resources that it brings can be held in any version, so they are claimed with an empty one: the server then

@@ -100,7 +100,7 @@ class Interest(Generic[Key]):
         return None if self._all else frozenset(self._by_name)
 
     def tell(self) -> Change:
-        """Return what the next request must say, and count it as said; names without a subscription are forgotten.
+        """Return the next request's change and count it as sent. Names without a subscription are forgotten.
 
         Call it when the request is written, not before. A subscription that was closed and reopened in between is
         served from here, because the server sees no change and sends no response.

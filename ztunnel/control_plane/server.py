@@ -290,7 +290,7 @@ class ControlPlane:
         if is_node_proxy(node):
             if self._mesh.registry_only:
                 log.warning(
-                    "outbound: REGISTRY_ONLY cannot be said to Istio's node proxies: node %s will pass on what "
+                    "outbound: REGISTRY_ONLY cannot be sent to Istio's node proxies: node %s will pass on what "
                     "the mesh does not know",
                     name,
                 )

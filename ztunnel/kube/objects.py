@@ -35,7 +35,7 @@ class Changes:
 
     Attributes:
         objects: by key. None for a deleted object.
-        synced: every object that existed when the source started has been told, now or before. Once true, it
+        synced: every object that existed when the source started has been reported, now or before. Once true, it
             stays true: while the API server is away the last known state is the best one.
     """
 

@@ -1,6 +1,6 @@
 """What all readers of this dialect share: addresses in bytes, and values that repeat kept once.
 
-A mesh of 200,000 workloads says the same few namespaces, accounts, localities and port maps over and over. Equal
+A mesh of 200,000 workloads repeats the same few namespaces, accounts, localities and port maps. Equal
 ones become one object here, which is what keeps a workload at a few hundred bytes (``bench/scale_istio.py``).
 """
 

@@ -108,7 +108,7 @@ def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[st
                 return ()
             return list(read(ask_json(address, "/config_dump", limit_s=_NAMES_S), words))
         except (AskFailed, NoSuchPart, TypeError, AttributeError, KeyError):
-            return ()  # at a TAB nothing is said, whatever answers there
+            return ()  # a TAB prints no error, whatever answers there
 
     return names
 

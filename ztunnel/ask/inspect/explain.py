@@ -35,7 +35,7 @@ def add_arguments(subparsers: Any) -> None:
         help="say what would become of a connection, and why",
         usage="%(prog)s [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE | --flow ID)",
         description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies. "
-        "Of a live or logged one it is said what the present configuration decides, and which way it took. "
+        "For a live or logged one, the answer is what the present configuration decides, and which way it took. "
         "Exit status 1 where one would be refused, 2 where there is no answer.",
     )
     add_flags(

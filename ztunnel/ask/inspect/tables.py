@@ -284,7 +284,7 @@ def control_plane(address: str, away_s: float | None, *, connected: bool) -> kin
     if connected:
         return fact("control plane", f"connected to {address}")
     away = f" for {shown_age(away_s)}" if away_s else ""
-    return fact("control plane", f"NOT CONNECTED{away}: {address}; what follows is what it said last", "error")
+    return fact("control plane", f"NOT CONNECTED{away}: {address}; its last configuration follows", "error")
 
 
 def _number(number: int, one: str, several: str) -> str:

@@ -1,4 +1,4 @@
-"""Compares, once a minute, each pod with what it should be: repaired, or said why, in an Event of the pod.
+"""Compares each pod with its desired state once a minute. Repairs it, or reports the fault in an Event.
 
 :meth:`~ztunnel.node.agent.enroller.Enroller.recheck` compares label and annotation, and the node agent compares
 rules. This module checks the listeners in the pod's namespace, and the workloads and certificates that the node's
@@ -56,7 +56,7 @@ class Auditor:
         enroller: whose pods.
         events: reports findings that cannot be repaired.
         node: name of this node.
-        interval_s: between two comparisons. A finding is said when two in a row have it.
+        interval_s: the time between two comparisons. A finding is reported when two in a row have it.
 
     Attributes:
         audited: every pod of the node, as the last comparison of any kind found it.

@@ -192,7 +192,7 @@ class Follower:
 
     def _is_slow(self, pending: Evaluator) -> None:
         if pending is not self.evaluator:
-            self.error = f"the server has not said InSync yet, after {_SLOW_S:.0f} s"
+            self.error = f"the server has not sent InSync yet, after {_SLOW_S:.0f} s"
             size = pending.store.size
             log.warning("PolicySync not complete server=%s objects=%d error=%s", self.target, size, self.error)
 

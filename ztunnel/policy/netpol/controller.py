@@ -172,7 +172,7 @@ class Controller:
             found = await self._table.in_thread(lambda: self._work.excerpt(local_addresses(self._netns)))
         except TproxyError as error:
             self._published = False
-            log.error("proxies not told error=%s; tried again", error)
+            log.error("policies not sent to the proxies error=%s; tried again", error)
             return
         self._published = True
         proxies.publish(found)

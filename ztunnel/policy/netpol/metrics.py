@@ -20,14 +20,14 @@ def families(controller: Controller, table: Table | None, not_followed: Iterable
     """
     counts, built = controller.counts, controller.built
     plain: tuple[tuple[str, str, str, float], ...] = (
-        ("netpol_synced", "gauge", "1 once every object has been told", controller.synced),
+        ("netpol_synced", "gauge", "1 once every object has been received", controller.synced),
         ("netpol_in_force", "gauge", "1 while the table is what the objects want", controller.in_force),
         ("netpol_applied", "counter", "Transactions that changed the table", counts.applied),
         ("netpol_failed", "counter", "Attempts to change it that failed", counts.failed),
         ("netpol_repaired", "counter", "Changes by others that were repaired", counts.repaired),
         ("netpol_connections_ended", "counter", "Connections ended by a change of policy", counts.ended),
         ("netpol_last_apply_seconds", "gauge", "What the last change took", counts.last_apply_s),
-        ("netpol_faulty_objects", "gauge", "Objects that are not in force as written", controller.problems),
+        ("netpol_faulty_objects", "gauge", "Objects that are not enforced as written", controller.problems),
         (
             "netpol_unseen_rules",
             "gauge",

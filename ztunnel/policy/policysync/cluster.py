@@ -33,7 +33,7 @@ class ClusterPolicies:
         nodes: whether the source includes Node objects.
 
     Attributes:
-        synced: every object has been told.
+        synced: every object has been received.
         compiled: the last published state.
     """
 

@@ -186,7 +186,7 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
     from ztunnel.policy.calico.settings import sync_target
     from ztunnel.runtime.clock import SystemClock
 
-    async def told() -> Follower:
+    async def follow() -> Follower:
         changed = asyncio.Event()
         follower = Follower(sync_target(where), SystemClock(), changed=changed.set)
         deadline_s = time.monotonic() + _ASK_S
@@ -203,9 +203,9 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
     # A policy client's log lines about its stream are not part of the answer.
     logging.getLogger("ztunnel.policy.calico.follower").setLevel(logging.CRITICAL)
     try:
-        follower = asyncio.run(told())
+        follower = asyncio.run(follow())
         if not follower.evaluator.store.in_sync:
-            reason = follower.error or f"it has not told all of its policies in {_ASK_S:g} s"
+            reason = follower.error or f"it has not sent all of its policies in {_ASK_S:g} s"
             return failed("policy explain", f"{where}: {reason}", 2)
         allowed, lines = answer(follower.evaluator, asked)
     except (BadQuestion, ValueError) as error:
@@ -306,7 +306,7 @@ async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None",
 
 
 class _Files:
-    """Files that are served: a change of one is published; of a faulty part what ``FilePolicies`` says.
+    """Serves files: publishes each change. A faulty part is served as ``FilePolicies`` describes.
 
     Attributes:
         compiled: the served state.

@@ -17,14 +17,14 @@ def families(server: PolicySyncServer, faulty: int, not_followed: Iterable[str])
     flows = server.flows
     for name, text, field in (
         ("flows", "Flows that policy servers reported, once an interval each", "flows"),
-        ("flow_packets", "Packets of these flows, as far as they were told", "packets"),
-        ("flow_bytes", "Bytes of these flows, as far as they were told", "octets"),
+        ("flow_packets", "Packets of these flows, where reports count them", "packets"),
+        ("flow_bytes", "Bytes of these flows, where reports count them", "octets"),
     ):
         read = attrgetter(field)
         found = [(key, float(read(counts))) for key, counts in flows.by_rule.items()]
         yield family(f"policysync_{name}", "counter", text, found, ("rule", "result"))
     yield family("policysync_report_faults", "counter", "Reports that could not be read", [((), flows.faults)], ())
-    text = "Objects that are not in force as written, and files with parts that cannot be read"
+    text = "Objects that are not enforced as written, and files with parts that cannot be read"
     yield family("policysync_faulty_objects", "gauge", text, [((), float(faulty))], ())
     kinds = [((kind,), 1.0) for kind in not_followed]
     text = "Kinds that the API server does not report now: their last known state is served"

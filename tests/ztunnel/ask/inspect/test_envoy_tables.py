@@ -50,7 +50,9 @@ def test_the_status_of_a_bare_envoy() -> None:
     ]
 
 
-@pytest.mark.parametrize(("value", "said"), [(1, "connected to ADS"), (0, "NOT CONNECTED: ADS; what follows is")])
+@pytest.mark.parametrize(
+    ("value", "said"), [(1, "connected to ADS"), (0, "NOT CONNECTED: ADS; its last configuration")]
+)
 def test_the_status_begins_with_the_control_plane(value: int, said: str) -> None:
     stats = {"stats": [{"name": "control_plane.connected_state", "value": value}]}
     first = next(status({**pages(), "/stats": stats}))

@@ -172,7 +172,7 @@ def test_a_stream_that_never_says_insync_is_named_and_the_last_store_answers(
             await until(lambda: follower.in_sync)
             stream.put_nowait(None)
             stream = await felix.stream(DENY, ENDPOINT)
-            await until(lambda: "has not said InSync yet" in follower.error)
+            await until(lambda: "has not sent InSync yet" in follower.error)
             assert (code(follower), follower.in_sync) == (Code.OK, False)
             assert follower.age_s > 0
             stream.put_nowait(c.InSync())

@@ -30,7 +30,7 @@ def streams(facts: Facts) -> Iterator[Finding]:
         if waits:
             yield error(f"not ready, waits for {', '.join(map(str, waits))}", node=node)
     if not found:
-        raise NotGathered("no proxy says whether it is connected to a control plane")
+        raise NotGathered("no proxy reports whether it is connected to a control plane")
 
 
 def refused(facts: Facts) -> Iterator[Finding]:

@@ -115,7 +115,7 @@ def tokens(facts: Facts) -> Iterator[Finding]:
         if audiences and _AUDIENCE not in audiences:
             yield warning(f"its token's audience is {', '.join(map(str, audiences))}, not {_AUDIENCE}", node=node)
     if not found:
-        raise NotGathered(facts.no_nodes or "no proxy says of its token")
+        raise NotGathered(facts.no_nodes or "no proxy reports its token")
 
 
 def _certificate(entry: Mapping[str, Any]) -> x509.Certificate | None:

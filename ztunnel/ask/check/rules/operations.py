@@ -66,7 +66,7 @@ def observed(facts: Facts) -> Iterator[Finding]:
         yield warning("no annotation prometheus.io/scrape and no PodMonitor: nothing reads the proxies' metrics")
     alerts = facts.objects.get("PrometheusRule", "")
     if isinstance(alerts, str) or not any("ztunnel" in str(o.spec(item)) for item in alerts):
-        yield warning("no PrometheusRule names ztunnel: nobody is told of a proxy in trouble")
+        yield warning("no PrometheusRule names ztunnel: no alert reports a failing proxy")
 
 
 def _is_ours(monitor: object) -> bool:
