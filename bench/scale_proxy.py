@@ -27,6 +27,7 @@ from ztunnel.proxy.envoy.config.bootstrap import bootstrap_for, read_bootstrap
 from ztunnel.proxy.envoy.config.settings import Settings
 from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.runtime import heap
 
 _TICK_S = 0.005
 _CONNECTIONS = 5000
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--xds", required=True)
     parser.add_argument("--delta", action="store_true")
     args = parser.parse_args()
+    heap.expect_growth()  # as the proxy's start does
     unshare(CLONE_NEWNET)  # its ports are fixed
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     uvloop.run(_main(args.xds, delta=args.delta))

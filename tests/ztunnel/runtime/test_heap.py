@@ -2,6 +2,8 @@ import asyncio
 import ctypes
 import gc
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,27 @@ def test_free_pages_between_used_blocks_are_returned() -> None:
     assert heap.trim()
     assert before - resident_kib() > 30 * 1024
     assert all(each.value for each in stays)
+
+
+_IN_A_THREAD = """
+import ctypes, threading
+from ztunnel.runtime import heap
+libc = ctypes.CDLL(None)
+heap.expect_growth()
+thread = threading.Thread(target=libc.malloc, args=(100,))
+thread.start()
+thread.join()
+libc.malloc_stats()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_stats is glibc's")
+def test_threads_have_no_heap_of_their_own() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-c", _IN_A_THREAD], capture_output=True, text=True, check=True
+    ).stderr
+    assert "Arena 0:" in printed
+    assert "Arena 1:" not in printed
 
 
 def test_growth_and_calm_set_the_collector() -> None:
