@@ -31,9 +31,11 @@ from ztunnel.proxy.envoy.stats.stats import (
     Counter,
     Declared,
     Gauge,
+    OnTouch,
     Scope,
     Stats,
     count_parameters,
+    declared_in,
     http_scope,
     tcp_scope,
 )
@@ -151,20 +153,20 @@ class LiveState:
 
 
 class LiveTcpProxy:
-    """A TCP proxy filter with its counters (``tcp.<stat prefix>.``)."""
+    """A TCP proxy filter with its counters (``tcp.<stat prefix>.``), each created on first use."""
+
+    cx_total = OnTouch(Counter, "downstream_cx_total")
+    cx_no_route = OnTouch(Counter, "downstream_cx_no_route")
+    rx_bytes = OnTouch(Counter, "downstream_cx_rx_bytes_total")
+    tx_bytes = OnTouch(Counter, "downstream_cx_tx_bytes_total")
+    idle_timeout = OnTouch(Counter, "idle_timeout")
+    max_duration = OnTouch(Counter, "max_downstream_connection_duration")
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
-        scope = tcp_scope(stats, model.stat_prefix)
-        self.cx_total = scope.counter("downstream_cx_total")
-        self.cx_no_route = scope.counter("downstream_cx_no_route")
-        self.rx_bytes = scope.counter("downstream_cx_rx_bytes_total")
-        self.tx_bytes = scope.counter("downstream_cx_tx_bytes_total")
-        self.idle_timeout = scope.counter("idle_timeout")
-        self.max_duration = scope.counter("max_downstream_connection_duration")
-        scope.gauge("downstream_cx_rx_bytes_buffered")
-        scope.gauge("downstream_cx_tx_bytes_buffered")
+        self.scope = tcp_scope(stats, model.stat_prefix)
+        self.scope.declare(_TCP_COUNTED, None)
         #: Endpoint metadata to restrict each cluster to.
         self.subsets = {c.name: {**model.metadata_match, **c.metadata_match} for c in reversed(model.clusters)}
         self.hostname: Renderer | None = None
@@ -176,6 +178,11 @@ class LiveTcpProxy:
                 LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
                 for header in model.tunneling.headers
             )
+
+
+#: What Envoy buffers is not read here.
+_BUFFERED = tuple(Declared(f"downstream_cx_{way}_bytes_buffered", Gauge) for way in ("rx", "tx"))
+_TCP_COUNTED = (*declared_in(LiveTcpProxy), *_BUFFERED)
 
 
 class _Counted(NamedTuple):
