@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -9,18 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.xds.dialects.test_envoy import SURROUNDINGS
-from xds.dialects.envoy import cluster, compile_assignment, compile_cluster
+from xds.dialects.envoy import Surroundings, cluster, compile_assignment, compile_cluster, filters, matcher
 from xds.dialects.envoy.endpoint import Member, plain_members
-from xds.dialects.envoy.reading import every_fault
+from xds.dialects.envoy.reading import Shared, every_fault
 from xds.errors import ConfigError
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.cluster import Cluster as ClusterModel
 from xds.model.cluster import Endpoint, Health, LoadAssignment
+from xds.model.listener import TcpProxy as TcpProxyModel
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3.tcp_proxy_pb2 import TcpProxy
 from xds.proto.json import parse_value
+from xds.proto.xds.core.v3.core_pb2 import TypedExtensionConfig
 
-Read = TypeVar("Read")
+Given, Read = TypeVar("Given"), TypeVar("Read")
 
 # Plain documents, and changes of them: a place and a value; None omits the field
 
@@ -128,7 +132,7 @@ def _members(assignment: LoadAssignment) -> tuple[set[tuple[str, str | int]], ..
     return tuple(levels)
 
 
-def _result(read: Callable[[ClusterLoadAssignment], Read], message: ClusterLoadAssignment) -> Read | str:
+def _result(read: Callable[[Given], Read], message: Given) -> Read | str:
     try:
         return read(message)
     except ConfigError as error:
@@ -205,17 +209,31 @@ _CLUSTER_CHANGES: list[Change] = [
 
 
 def _compiled(document: dict[str, Any]) -> ClusterModel | str:
-    try:
-        return compile_cluster(parse_value(document, Cluster).message, SURROUNDINGS)
-    except ConfigError as error:
-        return str(error)
+    return _result(lambda message: compile_cluster(message, SURROUNDINGS), parse_value(document, Cluster).message)
+
+
+_SHARED: tuple[Shared[Any], ...] = (cluster._shapes, filters._tcp_proxies, matcher._inputs)
+
+
+def _forget() -> None:
+    for each in _SHARED:
+        each.clear()
 
 
 @pytest.fixture
 def shapes() -> Iterator[None]:
-    cluster._shapes.clear()
+    _forget()
     yield
-    cluster._shapes.clear()
+    _forget()
+
+
+def _same_as_alone(results: list[Callable[[], object]]) -> None:
+    """Hold results, computed one after another, to those of the same without shared values."""
+    _forget()
+    together = [result() for result in results]
+    for result, found in zip(results, together, strict=True):
+        _forget()
+        assert result() == found
 
 
 @given(
@@ -224,11 +242,98 @@ def shapes() -> Iterator[None]:
 )
 def test_a_cluster_of_a_known_shape_is_as_if_compiled(shape: list[Change], changes: list[Change]) -> None:
     documents = [_changed(_EDS, shape), *(_changed(_EDS, [*shape, change]) for change in changes)]
-    cluster._shapes.clear()
-    together = [_compiled(document) for document in documents]
-    for document, found in zip(documents, together, strict=True):
-        cluster._shapes.clear()
-        assert _compiled(document) == found
+    _same_as_alone([partial(_compiled, document) for document in documents])
+
+
+_LOG = {
+    "name": "file",
+    "typed_config": {
+        "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+        "path": "/dev/null",
+        "log_format": {"text_format_source": {"filename": "/format"}},
+    },
+}
+_PROXY = {"stat_prefix": "one", "cluster": "one"}
+_WEIGHTED = {"clusters": [{"name": "one", "weight": 1}]}
+_PROXY_CHANGES: list[Change] = [
+    (("stat_prefix",), "two"),
+    (("stat_prefix",), None),
+    (("cluster",), "two"),
+    (("cluster",), ""),
+    (("cluster",), None),
+    (("idle_timeout",), "5s"),
+    (("idle_timeout",), "-5s"),
+    (("max_connect_attempts",), 3),
+    (("max_connect_attempts",), 0),
+    (("access_log",), [_LOG]),
+    (("tunneling_config",), {"hostname": "%CLUSTER%"}),
+    (("tunneling_config",), {}),
+    (("on_demand",), {}),
+]
+
+
+def _proxy(document: dict[str, Any], contents: bytes) -> object:
+    surroundings = Surroundings(read_file=lambda _: contents, environment={})
+    message = parse_value(document, TcpProxy).message
+    return _result(lambda message: filters.compile_filter(message, surroundings), message)
+
+
+@given(
+    shape=st.lists(st.sampled_from(_PROXY_CHANGES), max_size=3),
+    changes=st.lists(
+        st.tuples(st.sampled_from(_PROXY_CHANGES), st.sampled_from([b"%ROUTE_NAME%", b"x"])), max_size=3
+    ),
+    weighted=st.booleans(),
+)
+def test_a_tcp_proxy_of_a_known_shape_is_as_if_compiled(
+    shape: list[Change], changes: list[tuple[Change, bytes]], weighted: bool
+) -> None:
+    plain = {"stat_prefix": "one", "weighted_clusters": _WEIGHTED} if weighted else _PROXY
+    if weighted:  # one of the two
+        shape = [change for change in shape if change[0] != ("cluster",)]
+        changes = [change for change in changes if change[0][0] != ("cluster",)]
+    documents = [(_changed(plain, shape), b"x")]
+    documents += [(_changed(plain, [*shape, change]), contents) for change, contents in changes]
+    _same_as_alone([partial(_proxy, *each) for each in documents])
+
+
+@pytest.mark.usefixtures("shapes")
+def test_a_file_is_read_for_each_tcp_proxy() -> None:
+    first, second = (_proxy({**_PROXY, "access_log": [_LOG]}, contents) for contents in (b"x", b"%ROUTE_NAME%"))
+    assert first != second
+
+
+@pytest.mark.usefixtures("shapes")
+def test_a_tcp_proxy_of_a_known_shape_needs_its_names() -> None:
+    assert isinstance(_proxy(_PROXY, b""), TcpProxyModel)
+    for name in _PROXY:
+        assert f"{name}: Proto constraint" in str(_proxy({**_PROXY, name: ""}, b""))
+
+
+def test_tcp_proxies_share_their_values() -> None:
+    log = _changed(_LOG, [(("typed_config", "log_format"), {"text_format_source": {"inline_string": "x"}})])
+    first, second = (_proxy({**_PROXY, "cluster": name, "access_log": [log]}, b"") for name in ("one", "two"))
+    assert isinstance(first, TcpProxyModel)
+    assert isinstance(second, TcpProxyModel)
+    assert second.clusters[0].name == "two"
+    assert second.access_log is first.access_log
+
+
+_INPUT = "type.googleapis.com/envoy.extensions.matching.common_inputs.network.v3"
+_INPUTS = [
+    {"name": "port", "typed_config": {"@type": f"{_INPUT}.DestinationPortInput"}},
+    {"name": "port", "typed_config": {"@type": f"{_INPUT}.SourceIPInput"}},
+    {"name": "state", "typed_config": {"@type": f"{_INPUT}.FilterStateInput", "key": "a"}},
+    {"name": "state", "typed_config": {"@type": f"{_INPUT}.FilterStateInput", "key": "b"}},
+    {"name": "namespace", "typed_config": {"@type": f"{_INPUT}.NetworkNamespaceInput"}},
+    {"name": "other", "typed_config": {"@type": "type.googleapis.com/google.protobuf.StringValue", "value": "x"}},
+]
+
+
+@given(documents=st.lists(st.sampled_from(_INPUTS), max_size=5))
+def test_a_known_matching_input_is_as_if_compiled(documents: list[dict[str, Any]]) -> None:
+    messages = [parse_value(document, TypedExtensionConfig).message for document in documents]
+    _same_as_alone([partial(_result, matcher._input, message) for message in messages])
 
 
 @pytest.mark.usefixtures("shapes")
@@ -238,9 +343,9 @@ def test_shapes_are_shared_and_bounded() -> None:
     assert isinstance(second, ClusterModel)
     assert second.eds_name == second.name == "two"
     assert second.balancing is first.balancing
-    for number in range(1, 2 * cluster._MOST_SHAPES):
+    for number in range(1, 2 * cluster._shapes._most):
         _compiled({**_EDS, "connect_timeout": f"{number}s"})
-        assert len(cluster._shapes) <= cluster._MOST_SHAPES
+        assert len(cluster._shapes._values) <= cluster._shapes._most
 
 
 @pytest.mark.usefixtures("shapes")
@@ -255,11 +360,7 @@ def test_files_are_read_for_each_cluster() -> None:
 
 @pytest.mark.usefixtures("shapes")
 def test_an_incomplete_result_is_no_shape() -> None:
-    document = {
-        **_EDS,
-        "connect_timeout": "0s",
-        "circuit_breakers": {"thresholds": [{"max_connections": 5}], "per_host_thresholds": [{}]},
-    }
+    document = {**_EDS, "close_connections_on_host_health_failure": True}
     message = parse_value(document, Cluster).message
     assert every_fault(lambda: compile_cluster(message, SURROUNDINGS))[0] is None
-    assert not cluster._shapes
+    assert not cluster._shapes._values

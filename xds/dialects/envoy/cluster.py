@@ -11,9 +11,9 @@ from xds.dialects.envoy.endpoint import compile_assignment
 from xds.dialects.envoy.filters import compile_http2
 from xds.dialects.envoy.health_check import compile_health_check
 from xds.dialects.envoy.reading import (
+    Shared,
     Surroundings,
     at,
-    collecting,
     config_source,
     constraint,
     digest,
@@ -51,9 +51,7 @@ _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DNS = (model.Discovery.STRICT_DNS, model.Discovery.LOGICAL_DNS)
 
 
-#: The number of shapes kept. A guess: control planes make few.
-_MOST_SHAPES = 256
-_shapes: dict[bytes, model.Cluster] = {}
+_shapes: Shared[model.Cluster] = Shared()
 
 
 def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:
@@ -64,18 +62,16 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
     """
-    nothing_unknown(message)
     shape = _shape(message)
     found = _shapes.get(shape)
     if found is not None and message.name:
         name = message.name
         eds_name = message.eds_cluster_config.service_name or name
         return replace(found, name=name, eds_name=eds_name, content=digest(message))
+    nothing_unknown(message)
     compiled = _compile(message, surroundings)
-    if not collecting() and _follows_from_shape(compiled):
-        if len(_shapes) >= _MOST_SHAPES:
-            _shapes.clear()
-        _shapes[shape] = compiled
+    if _follows_from_shape(compiled):
+        _shapes.keep(shape, compiled)
     return compiled
 
 

@@ -1,12 +1,14 @@
 """Network filters: TCP proxy, HTTP connection manager, RBAC, filter state."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
 from xds.dialects.envoy.access_log import compile_access_logs
 from xds.dialects.envoy.rbac import compile_rbac
 from xds.dialects.envoy.reading import (
+    Shared,
     Surroundings,
     at,
     config_source,
@@ -157,7 +159,28 @@ def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> mo
     return model.SetFilterState(tuple(values))
 
 
+_tcp_proxies: Shared[model.TcpProxy] = Shared()
+
+
 def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpProxy:
+    """A TCP proxy. Those that differ in names only are compiled once and share their values."""
+    bare = tcp.TcpProxy()
+    bare.CopyFrom(message)
+    bare.ClearField("stat_prefix")
+    bare.ClearField("cluster")
+    packed = bare.SerializeToString(deterministic=True)
+    found = _tcp_proxies.get(packed)
+    if found is not None:
+        required(message, "stat_prefix")
+        return replace(found, stat_prefix=message.stat_prefix, clusters=_clusters(message))
+    noted, asked = surroundings.noted()
+    found = _compiled_tcp_proxy(message, noted)
+    if not asked:
+        _tcp_proxies.keep(packed, found)
+    return found
+
+
+def _compiled_tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpProxy:
     only(
         message,
         "stat_prefix",

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from xds.dialects.envoy.access_log import compile_access_logs
 from xds.dialects.envoy.filters import compile_chain_filter, compile_filter
@@ -244,14 +243,9 @@ def _chain_or_kept(message: proto.FilterChain, surroundings: Surroundings, parts
     content = digest(message)
     chain = parts.chain(content)
     if chain is None:
-        files: list[str] = []
-
-        def read_file(path: str) -> bytes:
-            files.append(path)
-            return surroundings.read_file(path)
-
-        chain = _chain(message, replace(surroundings, read_file=read_file), content)
-        if not files:  # the same bytes may mean something else next time
+        noted, asked = surroundings.noted()
+        chain = _chain(message, noted, content)
+        if not asked:  # the same bytes may mean something else next time
             parts.keep_chain(chain)
     return chain
 

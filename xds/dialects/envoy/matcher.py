@@ -1,7 +1,7 @@
 """``xds.type.matcher.v3.Matcher`` to :mod:`xds.model.matcher`."""
 
 from xds.dialects.envoy.parts import Parts, key_of
-from xds.dialects.envoy.reading import at, constraint, network, only, string_match, unpack, unpack_as
+from xds.dialects.envoy.reading import Shared, at, constraint, network, only, string_match, unpack, unpack_as
 from xds.errors import ConfigError, Unsupported
 from xds.model import matcher as model
 from xds.proto.envoy.extensions.matching.common_inputs.network.v3 import network_pb2 as inputs
@@ -182,7 +182,19 @@ def _predicate(message: proto.Matcher.MatcherList.Predicate) -> model.Predicate:
     raise constraint(message, "match_type", "value is required")
 
 
+_inputs: Shared[model.Input] = Shared()
+
+
 def _input(config: xds_core.TypedExtensionConfig) -> model.Input:
+    packed = config.SerializeToString(deterministic=True)
+    found = _inputs.get(packed)
+    if found is None:
+        found = _compiled_input(config)
+        _inputs.keep(packed, found)
+    return found
+
+
+def _compiled_input(config: xds_core.TypedExtensionConfig) -> model.Input:
     with at("typed_config"):
         message = unpack(config.typed_config, config.name)
         name = message.DESCRIPTOR.name

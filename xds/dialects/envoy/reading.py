@@ -2,11 +2,11 @@
 
 import hashlib
 import ipaddress
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from sys import intern
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor
@@ -63,6 +63,32 @@ class Surroundings:
     read_file: Callable[[str], bytes]
     environment: Mapping[str, str]
     cluster_id: str = "Kubernetes"
+
+    def noted(self) -> "tuple[Surroundings, list[str]]":
+        """Return a copy and a list. Names of files and variables that the copy reads are added to the list."""
+        asked: list[str] = []
+
+        def read_file(path: str) -> bytes:
+            asked.append(path)
+            return self.read_file(path)
+
+        return replace(self, read_file=read_file, environment=_Noted(self.environment, asked)), asked
+
+
+class _Noted(Mapping[str, str]):
+    def __init__(self, values: Mapping[str, str], asked: list[str]) -> None:
+        self._values = values
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> str:
+        self._asked.append(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class _Collector:
@@ -139,9 +165,30 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
     return (None if found.faults else result), found.faults
 
 
-def collecting() -> bool:
-    """Return whether :func:`every_fault` is running, so that a compiler can return an incomplete value."""
-    return _collector is not None
+class Shared(Generic[Compiled]):
+    """Values by the bytes that they were compiled from: a mesh has thousands of equal messages.
+
+    Bounded: when it is full it is emptied.
+    """
+
+    def __init__(self, most: int = 256) -> None:  # a guess: control planes make few
+        self._most = most
+        self._values: dict[bytes, Compiled] = {}
+
+    def get(self, packed: bytes) -> Compiled | None:
+        """Return the value kept for these bytes, or None."""
+        return self._values.get(packed)
+
+    def keep(self, packed: bytes, value: Compiled) -> None:
+        """Keep a value that depends on these bytes only. Incomplete ones of :func:`every_fault` are not kept."""
+        if _collector is None:
+            if len(self._values) >= self._most:
+                self._values.clear()
+            self._values[packed] = value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._values.clear()
 
 
 class _At:
