@@ -17,11 +17,11 @@ VARIABLES: Final = frozenset((ADDRESS, TLS, PEERS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A node as a relay of Hubble finds it.
+    """A node as Hubble Relay discovers it.
 
     Attributes:
-        name: ``CLUSTER/NODE``, as the node's flows have it.
-        address: ``HOST:PORT``.
+        name: ``CLUSTER/NODE``, the same name as in the node's flows.
+        address: ``HOST:PORT`` of its Hubble server.
     """
 
     name: str

@@ -111,7 +111,7 @@ class Finished(Struct, frozen=True, kw_only=True, tag=True):
 FromGiver: TypeAlias = Greeting | Busy | Offer | Go | Keep | Finished
 FromTaker: TypeAlias = Greeting | TakeNow | Taken | Declined
 
-#: Reads a message of the giver; raises :class:`Unreadable` if it is none.
+#: Parses a message from the giver; raises :class:`Unreadable` if the bytes are not one.
 ReadGiver: TypeAlias = Callable[[bytes], FromGiver]
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -119,7 +119,7 @@ _from_taker: Final[msgspec.msgpack.Decoder[FromTaker]] = msgspec.msgpack.Decoder
 
 
 class Unreadable(Exception):
-    """The bytes are no message of that side."""
+    """The bytes are not a valid message from the other side (giver or taker)."""
 
 
 def encode(message: FromGiver | FromTaker) -> bytes:

@@ -180,13 +180,13 @@ class LiveTcpProxy:
             )
 
 
-#: What Envoy buffers is not read here.
+#: Envoy's buffer gauges. This proxy does not count buffered bytes, so they stay 0.
 _BUFFERED = tuple(Declared(f"downstream_cx_{way}_bytes_buffered", Gauge) for way in ("rx", "tx"))
 _TCP_COUNTED = (*declared_in(LiveTcpProxy), *_BUFFERED)
 
 
 class _Counted(NamedTuple):
-    """Counters of a connection manager that others follow from."""
+    """A connection manager's base counters, from which other statistics are derived."""
 
     requests: Counter
     connections: Gauge

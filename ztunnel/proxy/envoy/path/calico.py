@@ -174,7 +174,8 @@ def explained(
 def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
     peer, principal = info.facts.peer, ""
     if peer is not None:
-        # Not empty without an identity: empty means plain text, where a rule by address can suffice.
+        # Never empty for a tunnel without an identity: empty means plain text, which a rule by address alone can
+        # allow.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
 

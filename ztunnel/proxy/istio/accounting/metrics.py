@@ -366,7 +366,7 @@ class Metrics(ConnectionTimes):
         self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
         #: Ended connections by :data:`PORT_LABELS`. None if disabled.
         self.ports: BoundedCounts[tuple[str, ...]] | None = BoundedCounts() if ports else None
-        #: Returns ended streams by reason; called for each page.
+        #: Returns the number of ended xDS streams by reason; called at each scrape of the metrics page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
         self.xds_bytes: dict[str, int] = {}

@@ -63,7 +63,7 @@ class Reporter(Protocol):
 
     @property
     def warns_unmatched(self) -> bool:
-        """Whether lines of connections that match no service or workload are warnings."""
+        """Whether access lines of connections that match no service or workload are logged as warnings."""
 
     @property
     def addons(self) -> "Observer | None":

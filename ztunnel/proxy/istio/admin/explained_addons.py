@@ -1,4 +1,4 @@
-"""Adds the addons' predicted verdicts to the ways in an answer of ``/explain``."""
+"""Adds each addon's predicted verdict to every candidate endpoint (``ways``) in the answer of ``/explain``."""
 
 from __future__ import annotations
 

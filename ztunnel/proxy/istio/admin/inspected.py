@@ -48,7 +48,7 @@ class InspectedWorkers(Protocol):
         """Return time and JSON line of the last connections that ended, by time."""
 
     def carriers(self) -> list[Carry]:
-        """Return a capture carrier for each worker."""
+        """Return one packet-capture function (``Carry``) per worker process."""
 
 
 class CarriedPod(RunningPod, Protocol):

@@ -164,7 +164,9 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
 
 
 async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) -> Pending:
-    """Return the unit of an offer with its sockets; see :data:`ztunnel.proxy.dataplane.handover.taker.Make`."""
+    """Build the unit described by an offer, using the sockets that came with it; implements
+    :data:`ztunnel.proxy.dataplane.handover.taker.Make`.
+    """
     if not isinstance(offer, Offer):
         raise Declining("an offer of another dialect")
     if offer.unit.carrier is not None and offer.carrier is None:

@@ -1,7 +1,7 @@
 """The labels of a workload as addons see them. Pure.
 
 The control plane sends no pod labels, only values that Istio derived: canonical name, revision and locality. Each
-has the name of the label that it usually comes from.
+value is given under the name of the pod label that Istio usually derives it from.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from xds.model.workload import Locality, Workload
 
 
 def addon_labels(workload: Workload) -> Mapping[str, str]:
-    """Return the labels of a workload, without empty ones."""
+    """Return the labels of a workload, leaving out those with an empty value."""
     return _labels(workload.canonical_name, workload.canonical_revision, workload.node, workload.locality)
 
 
-@lru_cache(maxsize=4096)  # called for each connection, about few workloads
+@lru_cache(maxsize=4096)  # called for every connection, but a node has few workloads
 def _labels(name: str, revision: str, node: str, place: Locality) -> Mapping[str, str]:
     labels = {
         "app": name,

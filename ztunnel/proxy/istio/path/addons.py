@@ -3,7 +3,7 @@
 =================  ===================================================================================
 hook               when
 =================  ===================================================================================
-``connecting``     a route was found and an endpoint drawn, before dialling. Once per connection:
+``connecting``     a route was found and an endpoint drawn, before dialling. Asked once per connection:
                    further attempts keep the verdicts
 ``accepting``      the policies of the mesh, and Calico's, have allowed it; the application is not dialled yet
 ``opened``         the relay runs
@@ -42,9 +42,9 @@ from ztunnel.proxy.istio.path.connections import PodConnection
 
 _PATHS: Final = {"TCP": Path.DIRECT, "HBONE": Path.TUNNEL, "DOUBLEHBONE": Path.DOUBLE_TUNNEL}
 _NO_SIDE: Final = Side()
-#: The longest wait for a ClientHello. A client of TLS sends it as soon as it is connected.
+#: The longest wait for a ClientHello, in seconds. A TLS client sends it as soon as it is connected.
 _HELLO_S: Final = 0.2
-#: How many workloads' descriptions are cached.
+#: The number of workloads whose descriptions for addons are cached.
 _MOST_SIDES: Final = 4096
 
 
@@ -55,7 +55,7 @@ class PodAddons:
         host: calls the addons.
 
     Attributes:
-        names: the names in our DNS's answers to pods.
+        names: the host names that the proxy's DNS server has resolved for pods, by address.
     """
 
     def __init__(self, host: AddonHost) -> None:
@@ -72,7 +72,8 @@ class PodAddons:
             server_name: the server name of its ClientHello, if an addon needs it.
 
         Returns:
-            True if no addon returned a verdict. After False, call :meth:`connecting`.
+            True if the connection can go on because no addon decided anything. After False, call
+            :meth:`connecting`.
         """
         record = entry.record
         facts = self._outbound(self.host.next_number(), record, entry.protocol, dialled, server_name)
@@ -92,8 +93,8 @@ class PodAddons:
             dialled: the address that the application dialled.
 
         Returns:
-            Labels that narrow another draw of its endpoint. ``None``: the endpoint stays, because no addon had a
-            preference or waited.
+            Labels of the endpoints to prefer when the endpoint is drawn again. ``None``: keep the endpoint,
+            because no addon had a preference or waited.
 
         Raises:
             Failed: an addon denies it.
@@ -118,7 +119,8 @@ class PodAddons:
         """Ask about an inbound connection that policy allows, without waiting.
 
         Returns:
-            True if no addon returned a verdict. After False, call :meth:`accepting`.
+            True if the connection can go on because no addon decided anything. After False, call
+            :meth:`accepting`.
         """
         record = entry.record
         asked = record.asked = Asked(self.host, self._inbound(record))
@@ -139,11 +141,11 @@ class PodAddons:
         _raise_denial(asked)
 
     def mesh_changed(self, mesh: Mesh) -> None:
-        """Inform the addons soon that the mesh has changed."""
+        """Schedule a notification to the addons that the mesh has changed."""
         self.host.mesh_changed(lambda: _summary(mesh))
 
     def _rerouted(self, record: Record, protocol: str) -> None:
-        """Give later hooks the facts of another attempt's endpoint."""
+        """Store the endpoint of a further attempt, so that later hooks see that endpoint."""
         asked = record.asked
         if isinstance(asked, Asked):
             old = asked.facts
@@ -151,7 +153,7 @@ class PodAddons:
             asked.facts = self._outbound(old.connection, record, protocol, dialled, old.server_name)
 
     def taken_over(self, record: Record) -> Asked:
-        """Return a placeholder for the verdicts on a connection that no hook judged here."""
+        """Return a placeholder for addon verdicts, for a connection taken over from another process."""
         if record.direction.value == "inbound":
             return Asked(self.host, self._inbound(record))
         protocol = "HBONE" if record.hbone_authority else "TCP"
@@ -169,8 +171,8 @@ class PodAddons:
     # Facts
 
     def _side(self, workload: Workload | None, labels: PeerLabels) -> tuple[object, Side, str]:
-        """Return a side from the control plane's description, or else from its labels in metrics, and the identity
-        that it should have. The first value is of the cache.
+        """Describe one side of a connection to addons: its workload, or else its metric labels. Also return the
+        identity that it should have. The first value of the result is used by the cache only.
         """
         if workload is None:
             return None, _of_labels(labels) if labels.known else _NO_SIDE, ""
@@ -217,7 +219,8 @@ class PodAddons:
 
     def _inbound(self, record: Record) -> Facts:
         source, service = record.source, record.service
-        # The application, which the tunnel names; its connection came to port 15008.
+        # Use the application's address, which the tunnel request names: the tunnel connection itself came to port
+        # 15008.
         wanted = record.hbone_authority
         port = wanted.rpartition(":")[2]
         return Facts(
@@ -239,9 +242,10 @@ class PodAddons:
 
 
 async def _server_name(client: PlainSocket) -> str:
-    """Return the server name of a ClientHello. The bytes stay in the kernel. Empty without one.
+    """Return the server name (SNI) of a client's TLS ClientHello, or an empty string. The bytes stay in the
+    kernel.
 
-    A client that waits for its server's first bytes is waited for :data:`_HELLO_S`.
+    If the client sends nothing because its server speaks first, this gives up after :data:`_HELLO_S` seconds.
     """
     seen = b""
     try:
@@ -266,7 +270,7 @@ def _summary(mesh: Mesh) -> MeshSummary:
 
 
 def _is_undecided(record: Record) -> bool:
-    """Return whether :meth:`AddonHost.ask_now` has left hooks to decide."""
+    """Return whether :meth:`AddonHost.ask_now` left the decision to hooks that have not answered yet."""
     return isinstance(record.asked, Asked) and record.asked.undecided is not None
 
 
@@ -284,15 +288,16 @@ def would_connect(
     way: Mapping[str, Any],
     names: tuple[str, ...] = (),
 ) -> Facts:
-    """Return the facts of a hypothetical connection, as ``connecting`` would get them.
+    """Return the facts of a hypothetical connection, as the hook ``connecting`` would get them.
 
     Args:
         source: the workload that would open it, at the address ``host``.
         host: the client's address.
         dialled: the address that its application would dial.
         service: the service at that address, if there is one.
-        there: the destination's workload, if it is known.
-        way: a way in an answer of :func:`ztunnel.proxy.istio.path.explain.explain`.
+        there: the destination workload, if it is known.
+        way: one candidate endpoint (an entry of ``ways``) in an answer of
+            :func:`ztunnel.proxy.istio.path.explain.explain`.
         names: the names that the pod resolved to the address.
     """
     return Facts(
@@ -315,7 +320,7 @@ def would_connect(
 def would_accept(
     source: Workload | None, host: str, identity: str, there: Workload, application: SocketAddress
 ) -> Facts:
-    """Return the facts of a connection that could be, as ``accepting`` would get them."""
+    """Return the facts of a hypothetical connection, as the hook ``accepting`` would get them."""
     return Facts(
         dialect="istio",
         direction=Direction.INBOUND,

@@ -1,6 +1,6 @@
-"""Decides whether a request that comes to a pod is carried, and dials the application.
+"""Decides whether the proxy accepts a connection to a pod, and dials the pod's application.
 
-Tunnels on the wire, node-local tunnels and captured plain connections share it.
+HBONE tunnels from the network, node-local tunnels and captured plain connections all pass through this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 
 class Refusal(Exception):
-    """A request gets an answer instead of a tunnel.
+    """A CONNECT request is answered with an error status instead of being carried.
 
     Attributes:
         status: the answer's status.
@@ -48,7 +48,9 @@ class Refusal(Exception):
         self.failure = failure
 
     def entered(self, record: Record) -> Failed | None:
-        """Count an early denial. Otherwise return the failure that completes an opened record."""
+        """Count the refusal as an early denial, or, if the record is already open, return the failure to close it
+        with.
+        """
         if isinstance(self.failure, Failed):
             return self.failure
         record.denied_early(self.failure)
@@ -56,7 +58,7 @@ class Refusal(Exception):
 
 
 class Admission:
-    """Decides about what comes to one pod, and opens the application's socket."""
+    """Decides which connections to one pod are accepted, and connects to the application."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer) -> None:
         self._pod = pod
@@ -66,8 +68,8 @@ class Admission:
     def describe_peer(self, record: Record, peer: Peer, headers: Headers) -> None:
         """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
 
-        A request through a gateway has the gateway's address. But a peer with the certificate of the workload at
-        its own address speaks for itself only.
+        A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload
+        at its own address is that workload, whatever it forwards.
         """
         node, identity = self._node, peer.identity
         workload = workload_of(peer, first(headers, b"x-forwarded-network"), node)
@@ -85,16 +87,16 @@ class Admission:
     async def admit(
         self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: Peer
     ) -> PlainSocket:
-        """Find the application, authorize, dial.
+        """Find the application's address, authorize the connection, and dial the application.
 
         Args:
-            entry: updated with the facts about it.
+            entry: the connection's entry, which this call updates.
             labels: this pod's labels.
             tunnel: the request.
             peer: the client.
 
         Raises:
-            Refusal: with the answer.
+            Refusal: the request is refused; has the status to answer with.
         """
         node, record = self._node, entry.record
         try:
@@ -128,7 +130,7 @@ class Admission:
         """Judge a connection by policies, revocation lists and addons.
 
         Raises:
-            Refusal: with the answer.
+            Refusal: the request is refused; has the status to answer with.
         """
         entry.state = State.IDENTIFIED
         try:
@@ -136,7 +138,8 @@ class Admission:
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", denied.reason, fields=denied.fields, policy=denied.policy)
             raise Refusal(401, failure) from denied
-        # The lists can have changed while it waited for a policy. (Network connections are ended by the review.)
+        # The revocation lists can have changed while the connection waited for a policy. (Connections from the
+        # network are checked again by the review.)
         revocations = self._node.revocations
         if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._node.metrics.crl_rejections["destination"] += 1
@@ -159,11 +162,12 @@ class Admission:
 
 
 def _of_one_family(peer: Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
-    """Return the peer's address for a PROXY header, which has room for one family only.
+    """Return the peer's address in the destination's address family, because a PROXY header has room for one
+    family only.
 
-    A service of two families can be dialled by one while its waypoint is reached by the other. The header would
-    have no addresses then (like upstream's), which Envoy refuses. The peer's own address of the other family is
-    equally correct.
+    A client can dial a dual-stack service over IPv4 and reach its waypoint over IPv6, or the reverse. With mixed
+    families the header would have no addresses (as in the Rust ztunnel), which Envoy refuses. The peer's own
+    address in the other family is equally correct.
     """
     source = peer.source
     if (":" in source.host) == (":" in destination.host):

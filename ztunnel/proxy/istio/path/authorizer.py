@@ -1,4 +1,4 @@
-"""Decides whether to admit a connection: enforced policies decide, dry-run ones are counted and logged."""
+"""Decides by policy whether to admit a connection. Dry-run policies are only counted and logged."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class Denied(Exception):
     """The connection is not allowed. The text names the policy, or states that no policy allows it.
 
     Attributes:
-        fields: the access line's fields.
+        fields: further fields for the access log line.
         policy: the denying or missing policy. Empty if no policy allows it.
         reason: the label of the failure.
     """
@@ -70,7 +70,7 @@ class Authorizer:
 
         Args:
             workload: the destination of the connection.
-            facts: the input of policies.
+            facts: the facts that policies evaluate.
             record: receives the verdict of dry-run policies.
             grace_s: how long to wait for missing policies.
 
@@ -87,12 +87,12 @@ class Authorizer:
             raise Denied(found.refusal, policy=found.policy, reason=found.reason)
 
     def plan(self, workload: Workload, facts: ConnectionFacts) -> str | None:
-        """Decide about every connection with these facts, until the mesh changes.
+        """Decide once for all connections with these facts; the result is valid until the mesh changes.
 
         Returns:
-            The allowing policy, empty if no policy decides. Call :meth:`note_allowed` for each connection.
-            ``None``: call :meth:`authorize` for each connection, because it is refused, must wait, or must be
-            reported or logged.
+            The name of the policy that allows them, empty if no policy applies. Call :meth:`note_allowed` for each
+            connection. ``None``: call :meth:`authorize` for each connection, because it is refused, must wait, or
+            must be reported or logged.
         """
         policies = self._node.mesh.policies_for(workload)
         if policies.missing or policies.dry_run_deny or policies.dry_run_allow or log.isEnabledFor(self._level):
@@ -103,7 +103,7 @@ class Authorizer:
         return None if found.refusal else found.policy
 
     def note_allowed(self, policy: str) -> None:
-        """Count a connection that :meth:`plan` has allowed."""
+        """Count a connection that was allowed by the result of :meth:`plan`."""
         if policy:
             self._note(policy, Use.ALLOWED)
 
@@ -113,7 +113,7 @@ class Authorizer:
         if policies is self._policies:
             return False
         self._policies = policies
-        # Each policy has its own time from when it was first found missing: other changes do not prolong it.
+        # The grace period of each policy starts when it was first found missing: other changes do not prolong it.
         until_s = self._node.poller.loop.time() + POLICY_GRACE_S
         self._missing = {key: self._missing.get(key, until_s) for key in policies.missing}
         return True
@@ -122,7 +122,7 @@ class Authorizer:
         """Judge an admitted connection again.
 
         While a policy named by the workload is missing, only a matching DENY policy ends the connection, because
-        the missing policy might allow it. After the grace period the missing policy denies it.
+        the missing policy might allow it. After the grace period the connection is denied.
         """
         policies = self._node.mesh.policies_for(workload)
         until_s = min((self._missing.get(key, 0.0) for key in policies.missing), default=0.0)
@@ -141,7 +141,7 @@ class Authorizer:
         counted.
         """
         if not policies.missing and not policies.enforced.tiers:
-            return _ALLOWED  # most connections; nothing is noted of them
+            return _ALLOWED  # most connections: nothing is recorded about them
         found = judgement(policies, facts)
         policy, refusal = found.policy, found.refusal
         if refusal:
@@ -183,7 +183,7 @@ class Authorizer:
             record.dry_run = record.dry_run or "none of the allow policies matches"
 
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
-        """Return the workload's policies once none is missing, or as they are after ``grace_s``."""
+        """Wait until no policy of the workload is missing, at most ``grace_s`` seconds, and return its policies."""
         mesh = self._node.mesh
         arrived = asyncio.Event()
 

@@ -1,10 +1,10 @@
 """Chooses the endpoint of a service for a connection: candidates, their ranks, and a draw by weight.
 
-A new decision for each connection would check every endpoint. Instead :class:`Candidates` holds the usable
+Checking every endpoint for each connection would be slow. Instead :class:`Candidates` holds the usable
 endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
-indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so
-undialled services have no cost. They follow the mesh's change notifications, and the cost of a change is
-proportional to its endpoints.
+indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so a
+service that nobody dials costs nothing. They are updated by the mesh's change notifications, in time proportional
+to the number of changed endpoints.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,17 +21,17 @@ from ztunnel.proxy.istio.path.addon_labels import addon_labels
 #: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
 Choose = Callable[[int], int]
 
-#: Labels that an endpoint must all have, as addons see them (``addon_labels.py``).
+#: A set of labels that an endpoint must have (all of them), as addons see labels (``addon_labels.py``).
 Labels = frozenset[tuple[str, str]]
 
-#: The balancing of a service without a setting.
+#: The load balancing of a service that does not configure any.
 _ANY_ENDPOINT = LoadBalancing()
 
-#: The number of draws before endpoints to avoid are removed one by one: once in 256 calls if half of the weight is
-#: to be avoided.
+#: The number of random draws to try before removing the avoided endpoints one by one. If half of the weight is to
+#: be avoided, one call in 256 comes to that.
 _DRAWS = 8
 
-#: How many preferences' endpoints are cached per candidate set.
+#: The number of preferences whose matching endpoints are cached, per candidate set.
 _PREFERENCES = 16
 
 #: The most candidate sets, reached only in a mesh whose pods dial every service.
@@ -46,8 +46,8 @@ class Question(NamedTuple):
         port: the service's port.
         network: the client's network.
         waypoint: the service is a waypoint. Endpoints that accept tunnels need not have the port.
-        preferences: the scopes where an endpoint should match the client, widest first.
-        client: the client's values of these scopes.
+        preferences: the scopes (such as region, zone) in which an endpoint should equal the client, widest first.
+        client: the client's value for each of these scopes.
         strict: an endpoint must match the client in every scope.
     """
 
@@ -61,7 +61,7 @@ class Question(NamedTuple):
 
 
 class LeftOut(Enum):
-    """Why an endpoint of a service is no candidate of a question."""
+    """Why an endpoint of a service is not a candidate for a client."""
 
     UNHEALTHY = auto()
     UNKNOWN = auto()
@@ -72,7 +72,7 @@ class LeftOut(Enum):
     FAILED = auto()
 
     def because(self, question: Question) -> str:
-        """Return the reason in words."""
+        """Return the reason in words, for users."""
         match self:
             case LeftOut.UNHEALTHY:
                 return "unhealthy"
@@ -111,8 +111,8 @@ def question_of(service: Service, port: int, client: Workload, *, waypoint: bool
 
 
 def scope_of(workload: Workload, scope: Scope) -> str:
-    """Return a workload's value of a scope. An unknown value is the empty string, which equals another unknown
-    value.
+    """Return a workload's value for a scope, such as its zone. An unknown value is the empty string, so two
+    unknown values are equal.
     """
     match scope:
         case Scope.REGION:
@@ -130,7 +130,7 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 
 
 def rank_of(question: Question, workload: Workload) -> int | None:
-    """Return an endpoint's rank for a client, higher is better. None if it must not be used.
+    """Return how well an endpoint matches a client (higher is better), or None if it must not be used.
 
     The rank is the number of equal leading scopes. A network at the front of the list is an exception: if it
     differs, counting continues. With network, region, zone the ranks are: all equal 5, network and region 4,
@@ -166,13 +166,15 @@ def _misfit(question: Question, service: Service, endpoint: Endpoint, workload: 
 
 
 class Weighted:
-    """Names with weights, in a binary indexed tree: adding, removing and drawing take logarithmic time."""
+    """A weighted random choice among names, as a binary indexed tree: adding, removing and drawing take
+    logarithmic time.
+    """
 
     def __init__(self) -> None:
         self._names: list[WorkloadUid] = []
         self._weights: list[int] = []
         self._places: dict[WorkloadUid, int] = {}
-        self._sums: list[int] = [0]  # from 1
+        self._sums: list[int] = [0]  # nodes are numbered from 1
         self.total = 0
 
     def __len__(self) -> int:
@@ -202,7 +204,7 @@ class Weighted:
 
     @classmethod
     def of(cls, weights: Mapping[WorkloadUid, int]) -> Self:
-        """Return the tree of all weights, made in linear time."""
+        """Build the tree from all weights, in linear time."""
         made = cls()
         made._names = list(weights)
         made._weights = list(weights.values())
@@ -252,14 +254,14 @@ class Weighted:
 
 
 class Candidates:
-    """The candidates of one question, by rank."""
+    """The candidate endpoints for one question, grouped by rank."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._ranks: dict[int, Weighted] = {}
         self._rank_of: dict[WorkloadUid, int] = {}
         self._changed: set[WorkloadUid] | None = None
-        """Endpoints to check again before the next draw. None means all."""
+        """Endpoints to check again before the next draw. None means all endpoints."""
         self._preferred: dict[tuple[Labels, ...], Weighted | None] = {}
 
     def touch(self, uids: Collection[WorkloadUid] | None) -> None:
@@ -272,10 +274,10 @@ class Candidates:
     def pick(
         self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid], prefer: tuple[Labels, ...] = ()
     ) -> WorkloadUid | None:
-        """Draw an endpoint of the best rank by weight. None if there are no candidates.
+        """Draw an endpoint by weight from the best rank. Return None if there are no candidates.
 
-        Endpoints in ``avoid`` are drawn only if every rank has no other. With ``prefer``, the best rank with
-        preferred endpoints is used. If no rank has any, ``prefer`` is ignored.
+        Endpoints in ``avoid`` are drawn only if no rank has any other endpoint. With ``prefer``, the best rank
+        with preferred endpoints is used. If no rank has any, ``prefer`` is ignored.
         """
         if self._changed is None or self._changed:
             self._follow(mesh)
@@ -350,7 +352,7 @@ class Candidates:
     def _ranked(
         self, mesh: Mesh, service: Service | None, endpoint: Endpoint | None
     ) -> tuple[Workload | None, int | LeftOut]:
-        """Return an endpoint's workload, and its rank or why it is no candidate.
+        """Return an endpoint's workload, and its rank or the reason why it is not a candidate.
 
         Args:
             mesh: the current mesh.
@@ -417,7 +419,7 @@ def _draw_but(among: Weighted, choose: Choose, avoid: Collection[WorkloadUid]) -
 
 
 class _Balancer:
-    """All candidates of one mesh."""
+    """The candidate sets of one mesh."""
 
     def __init__(self) -> None:
         self._kept: dict[Question, Candidates] = {}
@@ -438,7 +440,8 @@ class _Balancer:
             for candidates in self._by_service.get(key, ()):
                 candidates.touch(uids)
         for key in changes.services:
-            # Questions contain the service's ports and preferences, so its old version's questions do not recur.
+            # Questions contain the service's ports and preferences, so questions about its old version are never
+            # asked again.
             for candidates in self._by_service.pop(key, ()):
                 self._kept.pop(candidates.question, None)
 
@@ -447,7 +450,7 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 
 
 def candidates_for(mesh: Mesh, question: Question) -> Candidates:
-    """Return the candidates of a question, which follow the mesh while its services stay as they are."""
+    """Return the candidates for a question. They follow changes of endpoints; a changed service gets new ones."""
     balancer = _BALANCERS.get(mesh)
     if balancer is None:
         balancer = _BALANCERS[mesh] = _Balancer()

@@ -1,7 +1,7 @@
-"""A pod's connections under Calico's policies; see :mod:`ztunnel.policy.calico.guard`.
+"""Enforces Calico's policies on a pod's connections; see :mod:`ztunnel.policy.calico.guard`.
 
-The order is Calico's tiers, then the policies of the mesh; both must allow. Without Calico's policies these
-objects do not exist, and connections have no additional cost.
+Calico's tiers are evaluated first, then the policies of the mesh; both must allow a connection. Without Calico's
+policies these objects are not created, and connections cost nothing extra.
 
 ================  ===============================================  =========================================
 direction         the other end                                    identities
@@ -59,13 +59,13 @@ class CalicoAuthorizer(Authorizer):
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
-        # While it waited for a policy of the mesh, Calico's can have changed, and a review skips connections that
-        # are not yet admitted.
+        # While the connection waited for a policy of the mesh, Calico's policies can have changed, and a review
+        # skips connections that are not yet admitted.
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         self._require(decision, workload, facts, record)
 
     def _require(self, decision: Decision, workload: Workload, facts: ConnectionFacts, record: Record) -> None:
-        """Record the results of staged policies, and require an allow.
+        """Record the results of staged policies, and raise unless the decision is to allow.
 
         Raises:
             Denied: the connection is not allowed.
@@ -85,7 +85,7 @@ class CalicoAuthorizer(Authorizer):
 
 
 class CalicoInbound(Inbound):
-    """Connections that come to one pod, reviewed after each change until :meth:`close`."""
+    """Inbound connections of one pod, judged again after each change of Calico's policies until :meth:`close`."""
 
     def __init__(self, pod: PodContext, policies: LivePolicies) -> None:
         super().__init__(pod, CalicoAuthorizer(pod.node, policies))
@@ -93,7 +93,7 @@ class CalicoInbound(Inbound):
         policies.watch(self._policies_changed)
 
     def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
-        return None  # a guard may have to wait for its policies, and judges by more than a plan knows
+        return None  # Calico's policies may have to be waited for, and evaluate more than a plan has
 
     def _policies_changed(self) -> None:
         self._pod.connections.inbound.review(Event.POLICIES)
@@ -104,7 +104,9 @@ class CalicoInbound(Inbound):
 
 
 class CalicoOutbound(Outbound):
-    """Connections that one pod opens, judged when their endpoint is drawn; reviewed until :meth:`close`."""
+    """Outbound connections of one pod, judged when their endpoint is drawn and again after each change until
+    :meth:`close`.
+    """
 
     def __init__(
         self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve, policies: LivePolicies
@@ -115,7 +117,7 @@ class CalicoOutbound(Outbound):
         policies.watch(self._policies_changed)
 
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
-        return None  # a guard may have to wait for its policies, and judges by more than a plan knows
+        return None  # Calico's policies may have to be waited for, and evaluate more than a plan has
 
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
         flow = _outbound_flow(call, route, target, self._calico.http_waypoints)
@@ -131,7 +133,7 @@ class CalicoOutbound(Outbound):
         return await super()._dial(call, route, target)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection. Calico's policies judge the flow to the last dialled endpoint."""
+        """Judge a live connection again. Calico's policies evaluate the flow to the endpoint dialled last."""
         if entry.flow is not None:
             decision = self._calico.guard.check(c.Direction.EGRESS, entry.flow, counted=False)
             if not decision.allowed:
@@ -154,7 +156,7 @@ class CalicoOutbound(Outbound):
 
 
 def _policy_and_rule(decision: Decision) -> tuple[str, str]:
-    """Return ``TIER|POLICY`` and the rule that decided, for a line about a denial."""
+    """Return ``TIER|POLICY`` and the rule that decided, for the log line about a denial."""
     fields = {name.removeprefix("policy."): value for name, value in decision.fields}
     policy = "|".join(filter(None, (fields.get("tier"), fields.get("name"))))
     return policy, fields.get("rule") or decision.verdict.message
@@ -164,7 +166,8 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     peer = facts.peer
     principal = ""
     if peer is not None:
-        # Not empty without an identity: empty means plain text, where a rule by address can suffice.
+        # Never empty for a tunnel without an identity: empty means plain text, which a rule by address alone can
+        # allow.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 

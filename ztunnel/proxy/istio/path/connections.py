@@ -1,7 +1,8 @@
-"""The live connections of one pod by direction, and the tunnel connections that carry them.
+"""The open connections of one pod by direction, and the tunnel connections that carry them.
 
-Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`), registered before policy judges it.
-Drain and stop wait for these groups, and the dump prints them.
+Each is an entry (:class:`~ztunnel.proxy.dataplane.life.Life`) of the process's connection table
+(:mod:`ztunnel.proxy.dataplane.lives`), added before policies judge the connection. Drain and stop wait for these
+groups, and the config dump lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 
 if TYPE_CHECKING:
-    from xds.model import calico as c  # only where Calico's policies are obeyed
+    from xds.model import calico as c  # only in proxies that enforce Calico's policies
 
 #: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second during which a server
 #: still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
@@ -33,18 +34,18 @@ _GOODBYE_S = 2.0
 
 
 class PodConnection(Life):
-    """One connection of a pod: captured, or a request of a tunnel connection.
+    """One connection of a pod: a captured connection, or a request inside a tunnel connection.
 
     Args:
-        judged_by: gives the verdict once :attr:`state` has passed *identified*.
+        judged_by: returns the policies' verdict, called once :attr:`state` is past *identified*.
 
     Attributes:
         record: its record for logs and metrics.
         original: the dialled address (outbound), or the service requested by the client (inbound), for the dump.
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
-        facts: the input of the mesh's policies (inbound).
-        flow: the input of Calico's policies (outbound).
+        facts: what the mesh's policies evaluate (inbound).
+        flow: what Calico's policies evaluate (outbound).
         connection: the tunnel connection that carries it.
         inner: a double tunnel's inner connection.
         peer: the other end's certificate in a node-local tunnel, which has no TLS to verify it.
@@ -86,14 +87,14 @@ class PodConnection(Life):
         self.relay: Relay | None = None
 
     def carried_by(self, relay: Relay, *, state: State = State.OPEN) -> None:
-        """Enter ``state``: a relay carries its bytes, and ends it."""
+        """Set the state to ``state``: from now on a relay carries the bytes, and ends the connection."""
         self.relay = relay
         self.opened(relay.abort, state=state, finish=relay.finish)
         if self.record.addons is not None:
             self.tell_addons()
 
     def tell_addons(self) -> None:
-        """Inform addons that bytes flow."""
+        """Inform addons that the connection is open and relays bytes."""
         asked = self.record.asked or self.record.taken_over()
         if asked is not None:
             asked.opened(self, self.record.counts)
@@ -102,7 +103,7 @@ class PodConnection(Life):
         return self._judged_by(self)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
-        """Return whether a peer without a life of its own is on a revocation list.
+        """Return whether the certificate of a peer that has no table entry of its own is revoked.
 
         Such peers are the far ends of a double tunnel's inner connection, and of a node-local tunnel.
         """
@@ -118,10 +119,10 @@ class Carrier(Life):
 
     Args:
         lists: returns the revocation lists.
-        rejected: counts a peer that is found revoked.
+        rejected: called to count a peer whose certificate is found revoked.
 
     Attributes:
-        connection: ``None`` before the end of its handshake.
+        connection: the HTTP/2 connection, or ``None`` before its handshake is complete.
         dialled: for a dialled connection, its address and the accepted identities.
     """
 
@@ -148,7 +149,7 @@ class Carrier(Life):
 
 
 class Phase(Enum):
-    """How far a pod's proxy is from its end.
+    """The stages of ending a pod's proxy.
 
     ========  ==============================  ==========================================
     phase     new connections                 tunnel connections
@@ -171,14 +172,14 @@ class PodConnections:
         arriving: accepted connections without a known destination: SOCKS clients, and captured connections for a
             short time.
         inbound, outbound: connections by direction.
-        carriers: tunnel connections that were accepted here, their handshakes included.
+        carriers: accepted tunnel connections, including those still in their handshake.
         dialled: tunnel connections that the pool has opened or is opening.
         phase: the pod's phase. It only advances.
     """
 
     def __init__(self, table: LiveTable) -> None:
-        # A review visits groups in this order: connections before their carriers, whose end also ends their
-        # tunnels.
+        # A review visits the groups in this order: connections before the tunnel connections that carry them,
+        # because ending a tunnel connection ends its tunnels too.
         self.arriving: Lives[Life] = Lives(table)
         self.inbound: Lives[PodConnection] = Lives(table)
         self.outbound: Lives[PodConnection] = Lives(table)
@@ -193,30 +194,30 @@ class PodConnections:
 
     @property
     def ended_here(self) -> tuple[Lives[Any], ...]:
-        """All groups except the connections that the pool closes."""
+        """All groups except the dialled tunnel connections, which the pool closes."""
         return self.arriving, self.inbound, self.outbound, self.carriers
 
     def descriptors(self) -> int:
-        """Return the pod's approximate number of descriptors. A relayed connection has two."""
+        """Return the approximate number of file descriptors that the pod uses. A relayed connection has two."""
         return len(self.arriving) + len(self.carriers) + 2 * len(self)
 
     def __len__(self) -> int:
-        """How many connections are carried now."""
+        """The number of connections that are open now."""
         return len(self.inbound) + len(self.outbound)
 
     # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, send_goaway, left, finish_all.
 
     def begin_drain(self) -> None:
-        """Make new tunnel connections send GOAWAY right after their handshake."""
+        """Begin a drain: from now on, new tunnel connections send GOAWAY right after their handshake."""
         if self.phase is Phase.SERVING:
             self.phase = Phase.DRAINING
 
     def send_goaway(self) -> None:
-        """Send GOAWAY on every tunnel connection that is established, and on others when they are."""
+        """Send GOAWAY on every established tunnel connection, and on the others once they are established."""
         self.carriers.review(Event.DRAIN)
 
     async def left(self, until_s: float) -> int:
-        """Wait until every connection has ended, at most until ``until_s`` of the loop's time.
+        """Wait until every connection has ended, but no longer than until ``until_s`` on the event loop's clock.
 
         Returns:
             The number of remaining connections.
@@ -224,7 +225,7 @@ class PodConnections:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
                 # A peer can have requested a tunnel before our GOAWAY arrived, or can still be in its handshake:
-                # idle tunnel connections and handshakes get some round trips.
+                # leave idle tunnel connections and handshakes open for some round trips.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
                         await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
@@ -232,33 +233,35 @@ class PodConnections:
         return len(self)
 
     def finish_all(self, reason: str) -> None:
-        """Close all lives in order, because the grace period is over."""
+        """Close all connections in order, because the grace period is over."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.DEADLINE, reason)
 
     def end_all(self, reason: str) -> None:
-        """End all lives now. Later ones are refused by the pod's phase."""
+        """End all connections now. The pod's phase makes it refuse new ones."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.STOP, reason)
 
     async def closed(self) -> None:
-        """Wait until ended lives are closed. Lives without a fiber close in the next loop iteration."""
+        """Wait until all ended connections are closed. Those without a fiber close in the next iteration of the
+        event loop.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
                 await all_emptied(*self.ended_here)
 
     def dissolve(self) -> None:
-        """Take the groups out of the process's table; idempotent."""
+        """Remove the pod's groups from the process's connection table; idempotent."""
         for group in self.groups:
             group.dissolve()
 
     def end_carried(self, connection: Connection, reason: str) -> int:
-        """End the tunnels of a tunnel connection with the connection's reason.
+        """End all tunnels that a tunnel connection carries, giving each the reason why the connection ended.
 
         Returns:
-            How many connections those were.
+            The number of ended tunnels.
         """
         carried = [e for group in (self.inbound, self.outbound) for e in group if e.connection is connection]
         for entry in carried:
@@ -266,10 +269,11 @@ class PodConnections:
         return len(carried)
 
     def dump(self, now_s: float) -> dict[str, list[Shown]]:
-        """Return ``connections`` of the dump. Equal inbound ones are merged, like in upstream's table.
+        """Return the pod's ``connections`` for the config dump. Equal inbound ones are merged, as in the Rust
+        ztunnel.
 
-        The Rust ztunnel has neither identities, ages, bytes nor services. Merged connections have the highest age
-        and the sum of the bytes; sent is from the client to the application.
+        Identities, ages, byte counts and services are additions to the Rust ztunnel's format. Merged connections
+        show the highest age and the sum of their bytes; ``sent`` counts bytes from the client to the application.
 
         Args:
             now_s: monotonic seconds.
@@ -318,7 +322,7 @@ def _amounts(record: Record, now_s: float) -> Shown:
 
 
 def _merge(shown: Shown, record: Record, now_s: float) -> None:
-    """Add the age and the bytes of an equal connection to an entry."""
+    """Merge a connection's age and byte counts into the dump entry of an equal connection."""
     age, sent, received = shown["ageSeconds"], shown["bytesSent"], shown["bytesReceived"]
     assert isinstance(age, float) and isinstance(sent, int) and isinstance(received, int)  # noqa: PT018
     shown["ageSeconds"] = max(age, round(now_s - record.started_s, 3))
@@ -336,7 +340,7 @@ def _proven(record: Record) -> str | None:
 
 
 def is_listed(lists: RevocationLists, connection: Connection) -> bool:
-    """Return whether a connection's peer is revoked, by the chain from its handshake."""
+    """Return whether a revocation list contains a certificate of the chain that the peer sent in its handshake."""
     return (
         connection.facts is not None and bool(connection.facts.chain) and lists.is_revoked(connection.facts.chain)
     )

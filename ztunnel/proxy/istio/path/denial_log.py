@@ -88,9 +88,10 @@ class DenialLog:
 
 
 def deciding_rule(policy: AuthorizationPolicy, facts: ConnectionFacts) -> str:
-    """Return the place of the first rule of a policy that matches a connection, with the deciding clause."""
+    """Name the first rule of a policy that matches a connection, with its position and the clause that decided."""
     condition = policy.condition
-    # The compiled condition has one part for each rule, but for one rule alone, or if the whole is not understood.
+    # The compiled condition has one part per rule, unless the policy has a single rule or could not be fully
+    # understood.
     parts = condition.conditions if isinstance(condition, AnyOf) and len(policy.rules) > 1 else (condition,)
     if len(parts) == max(1, len(policy.rules)):
         for place, part in enumerate(parts):

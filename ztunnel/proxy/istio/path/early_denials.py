@@ -1,4 +1,4 @@
-"""Access lines of inbound connections that are denied before their handshake is complete."""
+"""Writes access log lines for inbound connections that are denied before their handshake is complete."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _denials_left_out(count: int) -> None:
 
 
 class EarlyDenials:
-    """The access lines of connections that are denied before their handshake, at the pod's own rate.
+    """Writes access log lines for connections denied before their handshake, at a rate limited per pod.
 
-    Any address can cause any number of these lines.
+    The limit is needed because any host can open any number of such connections.
     """
 
     def __init__(self, node: Node) -> None:
@@ -31,7 +31,7 @@ class EarlyDenials:
         self.limit = LineLimit(node.clock, _denials_left_out)
 
     def write(self, source: SocketAddress, local: SocketAddress, denial: EarlyDeny) -> None:
-        """Count the connection, and write a line if the rate admits one."""
+        """Count the connection, and write a line if the rate limit permits."""
         node = self._node
         if self.limit.admits():
             Record(node, Direction.INBOUND, source, local).denied_early(denial)
@@ -41,8 +41,8 @@ class EarlyDenials:
 
 
 def account_rejected(denials: EarlyDenials, pending: PendingHandshake, reason: str) -> None:
-    """Account for a connection that ends before its handshake, or has been too slow in it."""
-    if not pending.in_handshake:  # else its fiber does
+    """Count and log a connection that ended before its handshake began or that took too long to complete it."""
+    if not pending.in_handshake:  # otherwise its fiber counts it
         pending.owner.close()
     if reason:
         try:

@@ -1,9 +1,9 @@
-"""Explains the data path's decisions about a hypothetical connection in an Istio mesh. Pure.
+"""Explains what the data path would decide about a hypothetical connection in an Istio mesh. Pure.
 
 Every decision is taken by the data path's own function (:func:`~ztunnel.proxy.istio.path.route.route_for`,
 :func:`~ztunnel.proxy.istio.path.inbound_target.inbound_target`,
-:func:`~ztunnel.proxy.istio.accounting.outcome.judgement`). This module finds the parties of the question, asks
-again for each endpoint that a draw could give, and reports the results.
+:func:`~ztunnel.proxy.istio.accounting.outcome.judgement`). This module looks up the source and the destination,
+repeats the decision for each endpoint that load balancing could choose, and reports the results.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ _CLUSTER_SUFFIX: Final = ".svc.cluster.local"
 
 
 class BadQuestion(ValueError):
-    """A party of a question is neither in the mesh nor an address. The text names it."""
+    """The source or destination of a question is neither known in the mesh nor an address. The text names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A connection that could be.
+    """A hypothetical connection to explain.
 
     Attributes:
         host: the address that the source's socket has.
         source: the workload at ``host``. ``None``: a client outside the mesh, without a proxy to ask.
         destination: the dialled address or name.
         identity: the identity in the client's certificate. Empty for plain text.
-        inbound: ask only for the destination proxy's decision, about exactly this identity.
-        captured: a ztunnel takes the source's connections. Those of others go where the kernel sends them.
+        inbound: explain only the destination proxy's decision, for a client with exactly ``identity``.
+        captured: whether a ztunnel captures the source's connections. Otherwise the kernel routes them.
     """
 
     host: str
@@ -83,13 +83,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Facts about the proxy that answers.
+    """The state of the proxy that answers the question.
 
     Attributes:
         network: the node's network.
         illegal_ports: the proxy's own ports in pods.
         avoided: recently failed endpoints.
-        handshake: judges by certificates and revocation lists. ``None`` without these, as for a dump.
+        handshake: predicts TLS handshakes from certificates and revocation lists. ``None`` if there are none, as
+            when explaining from a config dump.
     """
 
     mesh: Mesh
@@ -112,16 +113,16 @@ def question(
     """Parse a question.
 
     Args:
-        source: an address, with or without a port, ``namespace/pod``, a workload's uid, or a SPIFFE id: of several
-            workloads that have it, the first.
+        source: an address with or without a port, ``namespace/pod``, a workload's uid, or a SPIFFE id, which
+            selects the first workload with that identity.
         destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
             ``namespace/pod``. With an endpoint also a service's name without a port, as of a service with one.
-        identity: a SPIFFE id. Empty means the source's own, and plain text for an inbound question.
-        around: the proxy's mesh, for looking up names.
+        identity: a SPIFFE id. Empty means the source's own identity, or plain text if ``inbound``.
+        around: the proxy's state, for looking up names in its mesh.
         inbound: see :class:`Question`.
-        captured: whether the connection is known to be captured, because a proxy saw it. Otherwise the control
-            plane's statement that the source takes tunnels counts, and an identity, which only a ztunnel can
-            prove.
+        captured: whether a proxy is known to have captured the connection. Otherwise it is assumed captured if the
+            control plane says that the source accepts tunnels, or if there is an identity, which only a ztunnel
+            can prove.
         endpoint: ``IP:PORT`` of the application that a connection to the service reached, from access lines. It
             determines the service's port, which those lines lack.
 
@@ -167,7 +168,7 @@ def explain(asked: Question, around: Surroundings) -> Answer:
 
 
 def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
-    """Return the answer's part about the source's certificate.
+    """Return the section of the answer about the source's certificate.
 
     Args:
         state: why there is no certificate. Empty without a certificate means that this node does not need one.
@@ -184,7 +185,7 @@ def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
     }
 
 
-# The parties
+# Source and destination
 
 
 def _address(text: str) -> str | None:
@@ -224,7 +225,7 @@ def _destination(name: str, namespace: str, around: Surroundings) -> str:
 
 
 def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, str]:
-    """Return the service with a name as applications use it, and its address here."""
+    """Find a service by a name as applications write it; return it with its address in this network."""
     mesh = around.mesh
     names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
     service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
@@ -248,7 +249,9 @@ def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress
 
 
 def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:
-    """Return the dialled service address of a connection to an application, whose port often differs."""
+    """Return the service address that a client must have dialled to reach an application's address, whose port
+    often differs.
+    """
     service, host = _service(name, namespace, around)
     try:
         reached = SocketAddress.parse(endpoint)
@@ -258,7 +261,7 @@ def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> S
         return SocketAddress(host, reached.port)  # a waypoint's tunnel names what was dialled
     workload = around.mesh.workload_at(around.network, reached.host)
     place = around.mesh.all_endpoints(service.key).get(workload.uid) if workload is not None else None
-    # An endpoint that has left its service meanwhile: the service's own table, which has 0 for named ports.
+    # The endpoint is no longer in the service: use the service's port table, which has 0 for named target ports.
     for port, target in (*(place.ports.items() if place is not None else ()), *service.ports.items()):
         if target == reached.port:
             return SocketAddress(host, port)
@@ -279,7 +282,7 @@ def _shown_source(asked: Question) -> Answer:
     return shown | {"identity": asked.identity or None}
 
 
-# The way out
+# The outbound decision
 
 
 def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer:
@@ -309,7 +312,9 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
 
 
 def _verdict(ways: list[tuple[bool, Answer]]) -> Answer:
-    """Return the ways, each with whether its far end would take the connection, and the verdict of all."""
+    """Combine the candidate endpoints (``ways``), each with whether it would accept the connection, into one
+    verdict.
+    """
     refused = [way for ok, way in ways if not ok]
     failures = {way.get("handshake", "") for way in refused}
     if not refused:
@@ -325,7 +330,9 @@ def _verdict(ways: list[tuple[bool, Answer]]) -> Answer:
 
 
 def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answer:
-    """Explain a connection that no ztunnel takes at the source: plain TCP, to an endpoint the kernel picks."""
+    """Explain a connection that no ztunnel captures at the source: plain TCP, to an endpoint that the kernel
+    chooses.
+    """
     mesh, port = around.mesh, asked.destination.port
     dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
     at = dialled or mesh.workload_at(source.network, asked.destination.host)
@@ -371,7 +378,7 @@ def _routes(
         asked: the connection.
         source: its workload.
         around: the proxy's mesh.
-        draws: receives the questions that draw an endpoint.
+        draws: filled with the questions for which an endpoint is drawn.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     yielded: set[tuple[str, ...]] = set()
@@ -403,10 +410,10 @@ def _routes(
 def _drawn(
     routed: Callable[[Collection[WorkloadUid]], Route | RouteRefused], avoid: Collection[WorkloadUid]
 ) -> Iterator[Route | RouteRefused]:
-    """Return every route that a draw can give.
+    """Yield every route that drawing an endpoint can result in.
 
-    Drawn endpoints are avoided from then on, like after a failed attempt. So each draw returns the next best one,
-    until one comes that was drawn or is avoided.
+    Each drawn endpoint is then avoided, as after a failed attempt, so that the next draw returns the next best
+    one. This ends when a draw returns an endpoint that was already drawn or is to be avoided.
     """
     drawn = set(avoid)
     for _ in range(_MOST_SHOWN):
@@ -436,7 +443,7 @@ def _key(route: Route | RouteRefused) -> tuple[str, ...]:
 
 
 class _First:
-    """A source of "random" numbers: a given one, then 0."""
+    """A fixed replacement for random numbers: returns a given number first, then always 0."""
 
     def __init__(self, first: int) -> None:
         self._next = first
@@ -447,7 +454,7 @@ class _First:
 
 
 def _first_draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
-    """Return a first draw for each of the waypoints that a service's connections are spread over."""
+    """Yield a first random number for each waypoint of a service, one that selects this waypoint."""
     service = mesh.service_at(source.network, asked.destination.host, source.namespace)
     start = 0
     for waypoint in service.weighted_waypoints if service is not None else ():
@@ -489,11 +496,13 @@ def _because(route: Route, at: Service | Workload | None) -> str:
             assert_never(route)
 
 
-# One way
+# One candidate endpoint
 
 
 def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether the far end would take the connection, and the way there; none has no ``target``."""
+    """Explain one candidate: whether its proxy would accept the connection, and how it is reached. Without a route
+    there is no ``target``.
+    """
     if isinstance(route, RouteRefused):
         nowhere: Answer = {"refused": str(route)}
         if route.workload is not None:
@@ -531,7 +540,7 @@ def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> 
 
 
 def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether a workload's proxy accepts a connection, without asking the client's proxy, and why."""
+    """Return whether the destination's proxy would accept a connection, and why, leaving out the client's proxy."""
     destination = asked.destination
     if not asked.identity:
         return _plain_inbound(asked, workload, destination, around)
@@ -545,7 +554,7 @@ def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tupl
 def _shakes_hands(
     asked: Question, peer: Workload, expected: tuple[str, ...], around: Surroundings, answer: Answer
 ) -> bool:
-    """Return whether certificates let a handshake succeed, and put why into the answer."""
+    """Return whether a TLS handshake would succeed, and add the reason to the answer."""
     if around.handshake is None or not asked.identity:
         return True
     source = asked.source
@@ -558,7 +567,7 @@ def _shakes_hands(
 def _tunnel_inbound(
     asked: Question, workload: Workload, authority: str, host: str, around: Surroundings
 ) -> tuple[bool, Answer]:
-    """Return whether a workload's proxy takes a tunnel, and why: handshake, request, policies."""
+    """Return whether a workload's proxy would accept a tunnel, and why: handshake, request, policies."""
     if not asked.identity:
         return False, {"refused": "tls handshake error: the client has no identity"}
     refused = foreign(workload.trust_domain, (asked.identity,))
@@ -582,7 +591,7 @@ def _tunnel_inbound(
 def _plain_inbound(
     asked: Question, workload: Workload, destination: SocketAddress, around: Surroundings
 ) -> tuple[bool, Answer]:
-    """Return whether a workload's proxy takes a plain connection, and why."""
+    """Return whether a workload's proxy would accept a plain connection, and why."""
     try:
         target = plain_target(destination, around.illegal_ports)
     except RequestRefused as error:
@@ -598,7 +607,7 @@ def _source_towards(asked: Question, host: str) -> SocketAddress:
 
 
 def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether the policies of a workload let a connection in, and why."""
+    """Return whether the workload's policies allow a connection, and why."""
     policies = around.mesh.policies_for(workload)
     answer: Answer = {"workload": workload.uid, "application": str(facts.destination)}
     decided_by, refused, _ = judgement(policies, facts)

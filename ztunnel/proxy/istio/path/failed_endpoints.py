@@ -13,7 +13,7 @@ _NONE: frozenset[WorkloadUid] = frozenset()
 
 
 class _Both(Collection[WorkloadUid]):
-    """The union of two collections, which are not copied."""
+    """A view of the union of two collections, without copying them."""
 
     __slots__ = ("_first", "_second")
 
@@ -39,15 +39,15 @@ class FailedEndpoints:
     """The endpoints that failed within :data:`AVOID_S`, at most 10,000."""
 
     def __init__(self) -> None:
-        # All entries stay for the same time, so the order of failures is that of expiry. An OrderedDict, because
-        # repeatedly taking the first entry of a dict would iterate over all previously removed ones.
+        # All entries are kept equally long, so they expire in the order of failure. An OrderedDict, because taking
+        # the first entry of a dict again and again iterates over all entries removed before.
         self._until_s: OrderedDict[WorkloadUid, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._until_s)
 
     def add(self, uid: WorkloadUid, now_s: float) -> None:
-        """Record that an endpoint failed. Above the limit, the oldest entry is evicted."""
+        """Record that an endpoint failed. If the table is full, the oldest entry is evicted."""
         self._until_s[uid] = now_s + AVOID_S
         self._until_s.move_to_end(uid)
         if len(self._until_s) > _MOST:
@@ -60,7 +60,7 @@ class FailedEndpoints:
     def current(self, now_s: float, own: Collection[WorkloadUid] = _NONE) -> Collection[WorkloadUid]:
         """Return the endpoints to avoid now. The result is a view, valid until the next change.
 
-        Every connection calls this: the cost is proportional to the newly expired entries, not to all.
+        Called for every connection, so the cost depends only on the number of newly expired entries.
 
         Args:
             now_s: the clock of :meth:`add`.

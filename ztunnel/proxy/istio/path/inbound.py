@@ -1,8 +1,9 @@
 """START HERE for connections to a pod: tunnels on 15008, captured plain connections on 15006.
 
-Both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each is a life
-(:mod:`ztunnel.proxy.dataplane.lives`) from its accept on. :mod:`ztunnel.proxy.istio.path.admission` decides about
-requests, and :meth:`Inbound.verdict` judges live connections again.
+The methods for both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each
+connection is an entry of the connection table (:mod:`ztunnel.proxy.dataplane.lives`) from its accept on.
+:mod:`ztunnel.proxy.istio.path.admission` decides about requests, and :meth:`Inbound.verdict` judges live
+connections again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _seen(
     tunnel: Tunnel | None = None,
     headers: Headers = (),
 ) -> End:
-    """Return an application's end observed by a tap of this pod."""
+    """Return the application's end of a connection, wrapped so that a tap of this pod captures its bytes."""
     from ztunnel.proxy.istio.path.tapped import observed  # most proxies have no taps, and save the memory
 
     assert entry.actual is not None
@@ -93,7 +94,8 @@ class Inbound:
         self._admission = Admission(pod, self.authorizer)
         self._denials = EarlyDenials(pod.node)
         self._plans = RequestPlans(pod, self.authorizer, self._illegal_ports)
-        # The limiter outlives this pod's last connection, and a method here would create a reference cycle.
+        # Not a method of this object: the handshake limiter outlives the pod's last connection, and would keep
+        # this object in a reference cycle.
         rejected = partial(account_rejected, self._denials)
         self._limiter = pod.node.half_open.limiter(self._handshake_begins, rejected)
         pod.local.watch(self._mesh_changed)
@@ -101,17 +103,17 @@ class Inbound:
     # Accepting
 
     def accepted(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
+        """Start serving an accepted tunnel connection; returns at once. Called by the listener on port 15008."""
         carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
         self._count_socket(carrier)
         self._limiter.enter(sock, peer, carrier)
 
     def accepted_plain(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
+        """Start serving a captured plain connection; returns at once. Called by the listener on port 15006."""
         self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
 
     def _count_socket(self, life: Life) -> None:
-        """Count an open socket of an application or peer as long as a life lasts."""
+        """Count a connection's socket as open until its table entry ends."""
         self._node.count_sockets("destination", +1)
         life.own(partial(self._node.count_sockets, "destination", -1))
 
@@ -124,7 +126,7 @@ class Inbound:
         return self._pod.tasks.run(self._node.poller, self._tunnels(pending), "inbound")
 
     async def _tunnels(self, pending: PendingHandshake) -> None:
-        """Serve one connection that brings tunnels, until it ends."""
+        """Serve one tunnel connection, from its TLS handshake until it ends."""
         node, pod, sock = self._node, self._pod, pending.sock
         carrier: Carrier = pending.owner
         owned: socket.SocketType | None = sock
@@ -182,10 +184,10 @@ class Inbound:
                 owned.close()
 
     def _established(self, carrier: Carrier, peer: Peer, connection: Connection) -> None:
-        """Let a connection take requests, unless its peer was revoked during the handshake.
+        """Let a tunnel connection accept requests, unless the peer's certificate was revoked during the handshake.
 
         Raises:
-            TlsError: it was.
+            TlsError: the certificate was revoked.
         """
         lists = self._node.revocation_lists()
         if lists is not None and is_listed(lists, connection):
@@ -201,14 +203,14 @@ class Inbound:
 
         def aborted(reason: str) -> None:
             if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
-                # No tunnel's line reports it, but operators must be able to find the reason.
+                # No access line of a tunnel reports this, so log it here for operators.
                 self._denials.write(peer.source, peer.local, EarlyDeny(reason, Reason.REVOKED))
             connection.abort(reason)
 
         carrier.opened(aborted, leave=connection.drain, finish=ended)
 
     def _ended(self, peer: Peer, pending: PendingHandshake | None = None) -> None:
-        """Count and log a connection ended by a limit on peers."""
+        """Count and log a tunnel connection that was closed because its peer exceeded a protocol limit."""
         connection = peer.connection
         if connection is not None and connection.ended_by_limit:
             if pending is not None:
@@ -223,7 +225,9 @@ class Inbound:
                 )
 
     def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
-        """Carry a request by steps. ``None``: a coroutine must carry it."""
+        """Start carrying a request without a coroutine, as a :class:`PlannedRequest`. ``None``: it needs a
+        coroutine.
+        """
         node, pod = self._node, self._pod
         if node.logs.access_level <= logging.DEBUG or pod.is_tapped:
             return None
@@ -237,7 +241,7 @@ class Inbound:
     # Tunnel connections of another process: see ztunnel.proxy.istio.handover
 
     def requests_of(self, peer: Peer) -> Requests:
-        """Return the handler of requests on a peer's connection."""
+        """Return the function that handles requests on a peer's tunnel connection."""
         return Requests(
             lambda request: self._request(peer, request), lambda request: self._take_now(peer, request)
         )
@@ -248,7 +252,7 @@ class Inbound:
         Args:
             peer: its other end.
             requests: the handler from :meth:`requests_of` that ``connection`` was created with.
-            connection: belongs to this call. Its open tunnels have other owners.
+            connection: closed by this call. Its open tunnels belong to other tasks.
         """
         carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
         self._count_socket(carrier)
@@ -287,14 +291,14 @@ class Inbound:
                 method = head.method.decode("latin-1")
                 raise Refusal(400, EarlyDeny(f"expected method CONNECT, got {method}", Reason.BAD_REQUEST))
             tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
-            # The current state, because the request's connection can be older than the pod's policies.
+            # Use the workload's current state: the tunnel connection can be older than the pod's policies.
             labels = await self._pod.local.get()
             self._admission.describe_peer(record, peer, head.headers)
             enter_pod(record, labels)
             application = await self._admission.admit(entry, labels, tunnel, peer)
             try:
-                # The 200 is sent only after the application has accepted: until then another endpoint can replace
-                # this one, and first bytes sent along with the CONNECT wait in the stream.
+                # Send the 200 only after the application has accepted: until then the client can switch to another
+                # endpoint, and bytes sent along with the CONNECT wait in the stream.
                 baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
                 accepted = request.accept(baggage)
                 capture = self._pod.tap
@@ -317,12 +321,14 @@ class Inbound:
             failure = refusal.entered(record)
             request.refuse(refusal.status)
         except HboneError as error:
-            # The stream had ended before it was accepted. With a reason, it was ended on purpose.
+            # The stream ended before the request was accepted. If there is a reason, this proxy ended it on
+            # purpose.
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else gave_up()
-            # A policy that came while the application was dialled: 401, a verdict, which the client must not try
-            # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
+            # A policy that arrived while the application was dialled denies it: answer 401, so that the client
+            # does not try another endpoint. In all other cases the unanswered stream is reset, and the client may
+            # try another.
             if entry.reason == POLICY_CHANGE and not request.answered:
                 request.refuse(401)
             raise
@@ -331,14 +337,14 @@ class Inbound:
             record.complete(failure)
 
     def _entry(self, record: Record) -> PodConnection:
-        """Register the connection that the current fiber will carry."""
+        """Add the connection carried by the current fiber to the connection table."""
         cancel = current(self._node.poller).cancel
         return PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
 
-    # Tunnels of this very node
+    # Node-local tunnels
 
     async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
-        """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
+        """Accept a tunnel from a pod of this node directly, without TLS and HTTP/2 in between.
 
         The two certificates must accept each other. All other checks are the same as over the network.
 
@@ -357,7 +363,7 @@ class Inbound:
         if not self._agree(own, there, request.identities):
             return None
         if pod.connections.phase is Phase.ENDED:
-            return None  # the pod stopped meanwhile, and connections registered from now on would never end
+            return None  # the pod has stopped meanwhile, and nothing would end a connection registered now
         # Each half keeps the other's certificate for later revocation lists, because there is no TLS connection to
         # check.
         request.outer.peer = there
@@ -383,15 +389,15 @@ class Inbound:
         """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Args:
-            record: the half's record.
-            client: the certificate of the other half.
+            record: the inbound half's record.
+            client: the client's certificate.
             labels: this pod's labels.
             tunnel: the request.
             peer: the client.
 
         Raises:
             ConnectRefused: the request was refused, as it would be over the network.
-            TunnelBroken: this pod's proxy ended the half.
+            TunnelBroken: this pod's proxy ended the tunnel before answering.
         """
         entry = self._entry(record)
         entry.peer = client
@@ -403,7 +409,7 @@ class Inbound:
             raise ConnectRefused(refusal.status) from refusal
         except asyncio.CancelledError as error:
             failure = of_reason(entry.reason)
-            # A policy's 401 is a verdict, which the client must not try elsewhere. After any other end it may.
+            # After a policy's 401 the client must not try another endpoint. After any other error it may.
             if entry.reason == POLICY_CHANGE:
                 raise ConnectRefused(401) from error
             raise TunnelBroken(entry.reason or DRAINED, unprocessed=True) from error
@@ -418,7 +424,7 @@ class Inbound:
                 record.complete(failure)
 
     def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
-        """Return whether a handshake would succeed now."""
+        """Return whether a TLS handshake between the two certificates would succeed now."""
         now = datetime.fromtimestamp(self._node.clock.wall(), UTC)
         return not disagreement(client, server, expected, now)
 
@@ -515,7 +521,9 @@ class Inbound:
         return verdict
 
     def close(self) -> None:
-        """End connections without a running handshake. Idempotent. The pod's groups end all other connections."""
+        """End accepted connections whose handshake has not begun. Idempotent. All others are ended through the
+        pod's connection groups.
+        """
         self._limiter.close()
 
 

@@ -1,7 +1,7 @@
 """The target of a request that arrived through a tunnel: the application's address, and the service.
 
-A tunnel that ends here can name this pod by address, or a service by name. Only this pod is dialled: an address
-other than the one of the connection is refused unless this pod is its waypoint.
+A CONNECT may name this pod's address or a service's hostname. Only this pod is ever dialled: a request for any
+address other than the one the tunnel was opened to is refused, unless this pod is the waypoint for that address.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL, EarlyDeny
 
 
 class RequestRefused(EarlyDeny):
-    """A request that is answered with ``status`` instead of being carried."""
+    """The proxy refuses a request, and answers with ``status``."""
 
     def __init__(self, status: int, text: str, reason: Reason = Reason.BAD_REQUEST) -> None:
         super().__init__(text, reason)
@@ -28,12 +28,12 @@ class RequestRefused(EarlyDeny):
 
 @dataclass(slots=True)
 class InboundTarget:
-    """The target of a request.
+    """Where a request is carried to.
 
     Attributes:
         address: the application's address, which policies evaluate.
-        proxy_destination: the requested address in the PROXY header. None sends no header.
-        service: the one the authority named.
+        proxy_destination: the requested address, sent in a PROXY header. None: send no header.
+        service: the service named by the request's authority, if any.
     """
 
     address: SocketAddress
@@ -50,17 +50,17 @@ def inbound_target(
     network: str,
     illegal_ports: Collection[int],
 ) -> InboundTarget:
-    """Decide where a CONNECT goes.
+    """Decide which address a CONNECT request is carried to.
 
     Args:
         authority: the request's authority. None if it was missing.
         workload: the destination pod's workload.
-        host: the address it came to.
+        host: the pod address that the tunnel connection came to.
         mesh: the current mesh.
-        network: the proxy's own.
+        network: the proxy's own network.
         illegal_ports: the proxy's own ports in the pod.
 
-    Raises: RequestRefused: has the Rust ztunnel's status and text.
+    Raises: RequestRefused: has the status and text that the Rust ztunnel would use.
     """
     raw = authority.encode() if isinstance(authority, str) else authority
     try:
@@ -75,7 +75,7 @@ def inbound_target(
         if not _may_name(address.host, workload, host, mesh, network):
             raise RequestRefused(400, f"ip mismatch: {host} != {address.host}")
         target = InboundTarget(SocketAddress(host, wanted.port), address)
-    # The port of an application tunnel is not checked: it is configuration, not something a request chose.
+    # The port of an application tunnel is not checked: it comes from configuration, not from the request.
     if target.address.port in illegal_ports:
         raise RequestRefused(503, RECURSIVE_CALL, Reason.RECURSIVE_CALL)
     tunnel = workload.application_tunnel
@@ -90,7 +90,8 @@ def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> 
     """Return the target of a captured plain connection: its original destination.
 
     Raises:
-        RequestRefused: to the proxy's own port in the pod. Nothing is answered, so the status is not used.
+        RequestRefused: the destination is a port of the proxy itself. A plain client gets no answer, so the status
+            is unused.
     """
     if destination.port in illegal_ports:
         raise RequestRefused(503, RECURSIVE_CALL, Reason.RECURSIVE_CALL)
@@ -100,7 +101,7 @@ def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> 
 def inbound_facts(
     source: SocketAddress, application: SocketAddress, peer: PeerCertificate | None
 ) -> ConnectionFacts:
-    """Return the input of policies for a connection to a pod.
+    """Collect the facts that policies evaluate about a connection to a pod.
 
     Args:
         source: the client's address.
@@ -124,8 +125,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Otherwise any client of this pod could choose the service that its connections are counted and judged
-        # for.
+        # Otherwise any client could choose the service for which its connections are counted and judged.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
@@ -172,13 +172,14 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """Return the service that a connection counts for: the requested service, else one with the dialled port.
+    """Return the service to which a connection is attributed: the requested one, or else a service with the
+    dialled port.
 
     Args:
         target: the application's address.
         workload: the pod's workload.
         mesh: the current mesh.
-        meant: the host in ``forwarded``.
+        meant: the host in the request's ``forwarded`` header.
     """
     if target.service is not None:
         candidates = [target.service]

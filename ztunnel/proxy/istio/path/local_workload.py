@@ -12,16 +12,16 @@ from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.settings.config import PodName
 
-#: The time for the control plane to describe a new pod.
+#: How long to wait for the control plane to describe a new pod, in seconds.
 _WAIT_S: Final = 5.0
 
 
 def _nothing() -> None:
-    """The initial unwatch function, without effect."""
+    """Do nothing; used as the function that stops watching while nothing is watched."""
 
 
 class LocalWorkload:
-    """Follows the mesh from construction until :meth:`close`.
+    """Tracks a pod's own workload in the mesh, from construction until :meth:`close`.
 
     Attributes:
         name: the pod's name.
@@ -57,9 +57,9 @@ class LocalWorkload:
         self._watchers.append(changed)
 
     def close(self) -> None:
-        """Follow the mesh no more; idempotent."""
+        """Stop tracking the workload; idempotent."""
         self._stop_watching()
-        self._stop_watching = _nothing  # the old one refers to this object
+        self._stop_watching = _nothing  # the previous function refers to this object
         self._watchers.clear()
 
     def _mesh_changed(self, changes: Changes) -> None:
@@ -79,7 +79,7 @@ class LocalWorkload:
         """Return the workload with its labels, waiting for the control plane to describe it.
 
         Raises:
-            EarlyDeny: it has not.
+            EarlyDeny: the control plane did not describe it in time.
         """
         if self._current is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
     from ztunnel.proxy.istio.path.addons import PodAddons
     from ztunnel.proxy.tap.taps import Taps
 
-#: Forwarded queries under way, of all pods together; each has two sockets.
+#: The largest number of concurrently forwarded DNS queries of all pods together; each uses two sockets.
 DNS_QUERIES = 512
 
-#: Namespace, name and service account of a pod: by these ZDS and the mesh name the same pod.
+#: Namespace, name and service account of a pod. ZDS and the mesh both know these, so they match a pod in one to
+#: the other.
 PodKey = tuple[str, str, str]
 
 
@@ -73,11 +74,11 @@ class Node:
         pods: the pods of this node, for node-local tunnels; see :meth:`register`.
         pod_window_bytes: the budget in bytes for enlarging the windows of a pod's tunnel connections.
         half_open: connections to pods before the end of their handshake.
-        descriptors: shares of the process's descriptors, by pod.
-        baggage_labels: labels from peers' baggage, within their budgets.
+        descriptors: limits the file descriptors that each pod may use.
+        baggage_labels: labels received in peers' baggage, limited per peer.
         dns_places: limits the pods' queries that wait for name servers.
-        asked: requested keys that the control plane has answered, even negatively.
-        live: all live connections of these pods.
+        asked: on-demand keys that the control plane has answered, including "does not exist".
+        live: the table of all open connections of these pods.
     """
 
     config: IstioConfig
@@ -119,12 +120,12 @@ class Node:
 
     @property
     def warns_unmatched(self) -> bool:
-        """Whether lines of connections that match no service or workload are warnings."""
+        """Whether access lines of connections that match no service or workload are logged as warnings."""
         return self.config.warns_unmatched
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Measure how long a connection waits for a cause, also if the wait fails."""
+        """Context manager that measures how long a connection waits for ``what``, even if the wait fails."""
         began_s = self.clock.monotonic()
         try:
             yield
@@ -233,7 +234,7 @@ def addons_of(node: Node) -> AddonProcess | None:
     """
     if node.config.addons is None:
         return None
-    # Most proxies have no addons, and save the memory.
+    # Imported here: most proxies have no addons, and save the memory.
     from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.istio.path.addons import PodAddons
 
@@ -245,9 +246,9 @@ def addons_of(node: Node) -> AddonProcess | None:
 
 
 def check_addons(config: IstioConfig) -> None:
-    """Check the addons of the configuration for a process that leaves connections to its workers.
+    """Check that the configured addons can be loaded, in a main process whose workers carry the connections.
 
-    They are loaded and ended again, so that a fault prevents the start instead of ending every worker.
+    They are loaded once and stopped again, so that a faulty addon fails the start instead of every worker.
 
     Raises:
         AddonError: an addon cannot be loaded.
@@ -268,7 +269,7 @@ def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPre
 
 
 def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> LivePolicies | None:
-    """Return Calico's policies as this process obeys them, or None; each process follows their source itself."""
+    """Return Calico's policies that this process enforces, or None. Each process watches their source itself."""
     if config.policies is None:
         return None
     return live_policies(config.policies, clock, metrics.ledger.calico)

@@ -1,7 +1,8 @@
 """Node-local tunnels between two pods: the values that the two halves exchange.
 
-The outbound half sends a :class:`NodeLocalRequest`, and the inbound half of the other pod answers with an open end
-(:class:`InboundHalf`). Policies, baggage, log lines and metrics are the same as over the network.
+The outbound half sends a :class:`NodeLocalRequest`, and the inbound half of the other pod answers with an open
+connection to the application (:class:`InboundHalf`). Policies, baggage, log lines and metrics are the same as over
+the network.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ztunnel.proxy.istio.path.connections import PodConnection
 
 
 class TunnelRequest(NamedTuple):
-    """A tunnel's request, the counterpart of a CONNECT.
+    """The request for a node-local tunnel, the counterpart of a CONNECT.
 
     Attributes:
         authority: ``:authority``.
@@ -29,15 +30,16 @@ class TunnelRequest(NamedTuple):
 
 
 class NodeLocalRequest(NamedTuple):
-    """The request of an outbound half.
+    """What the outbound half sends to open a node-local tunnel.
 
     Attributes:
-        outer: its table entry; both halves count the same bytes, and each notes the other's certificate.
+        outer: the outbound half's connection-table entry. Both halves count the same bytes, and each keeps the
+            other's certificate.
         labels: the labels of the client's pod.
         certificate: the pod's certificate.
-        identities: the accepted identities of the far end, like over the network.
+        identities: the identities that the client accepts from the server, as over the network.
         target: the address of the far pod that would be dialled.
-        tunnel: the content of the CONNECT.
+        tunnel: the values that a CONNECT would carry.
     """
 
     outer: PodConnection
@@ -52,8 +54,8 @@ class InboundHalf:
     """The inbound half of a node-local tunnel.
 
     Attributes:
-        end: the application's end.
-        entry: the half's table entry.
+        end: the connection to the application.
+        entry: the inbound half's connection-table entry.
     """
 
     __slots__ = ("end", "entry")

@@ -152,7 +152,7 @@ class Outbound:
     # Accepting
 
     def accepted(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Take a captured connection; returns at once. The listener on 15001 calls it."""
+        """Start serving a captured connection; returns at once. Called by the listener on port 15001."""
         client = PlainSocket(sock, self._node.poller)
         source = SocketAddress(canonical(peer[0]), peer[1])
         try:
@@ -188,7 +188,7 @@ class Outbound:
         return True
 
     def accepted_socks(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Serve a SOCKS5 client. Returns at once. The listener on 15080 calls it."""
+        """Start serving a SOCKS5 client; returns at once. Called by the listener on port 15080."""
         life = Life(self._pod.connections.arriving)
         self._pod.tasks.run(self._node.poller, self._socks(life, sock, peer), "socks5")
 

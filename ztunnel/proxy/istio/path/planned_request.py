@@ -202,15 +202,17 @@ class PlannedRequest(PodConnection):
         try:
             accepted = self._request.accept(((b"baggage", baggage),) if self._pod.node.config.baggage else ())
         except HboneError as error:
-            # The stream had ended before it was accepted. With a reason, it was ended on purpose.
+            # The stream ended before the request was accepted. If there is a reason, this proxy ended it on
+            # purpose.
             self._end(of_reason(self.reason) if self.reason else broken(error))
             return
         running = relay(accepted, application, self.record.counts, on_end=self._relay_ended)
         self.carried_by(running)
 
     def _give_up(self) -> None:
-        # A policy that came while the application was dialled: 401, a verdict, which the client must not try
-        # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
+        # A policy that arrived while the application was dialled denies it: answer 401, so that the client does
+        # not try another endpoint. In all other cases the unanswered stream is reset, and the client may try
+        # another.
         if self.reason == POLICY_CHANGE and not self._request.answered:
             self._request.refuse(401)
         self._end(of_reason(self.reason) if self.reason else gave_up())

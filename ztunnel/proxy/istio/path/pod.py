@@ -126,7 +126,7 @@ class PodProxy:
 
     @property
     def open_connections(self) -> int:
-        """How many connections are carried now."""
+        """The number of connections that are open now."""
         return len(self._connections)
 
     def send_goaway(self) -> int:

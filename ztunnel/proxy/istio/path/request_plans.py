@@ -69,7 +69,7 @@ class RequestPlan:
     Attributes:
         version: the mesh's version at the decision.
         decision: the target, the service, the two workloads, and the policy that allows.
-        facts: the input of policies.
+        facts: the facts that policies evaluate.
         described: the constant part of the requests' records.
         meant: the service that the client meant, for the dump.
         source: the address to dial the application from. ``None``: the kernel chooses.
@@ -196,8 +196,8 @@ def _asked(head: RequestHead) -> _Asked:
 def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Workload | None:
     """Return the client's workload, or ``None`` if the control plane does not describe it.
 
-    A request through a gateway has the gateway's address. But a peer with the certificate of the workload at its
-    own address speaks for itself only.
+    A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload at
+    its own address is that workload, whatever it forwards.
 
     Args:
         peer: the other end of the tunnel connection.

@@ -199,7 +199,7 @@ class Workers:
 
     @property
     def serving(self) -> int:
-        """Number of workers that have every pod."""
+        """Number of workers that have been given all pods and so are serving."""
         return sum(worker.serves for worker in self._running.values())
 
     def gauges(self) -> dict[str, Gauge]:
