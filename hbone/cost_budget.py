@@ -9,7 +9,7 @@ from hbone.reader import Failure
 
 
 class CostBudget:
-    """The account of one connection.
+    """The work budget of one connection.
 
     Attributes:
         shared: the budget of all connections of the same peer. None until the peer is known.
@@ -30,7 +30,7 @@ class CostBudget:
         wasted work for as long.
 
         Raises:
-            Failure: it has been; the connection ends.
+            Failure: the peer has been slowed down for too long; the connection ends.
         """
         self._work.spend(now_s, units)
         pause_s = self._work.overdrawn_s
@@ -60,6 +60,6 @@ class CostBudget:
             self.shared.refund(units)
 
     def leave_debt(self, units: int, now_s: float) -> None:
-        """Charge the peer, whose next connection finds it, but not this connection, which is over."""
+        """Charge work to the peer's shared budget, not to this connection, which is over."""
         if self.shared is not None:
             self.shared.spend(now_s, units)

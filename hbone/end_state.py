@@ -1,4 +1,4 @@
-"""The half-close matrix of a relay's ends: what each event makes of an end, and what the end must do then.
+"""The half-close matrix of a relay's ends: each event's next state and actions.
 
 An end is a source (its network sends to us) and a sink (we send to its network). The two halves close one by one,
 in order or cut short, and the network may refuse what we send at any time: :data:`TRANSITIONS` says for each pair
@@ -20,7 +20,7 @@ from hbone.enums import Key
 
 
 class SourceState(Key):
-    """Whether the network of an end still sends."""
+    """The receiving half of an end: whether its network still sends."""
 
     OPEN = "open"
     ENDED = "ended"
@@ -30,7 +30,7 @@ class SourceState(Key):
 
 
 class SinkState(Key):
-    """Whether the network of an end still takes bytes, and what it has been sent last."""
+    """The sending half of an end: whether its network still accepts bytes, and what was sent last."""
 
     OPEN = "open"
     EOF_PENDING = "eof pending"
@@ -47,15 +47,15 @@ class EndEvent(Key):
     """The events of an end."""
 
     READ_EOF = "read eof"
-    """Its network ended in order."""
+    """The network ended its direction in order."""
     READ_RESET = "read reset"
-    """Its network was cut short."""
+    """The network ended its direction with an error or a reset."""
     WRITE_EOF = "write eof"
-    """The peer has ended: pass that on."""
+    """The peer's source ended in order: pass the EOF on."""
     WRITE_RESET = "write reset"
-    """The peer was cut short: pass that on."""
+    """The peer's source was cut short: pass the reset on."""
     DRAINED = "drained"
-    """The network took the last byte that waited."""
+    """The network accepted the last pending byte."""
     BREAK = "break"
     """The network accepts no more bytes."""
 
@@ -64,19 +64,19 @@ class EndAction(Enum):
     """The actions of an end after an event."""
 
     REPORT_READ = "report read"
-    """Tell the relay that the source gives no more."""
+    """Tell the relay that the source has no more bytes."""
     PASS_EOF = "pass eof"
     """Write an EOF to the peer."""
     PASS_RESET = "pass reset"
     """Write a reset to the peer."""
     DISCARD = "discard"
-    """Drop what waits, return its credit, report the broken sink, let the peer write into the void."""
+    """Drop pending bytes, return their credit, report the broken sink, and discard what the peer writes later."""
     SEND_EOF = "send eof"
-    """FIN, close_notify, END_STREAM; then report the sink as written."""
+    """Send FIN, close_notify or END_STREAM; then report the sink as done."""
     SEND_RESET = "send reset"
-    """RST, RST_STREAM; the relay ends."""
+    """Send RST or RST_STREAM; the relay ends."""
     REPORT_WRITTEN = "report written"
-    """Everything for this network, its EOF included, was sent or discarded."""
+    """Report that everything for this network, its EOF included, was sent or discarded."""
     BOTH_OVER = "both over"
     """The source is over and the sink broken: no more bytes can be sent to or received from this network."""
 

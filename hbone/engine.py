@@ -335,7 +335,7 @@ class Engine(Sender):
                 return
 
     def _admit(self, stream_id: int, frame: StreamFrame) -> StreamState | None:
-        """Ask the table about a frame of the peer.
+        """Check a frame of the peer against the stream state table.
 
         Returns:
             Return the state after the frame. None if it has no effect on the stream, or was answered by
@@ -477,7 +477,8 @@ class Engine(Sender):
                 window = value
             else:
                 self._apply_setting(key, value)
-        # Once for any number of values: each is work for every open stream, and only the last one counts.
+        # Apply once for any number of values: each application touches every open stream, and only the last value
+        # counts.
         if window != self._peer_initial_window:
             self._move_windows(window)
         self.output.append(frames.frame(frames.SETTINGS, frames.ACK, 0))

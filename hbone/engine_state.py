@@ -31,7 +31,7 @@ _PIECE_BYTES: Final = 65_536
 
 
 class Unfrozen(Exception):
-    """The engine has no state now: it failed, or is within a long header block."""
+    """The engine's state cannot be read now: the engine failed, or is decoding a long header block."""
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class WindowValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the peer's bytes were read into frames."""
+    """The state of the frame reader: how far the peer's bytes were parsed."""
 
     work: int
     preface: bytes
@@ -183,11 +183,11 @@ def engine_state(engine: Engine, now_s: float) -> EngineState:
     """Return the state of an engine; the engine does not change.
 
     Args:
-        engine: whose.
+        engine: the engine to read.
         now_s: monotonic seconds, of the clock that the engine gets.
 
     Raises:
-        Unfrozen: it has none now.
+        Unfrozen: the state cannot be read now.
     """
     if engine.failed:
         raise Unfrozen("the connection has failed")

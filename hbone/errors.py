@@ -43,7 +43,7 @@ class ErrorCode(IntEnum):
 
 
 class TlsReason(StrEnum):
-    """Why TLS failed, in the words metrics and logs use."""
+    """The reason for a TLS failure, as metrics and logs print it."""
 
     NO_CERT = "no_cert"
     SAN = "san"
@@ -56,7 +56,7 @@ class TlsReason(StrEnum):
 
 
 def code_name(code: int) -> str:
-    """``CANCEL`` for 8, ``0x63`` for a code no RFC knows."""
+    """Return the name of an HTTP/2 error code: ``CANCEL`` for 8, ``0x63`` for an unknown code."""
     try:
         return ErrorCode(code).name
     except ValueError:
@@ -64,7 +64,7 @@ def code_name(code: int) -> str:
 
 
 class HboneError(Exception):
-    """Root of this package's errors."""
+    """The base class of this package's errors."""
 
 
 class LocalProtocolError(HboneError):
@@ -127,7 +127,7 @@ class ConnectRefused(HboneError):
 
 
 class TunnelClosed(HboneError):
-    """Ended by this side: abort after a policy change, drain, shutdown."""
+    """The tunnel was closed by this side: abort after a policy change, drain, shutdown."""
 
 
 class PoolClosed(TunnelClosed):
@@ -135,10 +135,10 @@ class PoolClosed(TunnelClosed):
 
 
 class TunnelBroken(HboneError):
-    """Ended by the network or by the peer.
+    """The tunnel was ended by the network or by the peer.
 
     Attributes:
-        code: the HTTP/2 error code the peer gave, if one.
+        code: the HTTP/2 error code that the peer sent, if any.
         unprocessed: the peer certainly did not process the request, so it can be repeated elsewhere
             (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
         perhaps_delivered: bytes were sent along with the request, and the application can have received them. A
@@ -155,7 +155,7 @@ class TunnelBroken(HboneError):
         self.perhaps_delivered = perhaps_delivered
 
     def after_early_data(self) -> TunnelBroken:
-        """The same error for a request that was sent with early data."""
+        """Return the same error for a request that was sent with early data."""
         if self.unprocessed:
             return self
         return type(self)(self.detail, code=self.code, perhaps_delivered=True)
@@ -165,7 +165,7 @@ class TunnelBroken(HboneError):
 
 
 class ConnectionBroken(TunnelBroken):
-    """The connection under the tunnel ended."""
+    """The connection that carried the tunnel ended."""
 
 
 class PeerSilent(ConnectionBroken):
@@ -173,7 +173,7 @@ class PeerSilent(ConnectionBroken):
 
 
 def bare(error: ErrorT) -> ErrorT:
-    """The error without traceback, cause and context, to be kept by an object of the data path.
+    """Return an error without traceback, cause and context, so that a long-lived object can keep it.
 
     A traceback refers to frames, and frames refer to the object that keeps the error. That is a reference cycle
     for each failed connection, which includes views of large buffers.

@@ -84,19 +84,19 @@ class StreamReset:
 
 @dataclass(slots=True)
 class WindowOpened:
-    """``reserve`` may succeed again on this stream; stream 0 is the connection: on any."""
+    """``reserve`` may succeed again on this stream; stream 0 means on any stream of the connection."""
 
     stream_id: int
 
 
 @dataclass(slots=True)
 class SettingsReceived:
-    """The peer's SETTINGS are applied; the engine's attributes have them."""
+    """The peer's SETTINGS were applied; the engine's attributes hold their values."""
 
 
 @dataclass(slots=True)
 class PingAcknowledged:
-    """The PONG to one of our PINGs."""
+    """The peer acknowledged one of our PINGs."""
 
     payload: bytes
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from hbone.limits import Limits
 
-_WINDOW_BYTES: Final = 256 * 1024 * 1024  # of a process whose owner knows no better
-_MOST_PEERS: Final = 4096  # with an open connection or remembered: a guess, at some 300 bytes each
+_WINDOW_BYTES: Final = 256 * 1024 * 1024  # the default for a whole process
+_MOST_PEERS: Final = 4096  # peers remembered, with or without a connection: a guess, at some 300 bytes each
 PEER_BULK_BYTES: Final = 64 * 1024
 """Bytes that the connections of one peer can read in an iteration of the poller before its other connections are
 queued.
@@ -51,12 +51,12 @@ class Budget:
             self._seen_s = now_s
 
     def refund(self, tokens: float) -> None:
-        """Put ``tokens`` back, up to the burst."""
+        """Add ``tokens`` back, up to the burst size."""
         self._left = min(self._burst, self._left + tokens)
 
     @property
     def overdrawn_s(self) -> float:
-        """Seconds until the budget is balanced again; 0.0: it is."""
+        """Seconds until the budget is no longer overdrawn; 0.0 if it is not."""
         return -self._left / self._rate if self._left < 0 and self._rate > 0 else 0.0
 
 
@@ -82,7 +82,7 @@ class WindowPool:
 
 
 class PeerQuota:
-    """What all connections of one peer have together.
+    """The budgets that all connections of one peer share.
 
     Args:
         limits: the peer's limits.
@@ -104,7 +104,7 @@ class PeerQuota:
         self._most_window_bytes = limits.peer_window_bytes
         self._windows = windows
         self.window_bytes = 0
-        """Receive windows of the connections beyond their first ones."""
+        """The growth of the connections' receive windows beyond their initial sizes."""
         self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
         self.connections = 0
         self.bulk_s = -1.0
@@ -138,7 +138,7 @@ class PeerQuota:
             self._windows.used += size
 
     def return_window(self, size: int) -> None:
-        """Take note that a connection's window is smaller by ``size``, or gone."""
+        """Record that a connection's window has shrunk by ``size``, or is gone."""
         self.window_bytes -= size
         if self._windows is not None:
             self._windows.release(size)
@@ -175,7 +175,7 @@ class PeerQuotas:
         return share
 
     def leave(self, share: PeerQuota) -> None:
-        """Take note that a connection has ended; call it once for each :meth:`join`."""
+        """Record that a connection has ended; call this once for each :meth:`join`."""
         share.connections -= 1
 
     def _forget_one(self) -> None:

@@ -1,4 +1,4 @@
-"""Frames of RFC 9113, sections 4 and 6, as bytes: constants and writers; :mod:`hbone.reader` reads them."""
+"""Constants and writers of HTTP/2 frames (RFC 9113, 4 and 6); :mod:`hbone.reader` reads frames."""
 
 from __future__ import annotations
 

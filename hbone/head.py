@@ -11,7 +11,7 @@ from hbone.events import Header, Headers, RequestHead
 
 # RFC 9113, 8.2.1: no upper case, no controls, no space in names; no NUL, CR, LF inside values.
 _NAME: Final = re.compile(rb"[!-9;-@[-`{-~a-z]+\Z")
-#: A search for what is forbidden would try each place of a value, in five times the time of this.
+#: #: Matches the allowed characters: five times as fast as a search for a forbidden one at each position.
 _VALUE: Final = re.compile(rb"(?:[^\x00\r\n\t ](?:[^\x00\r\n]*[^\x00\r\n\t ])?)?\Z")
 _CONNECTION_SPECIFIC: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
@@ -22,7 +22,7 @@ _REQUEST_PSEUDO: Final = frozenset((b":method", b":authority", b":path", b":sche
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Why a field section is a stream error of type PROTOCOL_ERROR (RFC 9113, 8.1.1)."""
+    """A malformed field section: a stream error of type PROTOCOL_ERROR (RFC 9113, 8.1.1)."""
 
     detail: str
 
@@ -43,7 +43,7 @@ class ResponseHead:
 
 
 def parse_request(fields: Headers) -> RequestHead | Trailers | Malformed:
-    """The head of a request; CONNECT with ``:path`` or ``:scheme`` is malformed (RFC 9113, 8.5)."""
+    """Return the head of a request. CONNECT with ``:path`` or ``:scheme`` is malformed (RFC 9113, 8.5)."""
     split = _split(fields)
     if isinstance(split, Malformed):
         return split
@@ -74,7 +74,7 @@ def parse_request(fields: Headers) -> RequestHead | Trailers | Malformed:
 
 
 def parse_response(fields: Headers) -> ResponseHead | Trailers | Malformed:
-    """The head of a response, informational ones included."""
+    """Return the head of a response, final or informational."""
     split = _split(fields)
     if isinstance(split, Malformed):
         return split
@@ -107,7 +107,7 @@ def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
     return pseudo, tuple(headers)
 
 
-@lru_cache(maxsize=256)  # names recur, and what does not costs as if it were not remembered
+@lru_cache(maxsize=256)  # names recur; one that does not costs no more than without a cache
 def _fault(name: bytes) -> str:
     """Return the fault in the name of a regular field, or the empty string."""
     if _NAME.match(name) is None:

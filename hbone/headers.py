@@ -35,11 +35,11 @@ class Authority:
         return f"{self.host}:{self.port}"
 
     def encode(self) -> bytes:
-        """The ``:authority`` value."""
+        """Return the value of the ``:authority`` field."""
         return str(self).encode("ascii")
 
 
-@lru_cache(maxsize=4096)  # asked per tunnel, about few applications
+@lru_cache(maxsize=4096)  # called for each tunnel, with few different values
 def parse_authority(value: bytes | None) -> Authority:
     """Split a CONNECT ``:authority`` into host and port (RFC 9113, 8.5; RFC 3986, 3.2).
 
@@ -73,7 +73,7 @@ def parse_authority(value: bytes | None) -> Authority:
     try:
         return Authority(ipaddress.IPv4Address(host), port)
     except ValueError:
-        pass  # a name, then
+        pass  # not an address, so it is a name
     name = host.lower()
     # All digits and dots, or a hexadecimal last label, is what some resolvers take for an IPv4 address.
     if not _HOSTNAME.match(name) or re.match(r"(0x[0-9a-f]*|[0-9]+)\Z", name.rpartition(".")[2]):
@@ -107,7 +107,7 @@ _BAGGAGE_FIELDS: Final = {
 
 
 def format_baggage(baggage: Baggage) -> bytes:
-    """The ``baggage`` value, in the Rust ztunnel's order."""
+    """Return the value of the ``baggage`` field, with its keys in the Rust ztunnel's order."""
     kind = baggage.workload_type.lower() or "deployment"
     pairs = (
         ("k8s.cluster.name", baggage.cluster_id),
@@ -122,7 +122,7 @@ def format_baggage(baggage: Baggage) -> bytes:
 
 
 def parse_baggage(headers: Headers) -> Baggage:
-    """Every ``baggage`` field of a section; unknown keys are ignored, later ones win, spaces are kept.
+    """Parse all ``baggage`` fields of a section. Unknown keys are ignored, later values win, spaces are kept.
 
     A value with a non-ASCII byte voids all values, like in the Rust ztunnel.
     """
@@ -146,7 +146,7 @@ def parse_baggage(headers: Headers) -> Baggage:
 
 
 def format_forwarded(client: str, host: str | None = None) -> bytes:
-    """The ``forwarded`` value (RFC 7239): the client's ``ip:port``, and the service it meant, if one."""
+    """Return the ``forwarded`` value (RFC 7239): the client's ``ip:port``, and the service addressed, if any."""
     value = f'for="{client}"'
     return (f"{value};host={host}" if host else value).encode("ascii")
 
@@ -166,7 +166,7 @@ def forwarded_host(headers: Headers) -> str | None:
 
 
 def format_traceparent(noise: int, sampled_below: int = 0) -> bytes:
-    """The ``traceparent`` value of a trace that begins here: W3C trace context, version 00.
+    """Return the ``traceparent`` value of a new trace (W3C trace context, version 00).
 
     Args:
         noise: 192 random bits: the identifiers of trace and parent.
@@ -178,7 +178,7 @@ def format_traceparent(noise: int, sampled_below: int = 0) -> bytes:
 
 
 def first(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value of a field, name in lower case."""
+    """Return the first value of a field; ``name`` is in lower case."""
     for key, value in headers:
         if key == name:
             return value

@@ -21,7 +21,7 @@ from hpack.table import HeaderTable
 from hbone.events import Header, Headers
 from hbone.hpack_pieces import HuffmanString, Unreadable, next_piece, plain_length
 
-_MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
+_MAX_ENTRIES = 256  # entries per cache; a guess: enough for the few blocks and fields that recur
 _MAX_CACHED_BYTES = 512
 TOLERATED_LIST_BYTES = 131_072
 """Lists up to this size end their stream, larger ones the connection."""
@@ -30,7 +30,7 @@ LONG_BLOCK_BYTES = 1024
 #: Fields whose values never recur (a trace's identifier, a client's port) or are secrets. Blocks with such a field
 #: are not cached.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
-#: The same within a second: of blocks with one, the last is remembered.
+#: #: Fields whose values recur only within a second: of the blocks with such a field, the cache keeps the last.
 _OF_THE_MOMENT = b"date"
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class BlockDecoder(Generic[T]):
         self.decoded_octets = 0
         """Octets that the last call had to decode; 0 when it remembered the block."""
         self.decoded_fields = 0
-        """Fields that it found there."""
+        """The number of fields in the block that the last call decoded."""
 
     def decode(self, block: bytes) -> T:
         """Return the parsed block. Call it for every block of the peer, even if unused (RFC 7541, 2.2).
@@ -235,7 +235,7 @@ class BlockDecoder(Generic[T]):
         """Decode the next piece of the block; return whether it was the last.
 
         Raises:
-            HeaderBlockError: as of :meth:`decode`.
+            HeaderBlockError: see :meth:`decode`.
         """
         block = self._long
         try:
@@ -285,7 +285,8 @@ class BlockDecoder(Generic[T]):
         except OversizedHeaderListError as error:
             raise HeaderBlockError(str(error), oversized=True) from error
         except HPACKError as error:
-            # The kind only: some texts of the library print a view's address, which differs each time.
+            # Only the error's type: some messages of the library contain a memory address, which differs each
+            # time.
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
 
     def _forget(self) -> None:

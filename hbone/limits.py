@@ -13,30 +13,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# What work costs, in units.
+# # The costs of the peer's actions, in units of work.
 
 SMALL_DATA_BYTES: Final = 1024
 """DATA of this length on is free: its bytes cost more to send than its header to read."""
 SMALL_DATA_UNITS: Final = 1
-"""A DATA frame below that which arrived in one piece."""
+"""The cost of a shorter DATA frame that arrived in one piece."""
 SPLIT_DATA_UNITS: Final = 4
-"""A DATA frame below that with padding, or in pieces."""
+"""The cost of a shorter DATA frame that has padding, or arrived in pieces."""
 DROPPED_DATA_UNITS: Final = 3
 """The additional cost of a DATA frame for a closed stream, whose bytes are not delivered."""
 FRAME_UNITS: Final = 2
-"""Any other frame."""
+"""The cost of any other frame."""
 HEADERS_UNITS: Final = 15
-"""A header block, in addition."""
+"""The additional cost of a frame that completes a header block."""
 FIELD_UNITS: Final = 4
 """The cost of each field of an uncached header block: an insert into the dynamic table takes that long."""
 OCTETS_PER_UNIT: Final = 4
 """Octets of an uncached header block per unit of cost: Huffman codes take that long."""
 REQUEST_UNITS: Final = 200
-"""A request: a handler, an answer and a log line. An answer of 200 returns it, with what its head cost."""
+"""The cost of a request: a handler, a response and a log line. A 200 refunds it, and the cost of its head."""
 IDLE_STREAM_UNITS: Final = 200
 """The cost of a closed tunnel that has received no bytes: its opening was wasted work."""
 REFUND_UNITS: Final = 500
-"""The most that an answer of 200 returns."""
+"""The most that a 200 refunds."""
 RECORD_BYTES: Final = 24
 """TLS octets without payload per unit: the overhead of records. Bulk data, with a thousandth of
 overhead, is free.
@@ -56,17 +56,17 @@ class Limits:
 
     work_burst: int = 200_000
     work_rate: float = 250_000.0
-    """Units of work at once, and per second; beyond that the connection is not read from until they are back."""
+    """Units of work at once, and per second. Above that we stop reading until the budget has recovered."""
     peer_work_burst: int = 400_000
     peer_work_rate: float = 500_000.0
-    """The same for all connections of one peer, known by its certificate: half of a core."""
+    """The work budget of all connections of one peer, known by its certificate: half of a core."""
     stall_burst_s: float = 3.0
     stall_rate: float = 0.05
     """Seconds of such pauses at once, and per second; beyond that the connection ends."""
     slice_units: int = 1000
     """Work for one connection before the other sockets get their turn."""
     slice_s: float = 0.001
-    """The same in seconds, checked between reads."""
+    """The longest work for one connection in seconds, checked between reads."""
 
     peer_window_bytes: int = 32 * 1024 * 1024
     """Bytes that can wait here for all connections of one peer together, beyond the first window of each."""
@@ -78,9 +78,9 @@ class Limits:
     """
     reset_burst: int = 200
     reset_rate: float = 100.0
-    """Streams per second which the peer abandons before our answer, or makes us reset."""
+    """Streams per second that the peer abandons before our response, or makes us reset."""
     unsent_frames: int = 1000
-    """Control frames waiting for a connection that does not drain."""
+    """Control frames that can wait for a peer that does not read."""
     continuation_frames: int = 64
     settings_bytes: int = 4096
     goaway_bytes: int = 16_384

@@ -1,4 +1,4 @@
-"""The engine's output: frames in order, with DATA payload that a socket's read has put in place.
+"""The engine's output: frames in order. A socket's read writes DATA payload directly into its buffer.
 
 Frames are written consecutively into a buffer that is borrowed while there is output. Frames that do not fit, or
 must wait for the network to accept the buffer, are queued as bytes objects.
@@ -31,7 +31,7 @@ class OwnBuffers:
         return memoryview(bytearray(BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Leave the buffer to the allocator."""
+        """Drop the buffer; the allocator frees it."""
 
 
 class Output:
@@ -61,7 +61,7 @@ class Output:
         return self._end + sum(map(len, self._overflow))
 
     def append(self, frames: bytes) -> None:
-        """Queue whole frames."""
+        """Queue one or more complete frames."""
         self.frames += 1
         if not self._overflow:
             if self._buffer is None:

@@ -30,10 +30,11 @@ WaiterId = NewType("WaiterId", int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """Limits; the defaults are the Rust ztunnel's.
+    """Limits, with the Rust ztunnel's defaults.
 
-    Ours are ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s``: the memory of some connections
-    of a peak keeps much of what was around it from the system.
+    We add ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s``. The last closes idle connections
+    left over from a peak early: even a few of them fragment the heap, so freed memory cannot go back to the
+    system.
     """
 
     max_streams_per_connection: int = 100
@@ -52,7 +53,7 @@ class Dial:
 
     key: Hashable
     waiter: WaiterId
-    """The waiter that gets the error."""
+    """The waiter that gets the error if the dial fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +129,27 @@ class PoolState:
 
     @property
     def connections(self) -> int:
-        """Open connections, draining ones included."""
+        """The number of open connections, draining ones included."""
         return len(self._members)
 
     @property
     def idle(self) -> int:
-        """Connections without streams."""
+        """The number of open connections without streams."""
         return len(self._idle)
 
     @property
     def streams(self) -> int:
-        """Tunnels assigned and not released."""
+        """The number of tunnels assigned to connections and not released."""
         return sum(member.streams for member in self._members.values())
 
     @property
     def waiters(self) -> int:
-        """Tunnels without a connection yet."""
+        """The number of tunnels that wait for a connection."""
         return len(self._waiting)
 
     @property
     def dialling(self) -> int:
-        """Keys with a dial in progress."""
+        """The number of keys with a dial in progress."""
         return sum(entry.dialling is not None for entry in self._keys.values())
 
     def has(self, key: Hashable) -> bool:
@@ -160,7 +161,7 @@ class PoolState:
 
         The usual case of :meth:`request` without the cost of a waiter: 6 of 30 microseconds per tunnel.
         """
-        # With waiters in line a slot is theirs first, in their order.
+        #         # Earlier waiters get a free slot first, in their order.
         entry = self._keys.get(key)
         if entry is not None and not entry.waiters and not self._closed:
             for connection, member in entry.members.items():
@@ -321,7 +322,7 @@ class PoolState:
                 if now_s - member.idle_since_s < timeout_s:
                     break
                 if waiting is self._spare and len(self._keys[member.key].members) == 1:
-                    del self._spare[connection]  # the others have ended since
+                    del self._spare[connection]  # the other connections of its key have ended since
                     continue
                 member.draining = True
                 actions += self._close_if_unused(connection, member)
@@ -364,7 +365,7 @@ class PoolState:
         )
 
     def _became_idle(self, connection: ConnectionId, member: _Member, now_s: float) -> None:
-        """Put a connection without streams among the idle ones, and the spare ones if it is one."""
+        """Add a connection without streams to the idle ones, and to the spare ones if its key has others."""
         member.idle_since_s = now_s
         self._idle[connection] = None
         others = self._keys[member.key].members
@@ -382,7 +383,7 @@ class PoolState:
             member.draining = not member.left
 
     def _became_busy(self, connection: ConnectionId) -> None:
-        """Take a connection that got a stream, or is gone, from the idle and the spare ones."""
+        """Remove a connection that got a stream, or is gone, from the idle and the spare ones."""
         self._idle.pop(connection, None)
         if self._spare:
             self._spare.pop(connection, None)

@@ -1,4 +1,4 @@
-"""Bytes into frames: the reading half of the engine, however the network cut them.
+"""Parses received bytes into frames, however the network split them: the reading half of the engine.
 
 Control frames are collected in full. DATA payload passes through in the chunks that arrived. Header blocks
 are assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
@@ -43,7 +43,7 @@ class Failure(Exception):
 
 
 class FrameSink(Protocol):
-    """Acts on frames; the engine."""
+    """What a :class:`FrameReader` passes frames to: the engine."""
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
         """Take a DATA frame without padding that arrived in full; any other calls the next three."""
@@ -98,7 +98,7 @@ class FrameReader:
         self._block_frames = 0
 
     def feed(self, view: memoryview, sink: FrameSink, most_work: int) -> int:
-        """Advance by ``view`` until it is used up, or :attr:`work` is above ``most_work``.
+        """Parse ``view`` until it is used up, or :attr:`work` exceeds ``most_work``.
 
         Returns:
             How much of ``view`` was used. The frames in the rest have not been looked into.
@@ -162,7 +162,7 @@ class FrameReader:
         return position
 
     def _complete(self, view: memoryview, position: int, end: int, sink: FrameSink) -> int:
-        """Continue a frame that was cut: first its header, then what :meth:`_needed` says."""
+        """Continue an incomplete frame: collect its header first, then the bytes that :meth:`_needed` returns."""
         partial = self._partial
         if len(partial) < HEADER_BYTES:
             take = min(HEADER_BYTES - len(partial), end - position)
@@ -184,7 +184,7 @@ class FrameReader:
         return position + take
 
     def _needed(self, kind: int, flags: int, length: int) -> int:
-        """Return the bytes to collect before acting: the frame, but for DATA and unknown ones its head only."""
+        """Return how many bytes to collect: a whole frame, or only the header of DATA and unknown frames."""
         if kind == DATA:
             return HEADER_BYTES + (1 if flags & PADDED and length else 0)
         if kind > frames.CONTINUATION:
@@ -192,7 +192,7 @@ class FrameReader:
         return HEADER_BYTES + length
 
     def _check_header(self, kind: int, length: int, stream_id: int) -> None:
-        """Refuse by the header what must not be collected."""
+        """Refuse a frame whose header is invalid, before its payload is collected."""
         limits = self._settings.limits
         if length > self._settings.max_frame_bytes:
             raise Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
@@ -249,7 +249,7 @@ class FrameReader:
         if length > self._settings.max_frame_bytes:
             raise Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
         if self._settings_next or self._block_stream or not stream_id:
-            self._check_header(DATA, length, stream_id)  # which knows what is wrong
+            self._check_header(DATA, length, stream_id)  # raises the precise error
             raise Failure(ErrorCode.PROTOCOL_ERROR, "frame on the wrong stream")
 
     def _data(self, flags: int, stream_id: int, length: int, payload: int, sink: FrameSink) -> None:

@@ -56,24 +56,24 @@ class Stream(StreamWindow):
         self.answered = False
         self.tunnel = True
         self.blocked = False
-        self.cost = 0  # units that an answer of 200 returns
+        self.cost = 0  # units of work that a 200 refunds
 
 
 class Sender:
-    """Our side of one connection; see :class:`hbone.engine.Engine`."""
+    """The sending half of one connection; see :class:`hbone.engine.Engine`."""
 
     def __init__(self, role: Role, settings: Http2Settings, buffers: Buffers | None = None) -> None:
         self.role = role
         self.settings = settings
         self.output = Output(buffers if buffers is not None else OwnBuffers())
         self.failed = False
-        """No more input is accepted; send the output and close."""
+        """Whether the connection has failed: it accepts no more input; send the output and close."""
         self.going_away = False
-        """The peer sent GOAWAY."""
+        """Whether the peer sent GOAWAY."""
         self.draining = False
-        """We announced or sent GOAWAY: no new streams."""
+        """Whether we announced or sent GOAWAY, so that no new streams are opened."""
         self.drain_seen = False
-        """The peer has acknowledged the PING of :meth:`drain`. Its callers can still open streams."""
+        """Whether the peer has acknowledged the PING of :meth:`drain`. It can still open streams."""
         self.peer_max_frame_bytes = DEFAULT_FRAME
         self.peer_max_streams: int | None = None
         """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None while it has not limited us."""
@@ -95,7 +95,7 @@ class Sender:
         self._earned = 0
         self._costs = CostBudget(settings.limits)
         self._reader = FrameReader(settings, expect_preface=self._server)
-        self._data_stream: Stream | None = None  # of the DATA frame that is being received
+        self._data_stream: Stream | None = None  # the stream of the DATA frame that is being received
         self._now = 0.0
 
     # Streams
@@ -122,7 +122,7 @@ class Sender:
 
     @property
     def open_streams(self) -> int:
-        """Number of streams that are not ended by both sides."""
+        """The number of streams that are not closed."""
         return len(self._streams)
 
     @property
@@ -355,7 +355,7 @@ class Sender:
 
     def _allowed(self, stream_id: int, limit: int) -> int:
         stream = self._streams.get(stream_id)
-        # As SENT has it; written out, because it is asked per chunk.
+        #         # The same states as in SENT, written out because this runs for each chunk.
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
         # The exhausted window decides which WINDOW_UPDATE reports room again (WindowOpened). Only a sender that

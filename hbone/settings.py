@@ -1,4 +1,4 @@
-"""One end's announced SETTINGS and granted windows, as values."""
+"""The SETTINGS and flow-control windows that one side of a connection announces, as values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_CONNECTION_WINDOW: Final = 1024 * 1024
 
 
 class Role(Enum):
-    """The end of the connection that an engine is."""
+    """The side of a connection that an engine implements."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -36,7 +36,7 @@ class Http2Settings:
     max_frame_bytes: int = 1024 * 1024
     max_header_list_bytes: int = 65_536
     early_bytes: int = 64 * 1024
-    """Server: of one stream, held before its answer."""
+    """Server: the bytes of one stream that are held before its response."""
     early_data: bool = False
     """Server: announce ``early_bytes``. Client: make use of a server's announcement."""
     extra: tuple[tuple[int, int], ...] = ()
@@ -80,10 +80,10 @@ class Http2Settings:
 
 
 def client_settings() -> Http2Settings:
-    """Return what the outbound side announces by default."""
+    """Return the default settings of outbound connections."""
     return Http2Settings(max_concurrent_streams=None, max_header_list_bytes=16_384)
 
 
 def server_settings() -> Http2Settings:
-    """Return what the inbound side announces by default."""
+    """Return the default settings of inbound connections."""
     return Http2Settings()

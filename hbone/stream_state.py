@@ -21,7 +21,7 @@ from hbone.settings import Role
 
 
 class StreamState(Key):
-    """RFC 9113, 5.1, without push."""
+    """The states of a stream (RFC 9113, 5.1), without push."""
 
     IDLE = "idle"
     OPEN = "open"
@@ -47,7 +47,7 @@ class StreamFrame(Key):
 
 
 class Scope(Enum):
-    """The consequence of a violation (RFC 9113, 5.4)."""
+    """What a protocol violation ends: the stream or the connection (RFC 9113, 5.4)."""
 
     STREAM = "stream error"
     """We send RST_STREAM."""
@@ -139,7 +139,7 @@ RECEIVED: Final[dict[Role, dict[StreamState, dict[StreamFrame, Verdict]]]] = {
         _S.CLOSED: {**_BY_SERVER[_S.CLOSED], _F.HEADERS: _IGNORED, _F.HEADERS_END: _IGNORED},
     },
 }
-"""By our role: the state of a stream after a frame of the peer."""
+"""The state of a stream after each frame of the peer, by our role."""
 
 SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
     _S.IDLE: {_F.HEADERS: _S.OPEN, _F.HEADERS_END: _S.HALF_CLOSED_LOCAL},

@@ -31,10 +31,10 @@ RECORD_BYTES: Final = 16_384
 RECORD_OVERHEAD: Final = 64  # of TLS 1.2 and 1.3 with AEAD suites it is 22 to 29
 _SPARE: Final = 16_384  # alerts, key updates, session messages
 HEADER_BYTES: Final = 5
-"""Of a record (RFC 8446, 5.1)."""
+"""The largest payload of a record (RFC 8446, 5.1)."""
 _EXPANSION: Final = HEADER_BYTES + 1 + 16
-"""By which a record of TLS 1.3 is longer than its content: header, content type and tag."""
-_KEY_UPDATE_BYTES: Final = 5  # the whole message
+"""The bytes that a TLS 1.3 record adds to its content: header, content type and tag."""
+_KEY_UPDATE_BYTES: Final = 5  # the length of the whole message
 _NO_EARLY_DATA: Final = 2  # SSL_READ_EARLY_DATA_FINISH
 
 _REASONS: Final = (
@@ -72,11 +72,11 @@ class PeerFacts:
     group: str | None = None
     alpn: bytes | None = None
     presented: x509.Certificate | None = None
-    """Our own certificate, where the context has more than one."""
+    """Our own certificate, if the context has several."""
 
 
 class Unmovable(Exception):
-    """The connection cannot continue in another process now; the text says why."""
+    """The connection cannot move to another process now; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class TlsStream(ABC):
 
     @abstractmethod
     def receive(self, ciphertext: memoryview) -> None:
-        """Offer ciphertext. It is read in place: drain the session before changing that buffer."""
+        """Pass received ciphertext in. It is read in place: drain the session before changing that buffer."""
 
     @abstractmethod
     def handshake(self) -> bool:
@@ -148,12 +148,12 @@ class TlsStream(ABC):
 
     @abstractmethod
     def facts(self) -> PeerFacts:
-        """Return what the handshake has proved; call once :meth:`handshake` is True."""
+        """Return the facts that the handshake proved; call this once :meth:`handshake` has returned True."""
 
     @property
     @abstractmethod
     def missing(self) -> int:
-        """Bytes to receive before the connection can move, at least; 0: it can."""
+        """The least number of bytes to receive before the connection can move to another process; 0: it can."""
 
 
 class TlsSession(TlsStream):
@@ -214,7 +214,7 @@ class TlsSession(TlsStream):
         self._due = 0  # bytes until the next record's header
         self._head = b""  # the part of a header that has arrived
         self._shorts = 0  # records of the length of a key update, without those that were payload
-        self._irregular = False  # something else than payload was sent
+        self._irregular = False  # a record other than payload was sent
         self._tickets_due = False
 
     def receive(self, ciphertext: memoryview) -> None:
@@ -264,7 +264,7 @@ class TlsSession(TlsStream):
             self.receive(rest[: max(0, size)])
 
     def _track(self, data: memoryview) -> None:
-        """Follow the headers of records; ``_due`` and ``_head`` say where the next one begins."""
+        """Parse record headers in the received bytes; ``_due`` and ``_head`` say where the next one begins."""
         size, position = len(data), self._due
         if self._head:
             head = self._head + bytes(data[: HEADER_BYTES - len(self._head)])
@@ -292,7 +292,7 @@ class TlsSession(TlsStream):
         return HEADER_BYTES - len(self._head) if self._head else self._due
 
     def traffic_keys(self) -> TrafficKeys:
-        """Return what another implementation continues from; call after :meth:`seal` has returned all output.
+        """Return the keys for another implementation to continue; first take all output by :meth:`seal`.
 
         Raises:
             Unmovable: this connection cannot, or not now.

@@ -27,7 +27,7 @@ _lib: Final[Any] = openssl.lib
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a peer is refused, where that is not its name."""
+    """The reason for refusing a peer, other than its name."""
 
     reason: TlsReason
     detail: str
@@ -188,7 +188,7 @@ class TlsContext:
         return TlsContext(self.role, replace(self._settings, verify=verify), shared=self)
 
     def _build(self) -> SSL.Context:
-        """Return what handshakes begin with."""
+        """Build the OpenSSL context that handshakes use."""
         settings = self._settings
         if settings.certificate_chain_pem is None or settings.private_key_pem is None:
             return self._context_of(())
@@ -288,7 +288,7 @@ def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any
                 return _judge_error(store, seen, allow_expired=allow_expired)
             depth = _lib.X509_STORE_CTX_get_error_depth(store)
             if any_chain and depth:
-                return 1  # what an unverified issuer says about the leaf is no fact about the peer
+                return 1  # what an unverified issuer says about the leaf proves nothing about the peer
             seen.chain[depth] = _current_certificate(store)
             refusal: str | Refusal | None = None
             if depth == 0 and seen.verify is not None:
@@ -328,7 +328,7 @@ def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
 
 
 def _times(store: Any, error: int) -> str:
-    """Return the violated bound, and our time, because one of the two clocks can be wrong."""
+    """Describe the violated validity bound and our time, because either clock can be wrong."""
     certificate = _current_certificate(store)
     early = error == _NOT_YET_VALID
     bound = certificate.not_valid_before_utc if early else certificate.not_valid_after_utc
@@ -368,6 +368,6 @@ def _set_groups(raw: SSL.Context, groups: tuple[str, ...]) -> None:
 
 
 def _pem_blocks(pem: bytes, label: bytes) -> list[bytes]:
-    """The blocks of one kind, others ignored."""
+    """Return the PEM blocks of one kind; others are ignored."""
     begin, end = b"-----BEGIN " + label + b"-----", b"-----END " + label + b"-----"
     return [begin + part.split(end)[0] + end + b"\n" for part in pem.split(begin)[1:]]

@@ -1,4 +1,4 @@
-"""The certificates that one TLS context presents: one, or several; then a server chooses one in each handshake.
+"""The certificates of one TLS context. If there are several, a server chooses one in each handshake.
 
 With several, OpenSSL chooses by the client's signature algorithms, among the first certificate of each key type,
 and prefers the shorter elliptic key. The names of the certificates narrow that choice first, like in Envoy:
@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from OpenSSL import SSL
 
 _MAX_NAMES: Final = 256
-"""Names of all certificates of one context: each has an OpenSSL context, of some 20 KiB."""
+"""The most names in all certificates of one context: each needs an OpenSSL context of some 20 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Identity:
 
 
 def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
-    """Return the identity with its issuers among trusted certificates, if it has none of its own.
+    """Return the identity with issuers added from the trusted certificates, if its chain has none.
 
     A peer that trusts only the root needs the intermediates. OpenSSL would search the intermediates in each
     handshake, verify the resulting chain, and send the root, too.

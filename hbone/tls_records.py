@@ -25,8 +25,8 @@ from hbone.tls_state import KeyState, RecordState, facts_of, facts_state
 TAG_BYTES: Final = 16
 _IV_BYTES: Final = 12
 _MOST_CIPHERTEXT: Final = RECORD_BYTES + 256  # RFC 8446, 5.2
-_MOST_INNER: Final = RECORD_BYTES + 1  # with its content type
-_MOST_MESSAGE: Final = 128 * 1024  # a ticket has at most 64 KiB, beside its nonce and extensions
+_MOST_INNER: Final = RECORD_BYTES + 1  # plaintext with its content type
+_MOST_MESSAGE: Final = 128 * 1024  # a session ticket has at most 64 KiB, plus its nonce and extensions
 _MOST_EMPTY: Final = 32  # records without payload in a row, as in OpenSSL
 
 _ALERT, _HANDSHAKE, _DATA = 21, 22, 23
@@ -78,7 +78,7 @@ SUITES: Final = {
 
 
 def record_state(stream: TlsStream) -> RecordState:
-    """Return what a connection continues from; its pending output must have been taken.
+    """Return the state for :class:`RecordSession`; the connection's pending output must have been taken.
 
     Raises:
         Unmovable: it cannot move, or not now.
@@ -108,7 +108,7 @@ def expand_label(suite: Suite, secret: bytes, label: str, size: int) -> bytes:
 
 
 class _Direction:
-    """The keys of one direction; they move on with each record."""
+    """The keys of one direction, with the number of the next record."""
 
     __slots__ = ("_aead", "_iv", "_suite", "number", "secret")
 
@@ -131,7 +131,7 @@ class _Direction:
         self._use(expand_label(self._suite, self.secret, "traffic upd", self._suite.hash.digest_size))
 
     def seal(self, content: bytes, kind: int) -> bytes:
-        """Return the next record."""
+        """Encrypt content into the next record and return it."""
         size = len(content) + 1 + TAG_BYTES
         header = b"\x17\x03\x03" + size.to_bytes(2)
         nonce = (self._iv ^ self.number).to_bytes(_IV_BYTES)
@@ -233,7 +233,7 @@ class RecordSession(TlsStream):
                 if stop > len(data):
                     break
                 if length > size - filled and filled:
-                    break  # the content might not fit; the caller asks again
+                    break  # the content might not fit; the caller calls again
                 content, kind = self._open(data, position, stop)
                 position = stop
                 if kind == _DATA:
@@ -243,7 +243,7 @@ class RecordSession(TlsStream):
                 else:
                     self._take_control(content, kind)
         finally:
-            # A copy: the caller's buffer is its own again.
+            #             # A copy, because the caller may reuse its buffer.
             self._incoming = memoryview(bytes(data[position:]))
         return filled
 

@@ -10,7 +10,7 @@ from hbone.tls import PeerFacts
 
 
 class KeyState(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction: its current traffic secret, and the number of the next record under it."""
+    """The keys of one direction: the current traffic secret, and the number of the next record under it."""
 
     secret: bytes
     number: int
@@ -36,7 +36,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
     """A connection of TLS 1.3 after its handshake.
 
     Attributes:
-        suite: its name, as in :data:`SUITES`.
+        suite: the cipher suite's name, as in :data:`SUITES`.
         sending: our direction's keys.
         receiving: the peer's direction's keys.
         partial: received bytes of a record that is not complete.
@@ -58,7 +58,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_state(facts: PeerFacts) -> FactsState:
-    """Return facts as bytes."""
+    """Return peer facts in serializable form, certificates in DER."""
     return FactsState(
         certificate=_der(facts.certificate),
         chain=tuple(certificate.public_bytes(Encoding.DER) for certificate in facts.chain),
@@ -72,7 +72,7 @@ def facts_state(facts: PeerFacts) -> FactsState:
 
 
 def facts_of(state: FactsState) -> PeerFacts:
-    """Return the facts of a state.
+    """Return the peer facts that a state holds.
 
     Raises:
         ValueError: a certificate cannot be parsed.

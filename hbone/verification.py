@@ -1,8 +1,8 @@
 """Whether a chain of certificates would be accepted in a handshake, judged by OpenSSL without one.
 
-It verifies what :mod:`hbone.tls_context` has it verify in handshakes: basic constraints, key usage, extended key
-usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Times are left
-to the caller, which asks again later.
+OpenSSL checks the same as in the handshakes of :mod:`hbone.tls_context`: basic constraints, key usage, extended
+key usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Times are
+left to the caller, which asks again later.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from hbone.openssl import lib as _lib
 from hbone.settings import Role
 
 _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h
-#: Of OpenSSL's security level 2, which handshakes have: 112 bits.
+#: #: The least security strength at OpenSSL's security level 2, which handshakes use: 112 bits.
 _RSA_BITS, _EC_BITS, _DIGEST_BYTES = 2048, 224, 28
 
 

@@ -25,17 +25,17 @@ from hbone.flow import PeerQuota, WindowPool
 from hbone.settings import Http2Settings
 
 FAST_S: Final = 0.05
-"""Half a window within this time: at a round trip of up to 100 ms the window is the limit."""
+"""A stream that delivers half a window within this time is limited by its window, at round trips up to 100 ms."""
 SLOW_S: Final = 0.5
-"""Half a window in more than this time: it is larger than the stream needs."""
+"""If delivering half a window takes longer than this, the window is larger than the stream needs."""
 PROVEN_BYTES: Final = 8 * 1024 * 1024
 """Delivered bytes that no socket buffer explains (tcp_wmem and tcp_rmem of Linux end at 4 and 6 MiB)."""
 _UNPROVEN_BYTES: Final = 3 * 1024 * 1024
 _QUICK_BYTES: Final = 256 * 1024  # below this a window grows fourfold at once, above it doubles
-_KEPT_BYTES: Final = 64 * 1024  # what a slow stream keeps of its growth
+_KEPT_BYTES: Final = 64 * 1024  # the growth that a slow stream keeps
 _LEAST_GROWTH: Final = 8192
 _STREAM_STEP: Final = 32  # streams for which the connection's window is made ready at once
-_MOST_STREAMS: Final = 200  # reckoned with where none are announced, as by a client
+_MOST_STREAMS: Final = 200  # assumed if we announce no limit, as a client
 
 
 class StreamWindow:
@@ -51,7 +51,7 @@ class StreamWindow:
         self.unacknowledged = 0
         """Bytes delivered whose credit the peer has not got back."""
         self.delivered = 0
-        self.borrowed = 0  # of the pool of streams that have proved nothing yet
+        self.borrowed = 0  # taken from the pool of streams without a proven reader
         self.granted_s = now_s
 
     @property
@@ -88,7 +88,7 @@ class ConnectionWindow:
         kept = min(self.initial * streams, self.most_bytes >> 1)
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven
-        self._grown = 0  # bytes that streams have beyond their first windows
+        self._grown = 0  # growth of all streams beyond their initial windows
         self._share: PeerQuota | None = None
         self._pod: WindowPool | None = None
         self.first = settings.first_connection_window_bytes
@@ -125,19 +125,19 @@ class ConnectionWindow:
             self._pod.release(size)
 
     def opened(self, streams: int) -> None:
-        """Take note that there are ``streams`` now, one more than before."""
+        """Record that one more stream is open, now ``streams`` in total."""
         if not streams % _STREAM_STEP:
             self._fit(streams, self._grown)
 
     def closed(self, stream: StreamWindow, streams: int) -> None:
-        """Take the growth of a stream that is gone back; ``streams`` are left."""
+        """Reclaim the window growth of a closed stream; ``streams`` remain."""
         grown = stream.size - self.initial
         if grown or not streams % _STREAM_STEP:
             self._return(stream, grown)
             self._fit(streams, self._grown)
 
     def renew(self, stream: StreamWindow, now_s: float, streams: int) -> int:
-        """Return the credit to give a stream that has used half of its window, after fitting the window's size."""
+        """Adjust the window of a stream that has used half of it; return the credit to give the stream."""
         consumed, size = stream.unacknowledged, stream.size
         elapsed_s = now_s - stream.granted_s
         waiting = size - stream.credit - consumed

@@ -1,4 +1,4 @@
-"""Answers that a client's CONNECTs wait for, by stream."""
+"""The CONNECT requests of a client that have no response yet, by stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hbone.errors import ConnectRefused, TlsError, TunnelBroken
 from hbone.events import Headers
 
 #: Called once with the tunnel after its 200, or with the error that there will be none. It runs in the middle of a
-#: read, so it only takes a note, and has the poller call its owner.
+#: read, so it only records the result, and has the poller resume the caller.
 OnAnswer: TypeAlias = Callable[[Tunnel | None, Exception | None], None]
 
 
@@ -43,7 +43,7 @@ class _Waiter:
 
 
 class PendingAnswers:
-    """One waiter per request without an answer. Each is notified once, and then removed."""
+    """One waiter for each request without a response. Each is notified once, and then removed."""
 
     __slots__ = ("_poller", "_waiting")
 
@@ -65,7 +65,7 @@ class PendingAnswers:
         return bool(self._waiting)
 
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
-        """Settle with the tunnel for a 200, else with :class:`ConnectRefused`, and close the tunnel then."""
+        """Pass the waiter the tunnel for a 200; otherwise close the tunnel and pass :class:`ConnectRefused`."""
         waiter = self._waiting.pop(stream_id, None)
         if waiter is None or waiter.is_gone:
             return
@@ -82,14 +82,14 @@ class PendingAnswers:
             tunnel.close()
 
     def broken(self, stream_id: int, error: TunnelBroken) -> None:
-        """Settle with ``error``: there will be no answer. Nothing for a request that has its answer."""
+        """Notify the waiter of ``error``: no response will come. No effect if the request was already answered."""
         waiter = self._waiting.pop(stream_id, None)
         if waiter is not None:
             early = waiter.tunnel.early_sent is not None
             waiter.settle(None, error.after_early_data() if early else error)
 
     def refused_by_tls(self, error: TlsError) -> None:
-        """Settle with ``error`` each request that the peer cannot have acted on.
+        """Notify each waiter whose request the peer cannot have acted on of ``error``.
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
         under way. The peer has not read these requests, so their early data can be sent again, unless the failure

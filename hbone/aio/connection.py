@@ -1,9 +1,9 @@
 """One HTTP/2 connection over a TCP socket, with TLS or without: the engine, run by the poller.
 
-Everything per chunk is a callback; coroutines wait for the handshake, for the answer to CONNECT and for the end.
-All output of a turn leaves in one TLS write (:meth:`Connection.flush`). The owner calls :meth:`Connection.close`
-or :meth:`Connection.abort`. An end by the network or the peer is reported through the tunnels and
-:meth:`Connection.wait_closed`.
+Everything per chunk is a callback; coroutines wait for the handshake, for the response to CONNECT and for the
+connection to close. All output of a turn leaves in one TLS write (:meth:`Connection.flush`). The owner calls
+:meth:`Connection.close` or :meth:`Connection.abort`. An end by the network or the peer is reported through the
+tunnels and :meth:`Connection.wait_closed`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _IN_HANDSHAKE: Final = "during the TLS handshake"
 _NOTHING: Final = memoryview(b"")
-_SMALL_BYTES: Final = 4096  # what a read of less costs is not in its bytes
+_SMALL_BYTES: Final = 4096  # the cost of a shorter read does not depend on its bytes
 _LONGEST_PAUSE_S: Final = 0.05
 """The longest single pause. Afterwards the debt is computed again, because a 200 refunds the cost
 of its request.
@@ -138,7 +138,7 @@ class Connection(ConnectionTunnels):
         """Finish the TLS handshake and start HTTP/2, without waiting for the peer's SETTINGS.
 
         Raises:
-            TlsError: either side refused.
+            TlsError: either side refused the handshake.
             PeerSilent: not within ``handshake_timeout_s``.
             ConnectionBroken: the network ended it.
             Exception: raised by ``on_established``. No HTTP/2 frame was sent then, except for the SETTINGS of a
@@ -287,7 +287,7 @@ class Connection(ConnectionTunnels):
             self._share.note_read(self.poller.now_s, size)
 
     def _rest(self, pause_s: float) -> None:
-        """Stop reading for ``pause_s``. The peer's budget recovers, and TCP flow control stops the peer."""
+        """Stop reading for ``pause_s``, so that the work budget recovers. TCP flow control stops the peer."""
         if self._pause is None and self.error is None:
             self._pause = self.poller.loop.call_later(min(pause_s, _LONGEST_PAUSE_S), self._resume)
 
@@ -329,7 +329,7 @@ class Connection(ConnectionTunnels):
             self._process(data)
 
     def _process(self, data: memoryview) -> None:
-        """Act on plaintext, and on what the last slice has left; at most one slice."""
+        """Process decrypted bytes, after those that the last slice left over; at most one slice of work."""
         engine, poller = self.engine, self.poller
         poller.lent = True
         try:
@@ -400,7 +400,7 @@ class Connection(ConnectionTunnels):
                 self._requests.cancel(tunnel)
         self._changed()
 
-    # For owners
+    #     # For the code that owns the connection
 
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
         """Set the one callback for changes: a stream ended, SETTINGS or GOAWAY arrived, the connection ended."""
@@ -408,13 +408,13 @@ class Connection(ConnectionTunnels):
 
     @property
     def ended_by_peer(self) -> bool:
-        """Whether the peer or the network ended it; we end one whose peer is silent or breaks the protocol."""
+        """Whether the peer or the network ended the connection, not we for silence or a protocol error."""
         ours = (TunnelClosed, PeerSilent, RemoteProtocolError)
         return self.error is not None and not isinstance(self.error, ours)
 
     @property
     def ended_by_limit(self) -> bool:
-        """Whether it was ended because its peer overdrew a budget (ENHANCE_YOUR_CALM)."""
+        """Whether we closed the connection because the peer overdrew a budget (ENHANCE_YOUR_CALM)."""
         return isinstance(self.error, RemoteProtocolError) and self.error.code == ErrorCode.ENHANCE_YOUR_CALM
 
     def drain(self) -> None:
@@ -428,7 +428,7 @@ class Connection(ConnectionTunnels):
         """
         if self.error is None and not self._closing:
             self._closing = True
-            if self.role is Role.SERVER and self._established.done():  # else right behind its SETTINGS
+            if self.role is Role.SERVER and self._established.done():  # otherwise after our SETTINGS
                 self.engine.drain()
                 self.poller.schedule_flush(self)
             self._changed()
@@ -463,7 +463,7 @@ class Connection(ConnectionTunnels):
         self._end(TunnelClosed(reason))
 
     def _has_ended(self) -> bool:
-        """Whether a call since has ended the connection; type checkers remember what an attribute was."""
+        """Whether the connection has ended. A method: type checkers assume that attributes do not change."""
         return self.error is not None
 
     def wait_closed(self) -> asyncio.Future[None]:
@@ -476,7 +476,7 @@ class Connection(ConnectionTunnels):
         """Reach a state that can move: no frame is half-read, and all output is encrypted. Return the tunnels.
 
         Raises:
-            Unmovable: it cannot, or not now.
+            Unmovable: it cannot move, or not now.
         """
         tls = self.link.tls
         if self.error is not None or not self._established.done():
@@ -515,7 +515,7 @@ class Connection(ConnectionTunnels):
         )
 
     def suspend(self) -> None:
-        """Stop until :meth:`wake_up` or :meth:`move_away`."""
+        """Stop reading and writing until :meth:`wake_up` or :meth:`move_away`."""
         self.link.held = True
         if self._pause is not None:
             self._pause.cancel()
@@ -539,7 +539,7 @@ class Connection(ConnectionTunnels):
             self._end(TunnelClosed("moved to another process"))
 
     def continue_with(self, progress: Progress, tunnels: Iterable[Tunnel]) -> None:
-        """Replace a connection of another process; :meth:`restart` starts it."""
+        """Load the state of a connection of another process; :meth:`restart` starts it."""
         self._tunnels = {tunnel.stream_id: tunnel for tunnel in tunnels}
         self._waiting = {stream_id: self._tunnels[stream_id] for stream_id in progress.waiting}
         self._room = progress.room

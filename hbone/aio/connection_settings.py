@@ -12,7 +12,7 @@ from hbone.tls import TlsStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
+    """Timeouts and windows of a connection. Defaults are the Rust ztunnel's, except for the handshake timeout.
 
     ``first_request_timeout_s``: a server closes a connection without a request after this time. None disables it.
     ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
@@ -50,9 +50,9 @@ class Progress:
 
     Attributes:
         waiting: streams that wait for room, in their order.
-        room: set when there can be some.
-        closing: it takes no new streams.
-        grace: the time between the announcement of the end and the final GOAWAY runs.
+        room: set when the output may have room again.
+        closing: the connection accepts no new streams.
+        grace: the drain is announced, and the delay before the final GOAWAY is running.
         unsent: sealed bytes that the network has not taken.
     """
 

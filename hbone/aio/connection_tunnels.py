@@ -49,7 +49,7 @@ class ConnectionTunnels(TunnelCarrier):
         self.link = link
         self.facts = None
         self.error = None
-        name = link.sock.getsockname()  # of two parts, of four for IPv6, a path for a socket pair
+        name = link.sock.getsockname()  # two elements for IPv4, four for IPv6, a path for a Unix socket pair
         self.local_name = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
         self.dirty = False
         self._tunnels: dict[int, Tunnel] = {}
@@ -117,7 +117,7 @@ class ConnectionTunnels(TunnelCarrier):
 
     @property
     def early_limit(self) -> int:
-        """Return the limit of early bytes: low at a server, which has not accepted the tunnel yet."""
+        """The bytes held for a stream before its relay starts; few at a server, which has not accepted it yet."""
         http2 = self.settings.http2
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
 

@@ -36,7 +36,7 @@ class Deadline:
         self._poller = poller
         self._after_s = after_s
         self.passed = False
-        """Whether the time was over before the block was left."""
+        """Whether the time limit passed before the block was left."""
 
     def __enter__(self) -> Self:
         poller = self._poller
@@ -47,7 +47,7 @@ class Deadline:
         return self
 
     def on_interval(self) -> None:
-        """Cancel the awaited step: its time is over."""
+        """Cancel what the block awaits, because its time limit has passed."""
         self.passed = True
         self._timer.unregister(self)
         self._task.cancel()

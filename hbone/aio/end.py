@@ -1,4 +1,4 @@
-"""The common part of a relay's two ends.
+"""The base class of the two endpoints (ends) of a relay.
 
 Two ends, ``a`` and ``b``, are each other's ``peer``. Each is a source (what its network sends goes into the
 peer) and a sink (what the peer gives goes out to its network). Data moves by direct calls:
@@ -28,7 +28,7 @@ CHUNK_BYTES = 256 * 1024
 
 
 def failure_after_end(sock: socket.SocketType) -> OSError | None:
-    """What befell a socket after its other side ended its direction, or ``None``.
+    """Return the error of a socket whose remote side had already sent a FIN, or ``None``.
 
     A receive cannot report it: after a FIN it returns EOF even if a reset arrived later. ``SO_ERROR`` reports it,
     once.
@@ -38,13 +38,13 @@ def failure_after_end(sock: socket.SocketType) -> OSError | None:
 
 
 class RelayObserver(ABC):
-    """The receiver of an end's reports: the relay that it belongs to."""
+    """What an end notifies of its events: the relay that it belongs to."""
 
     __slots__ = ()
 
     @abstractmethod
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
-        """``end`` gives no more; ``clean``: ``error`` counts as an ordinary end."""
+        """``end`` has no more bytes to read; ``clean``: treat ``error`` as an orderly end."""
 
     @abstractmethod
     def write_ended(self, end: End) -> None:
@@ -52,7 +52,7 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def reset_sent(self) -> None:
-        """An end has sent a reset, after all its bytes. Neither direction can continue."""
+        """An end has sent a reset, after all its bytes. Neither direction of the relay can continue."""
 
     @abstractmethod
     def sink_broken(self, end: End, error: Exception) -> None:
@@ -64,7 +64,7 @@ class RelayObserver(ABC):
 
 
 class End(ABC):
-    """One end; owned and closed by the code that made it, also after a relay."""
+    """One endpoint of a relay; owned and closed by the code that created it, also after the relay."""
 
     __slots__ = ("peer", "poller", "read_bytes", "relay", "sink", "source")
 
@@ -92,12 +92,12 @@ class End(ABC):
         self.start()
 
     def leave_relay(self) -> None:
-        """Forget relay and peer, which breaks the reference cycle; the relay is over."""
+        """Drop the references to relay and peer, which breaks their cycle, because the relay is over."""
         self.relay = None
         self.peer = None
 
     def end_in_order(self) -> None:  # noqa: B027  streams need nothing: their owner's close is a CANCEL
-        """Make the following close look like an orderly end, even if received bytes were not read."""
+        """Make the close that follows look orderly to the network, even if received bytes were not read."""
 
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
@@ -144,7 +144,7 @@ class End(ABC):
         """Abort: pending bytes leave, then a reset shows the network that this is not an orderly end.
 
         RFC 9113, 8.5: a reset of TCP becomes CONNECT_ERROR, and an error of the stream or of its connection a
-        reset of TCP. An end would make a truncated answer look complete.
+        reset of TCP. An orderly end would make a truncated response look complete.
         """
 
     @abstractmethod
@@ -153,7 +153,7 @@ class End(ABC):
 
     @abstractmethod
     def delivered(self, size: int) -> None:
-        """Take note that ``size`` bytes given by ``write`` have left: their credit can return."""
+        """Record that ``size`` bytes passed to ``write`` were sent, so that their credit can return."""
 
     # States: see hbone.end_state
 
@@ -205,7 +205,8 @@ class End(ABC):
         if peer is not None:
             if dropped:
                 peer.delivered(dropped)
-            # A peer that waited for room reads on, into the void: only so can its own end be seen.
+            #             # A peer that waited for room reads on, and its bytes are discarded: without reading, its
+            # own EOF would stay unseen.
             if resumes:
                 peer.resume()
 
@@ -216,7 +217,7 @@ class End(ABC):
 
     @abstractmethod
     def _drop_pending(self) -> int:
-        """Drop what waits for the network; return the bytes whose credit the peer has not got back."""
+        """Drop pending bytes; return the number of bytes whose credit the peer has not got back."""
 
     @abstractmethod
     def _send_eof(self) -> None:

@@ -49,7 +49,7 @@ _ENDING = "about to end"
 
 
 class PlainState(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
-    """A plain socket; ``pending``: bytes that it has not taken."""
+    """A plain socket; ``pending``: bytes that its network has not accepted yet."""
 
     source: str
     sink: str
@@ -76,11 +76,11 @@ EndValue: TypeAlias = PlainState | TunnelState
 
 
 class RelayState(msgspec.Struct, frozen=True, kw_only=True):
-    """A relay with its ends.
+    """The state of a relay and of its two ends.
 
     Attributes:
-        first: which end stopped first, 0 or 1. ``None``: neither has.
-        open_sinks: for each end, whether its output is not over.
+        first: which end stopped first, 0 or 1. ``None``: neither has. open_sinks: for each end, whether we can
+            still send to it.
         sent, received: bytes moved until now.
         quiet, seen: see :class:`hbone.aio.relay.MovedRelay`.
     """
@@ -118,7 +118,7 @@ class Frozen:
 
     Args:
         relays: all relays of a connection's tunnels, or one of two plain sockets.
-        connection: that carries the tunnels; ``None``: no tunnels.
+        connection: the one that carries the tunnels; ``None`` for a relay of two plain sockets.
 
     Attributes:
         state: for the other process.
@@ -263,7 +263,7 @@ def _end_value(end: End) -> EndValue:
 
 
 class Resumed:
-    """A unit of another process that has not begun here; made by :func:`resumed`.
+    """A unit taken over from another process, idle until :meth:`start`; made by :func:`resumed`.
 
     Attributes:
         connection: the unit's tunnel connection, if it has one.
@@ -304,7 +304,7 @@ class Resumed:
             self.relays.append(continued(a, b, counts, moved, idle_timeout_s))
 
     def discard(self) -> None:
-        """Release the sockets without a word on the wire, because the other process keeps them."""
+        """Close our descriptors without sending, because the other process keeps the sockets."""
         for pair in self.ends:
             for end in pair:
                 if isinstance(end, PlainSocket):
@@ -320,7 +320,7 @@ def resumed(
     poller: Poller,
     requests: RequestSink | None = None,
 ) -> Resumed:
-    """Make the unit of a state, which does not begin yet.
+    """Recreate a unit from its state. It is idle until :meth:`Resumed.start`.
 
     Args:
         state: the unit's state.

@@ -9,17 +9,17 @@ from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.poller import Poller
 
 _CHECKS_PER_PERIOD = 4
-"""Of the interval or the limit, the shorter one: how exactly both are kept."""
+"""The checks per interval or limit, whichever is shorter: this sets how exactly both are kept."""
 
 
 class Pinged(Protocol):
-    """A connection that is kept alive."""
+    """The connection that :class:`Keepalive` sends PINGs on."""
 
     def send_ping(self, payload: bytes) -> None:
         """Send a PING with 8 bytes of ``payload``."""
 
     def on_silence(self) -> None:
-        """End: the last PING was not answered in time."""
+        """Close the connection, because the last PING was not answered in time."""
 
 
 class Keepalive:
@@ -35,7 +35,7 @@ class Keepalive:
         self._poller = poller
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._payload = b""  # of the PING under way
+        self._payload = b""  # the payload of the PING that has no answer yet
         self._sent_s = poller.loop.time()
         self._timer: IntervalTimer = poller.interval_timer(min(interval_s, timeout_s) / _CHECKS_PER_PERIOD)
         self._timer.register(self, poller.now_s)
@@ -63,6 +63,6 @@ class Keepalive:
             connection.send_ping(self._payload)
 
     def stop(self) -> None:
-        """Leave the timer and release the connection; idempotent."""
+        """Unregister from the timer and drop the reference to the connection; idempotent."""
         self._timer.unregister(self)
         self._connection = None

@@ -14,12 +14,12 @@ from collections import deque
 from typing import Final
 
 LINGER_S: Final = 1.0
-#: Kept sockets of a process; the oldest is closed first.
+#: #: The largest number of kept sockets in a process. Beyond it, the oldest is closed first.
 MOST: Final = 256
 
 
 class Lingering:
-    """The kept sockets of one poller; owns them."""
+    """The sockets that one poller keeps open before closing them. Owns them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -30,7 +30,7 @@ class Lingering:
         return len(self._kept)
 
     def keep(self, sock: socket.SocketType) -> None:
-        """Take an unwatched socket: end our direction now, and close it later."""
+        """Take over a socket that the poller does not watch: send FIN now, and close it later."""
         with contextlib.suppress(OSError):  # the peer has reset it
             sock.shutdown(socket.SHUT_WR)
         if len(self._kept) >= MOST:
@@ -48,7 +48,7 @@ class Lingering:
             self._timer = self._loop.call_at(self._kept[0][0], self._close_due)
 
     def close(self) -> None:
-        """Close all; idempotent."""
+        """Close all kept sockets; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""A socket, with or without TLS, as plaintext in and out: the part that connections and TLS ends share."""
+"""Reads and writes plaintext on a socket, with or without TLS; used by connections and TLS relay ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hbone.errors import ConnectionBroken, HboneError
 from hbone.output import BUFFER_BYTES
 from hbone.tls import TlsStream
 
-_MOST_OVERHEAD = 2 * 16_384  # a record that is not complete, and some
+_MOST_OVERHEAD = 2 * 16_384  # an incomplete record, and some margin
 
 
 class LinkClosed(Exception):
@@ -55,7 +55,7 @@ class Link:
         self.read_bytes = 0
         """Bytes read until now."""
         self.held = False
-        """Keep all output here: another process is about to continue."""
+        """Keep all output unsent: another process is about to take over."""
         self._hung_up = False
         self._most = BUFFER_BYTES
         self._unsent = bytearray()
@@ -153,7 +153,7 @@ class Link:
         self._unsent += unsent
 
     def fit(self, size: int, took_s: float, wanted_s: float) -> None:
-        """Let a read take about ``wanted_s`` from now on, after one of ``size`` bytes took ``took_s``.
+        """Size later reads to take about ``wanted_s`` each, given that one of ``size`` bytes took ``took_s``.
 
         256 KiB for one application take a quarter of a millisecond. In frames for sixteen applications they take
         up to three milliseconds, which is how long the other connections wait.
@@ -225,7 +225,7 @@ class Link:
             self.poller.watch_writable(self.sock.fileno())
 
     def discard(self) -> None:
-        """Drop what waits for a network that is gone; idempotent."""
+        """Drop unsent output, because the network connection is gone; idempotent."""
         self._unsent = bytearray()
 
     def close(self, *, lingers: bool = False) -> None:

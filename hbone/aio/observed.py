@@ -20,19 +20,19 @@ class StreamObserver(Protocol):
     """Receives the bytes of an end. It must not raise, and must copy the bytes that it keeps."""
 
     def received(self, chunk: memoryview) -> None:
-        """Bytes of the end's network that go into the relay; valid until this returns."""
+        """Called with bytes received from the end's network; the view is valid until this returns."""
 
     def sent(self, chunk: memoryview) -> None:
-        """Bytes of the relay that go to the end's network; valid until this returns."""
+        """Called with bytes about to be sent to the end's network; the view is valid until this returns."""
 
     def receive_ended(self, *, reset: bool) -> None:
-        """The end's network sends no more: FIN, or a reset."""
+        """Called when the end's network will send no more: after a FIN or a reset."""
 
     def send_ended(self, *, reset: bool) -> None:
-        """The end's network is sent no more: FIN after what went before, or a reset."""
+        """Called when no more will be sent to the end's network: a FIN follows the earlier bytes, or a reset."""
 
     def left(self) -> None:
-        """The relay is over, in order or not; the last call."""
+        """Called last, when the relay is over, in order or not."""
 
 
 class ObservedEnd(End):
@@ -161,10 +161,10 @@ class _FarSide(End):
         self.read_bytes = 0
 
     def start(self) -> None:
-        """Nothing: the real end is started by its relay."""
+        """Do nothing: the relay starts the real end."""
 
     def close(self, error: Exception | None = None) -> None:
-        """Nothing: the real end is closed by its owner."""
+        """Do nothing: the code that owns the real end closes it."""
 
     def reserve(self, limit: int) -> memoryview | None:
         there = self._observed.peer
@@ -272,11 +272,11 @@ class _Reports(RelayObserver):
 
 class _Show(Protocol):
     def __call__(self, chunk: memoryview) -> None:
-        """Show bytes."""
+        """Pass the bytes to the observer."""
 
 
 def _show(show: _Show, rooms: list[memoryview], size: int) -> None:
-    """Show the first ``size`` bytes of rooms that were filled in order."""
+    """Pass the first ``size`` bytes of the buffers, which were filled in order, to the observer."""
     for room in rooms:
         if size <= 0:
             return

@@ -68,7 +68,7 @@ _ANYTHING: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
 
 
 class Handler(Protocol):
-    """The owner of a watched file descriptor."""
+    """The object that handles the events of a watched file descriptor."""
 
     def on_event(self, mask: int) -> None:
         """Handle ``mask`` of EPOLL bits; 0: a call that :meth:`Poller.requeue` asked for."""
@@ -78,12 +78,12 @@ class Handler(Protocol):
 
 
 class Flushable(Protocol):
-    """An object with output at the end of a turn."""
+    """An object whose queued output is written at the end of an iteration."""
 
     dirty: bool
 
     def flush(self) -> None:
-        """Write what is queued and clear ``dirty``."""
+        """Write the queued output and clear ``dirty``."""
 
 
 class Steppable(Protocol):
@@ -117,7 +117,7 @@ class Poller:
         self._filled: set[int] = set()
         self._requeued: deque[Handler] = deque()
         self._in_line: set[Handler] = set()
-        self._bulk_until_s = 0.0  # of this turn; 0: nothing had much to read yet
+        self._bulk_until_s = 0.0  # end of this iteration's bulk time; 0: no socket had much to read yet
         self._edges_lost = False
         self._steps: deque[Steppable] = deque()
         self._dirty: list[Flushable] = []
@@ -137,13 +137,13 @@ class Poller:
         may read.
         """
         self.now_s = self._loop.time()
-        """Monotonic time of the current turn."""
+        """Monotonic time at which the current iteration began."""
         self.running: Running | None = None
         """The fiber that runs now; set by its own step."""
         self.handshake_s = 0.0
-        """The turn, by its time, that had a step of a handshake for an event; see :meth:`Connection.on_event`."""
+        """Start of the last iteration that ran a handshake step for an event; see :meth:`Connection.on_event`."""
         self.peers = PeerQuotas()
-        """Per-peer quotas over all connections of a peer."""
+        """The quotas of each peer, shared by all of its connections."""
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
         self.lingering = Lingering(self._loop)
@@ -189,9 +189,9 @@ class Poller:
             raise ConnectionBroken(f"the socket cannot be watched: {error.strerror}") from error
 
     def watch_writable(self, fd: int) -> None:
-        """Report room to write from now on, too; called when the network took less than it was given. Idempotent.
+        """Also report when the socket is writable; called after a write that sent only a part. Idempotent.
 
-        Not from the start: every new socket has room, and each would get an event only to say so.
+        New sockets are not watched for it: all have room, and each would cause a useless event.
         """
         if fd not in self._filled:
             self._filled.add(fd)
@@ -436,7 +436,7 @@ class Poller:
         return ready
 
     def _is_closed(self) -> bool:
-        return self._closed  # a call may have closed it; type checkers remember what an attribute was
+        return self._closed  # a method, because type checkers assume an attribute unchanged after calls
 
     def _failed(self, owner: object, error: BaseException) -> None:
         """Report the error of a callback to its owner; raises only what ends the process."""
@@ -454,6 +454,7 @@ class Poller:
             self._report(owner, second)
 
     def _report(self, owner: object, error: BaseException) -> None:
-        # A line is not worth the turn: without memory, or with a log that cannot be written, there is none.
+        #         # Logging must not end the iteration: without memory, or with a log that cannot be written, the
+        # line is omitted.
         with contextlib.suppress(Exception):
             logger.error("data path callback of %s failed", type(owner).__name__, exc_info=error)

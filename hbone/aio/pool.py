@@ -36,7 +36,7 @@ _MOST_ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """Numbers of the moment, and counts since the start."""
+    """Statistics of a pool: current numbers, and counts since its start."""
 
     connections: int
     idle: int
@@ -209,7 +209,7 @@ class Pool:
             tunnel.on_close = partial(self._released, connection_id)
         connection.on_change(partial(self._changed, connection_id))
         self._changed(connection_id, connection)
-        if self._timer is not None:  # set for connections of this process, which are idle for less
+        if self._timer is not None:  # set for this process's connections, which have been idle for a shorter time
             self._timer.cancel()
             self._timer = None
         self._schedule()
@@ -222,11 +222,11 @@ class Pool:
         return 0.0
 
     def drain(self) -> None:
-        """No new tunnels; waiting ones fail; connections close with their last stream."""
+        """Open no new tunnels, fail the waiting ones, and close each connection with its last stream."""
         self._execute(self._state.close(PoolClosed("the pool was drained")))
 
     async def close(self) -> None:
-        """Drain, then close every connection at once (RST_STREAM, GOAWAY, close_notify)."""
+        """Drain, then close every connection without waiting (RST_STREAM, GOAWAY, close_notify)."""
         self.drain()
         for connection in list(self._connections.values()):
             connection.close()
@@ -265,7 +265,8 @@ class Pool:
                     if future.done():
                         self._loop.call_soon(self._released, connection_id)
                     else:
-                        # Should it end before the waiter runs, it still says why.
+                        #                         # Should the connection end before the waiter runs, its ``error``
+                        # still says why.
                         future.set_result((connection_id, self._connections.get(connection_id)))
                 case Fail(waiter=waiter, error=error):
                     future = self._waiting.pop(waiter)
@@ -292,7 +293,7 @@ class Pool:
             connection = await self._dial(key)
         except asyncio.CancelledError:
             if self._dials.get(key) is not task:
-                return  # CancelDial: no tunnel waits for it any more
+                return  # CancelDial: no tunnel waits for this dial any more
             self._dial_over(key, TunnelBroken("dial was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001  any error of a dial is the caller's that asked for it

@@ -1,4 +1,4 @@
-"""Two ends, copied into each other until both directions are over."""
+"""Copies bytes in both directions between two ends, until both directions are over."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ByteCounts:
 
 @dataclass(slots=True, kw_only=True)
 class RelayEnd:
-    """How a relay ended.
+    """The result of a relay.
 
     Attributes:
         first: the end that stopped first, as given to :func:`relay`. None if this side ended the relay.
@@ -84,8 +84,8 @@ class RelayEnd:
     timed_out: bool = False
 
 
-#: Called once with the end of a relay. It runs in the middle of an end's work, so it only takes a note, and has
-#: the poller call its owner.
+#: Called once with the end of a relay. It runs in the middle of an end's work, so it only records the result, and
+#: has the poller resume the caller.
 OnRelayEnd: TypeAlias = Callable[[RelayEnd], None]
 
 
@@ -151,7 +151,7 @@ class Relay(RelayObserver):
         self._seen = -1
         self._quiet = 0
         self.on_half_close: Callable[[End], None] | None = None
-        """Called with the end that will give no more, for each end while the relay runs."""
+        """Called for each end that has no more bytes to read, while the relay runs."""
         counts.follow(a, b)
         a.join_relay(self, b)
         b.join_relay(self, a)
@@ -196,7 +196,7 @@ class Relay(RelayObserver):
 
     @property
     def ends(self) -> tuple[End, End] | None:
-        """Both ends; ``None`` when it is over."""
+        """Both ends of the relay; ``None`` when the relay is over."""
         a, b = self._a, self._b
         return None if a is None or b is None else (a, b)
 
@@ -214,7 +214,7 @@ class Relay(RelayObserver):
         )
 
     def move_away(self) -> None:
-        """Be over without an effect on the ends, because another process continues. Idempotent."""
+        """Stop the relay here and leave its ends as they are, because another process continues it. Idempotent."""
         self._first = None
         self._finish()
 
@@ -229,7 +229,7 @@ class Relay(RelayObserver):
             self.on_half_close(end)
 
     def write_ended(self, end: End) -> None:
-        """Record that one end is over; the relay ends when both are."""
+        """Record that all bytes for one end were sent; the relay ends when both are done."""
         self._open_sinks.discard(end)
         if not self._open_sinks:
             self._finish()

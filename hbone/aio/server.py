@@ -34,7 +34,7 @@ class Request:
         self.connection = connection
         self.head = head
         self.ended = ended
-        """The client sent END_STREAM with the request."""
+        """Whether the client sent END_STREAM with the request."""
         self.answered = False
         self._tunnel = tunnel
 
@@ -48,7 +48,7 @@ class Request:
 
         Raises:
             TunnelBroken: the stream is gone.
-            LocalProtocolError: answered before, or no CONNECT.
+            LocalProtocolError: the request was already answered, or is not a CONNECT.
         """
         if not self.head.is_tunnel:
             raise LocalProtocolError("only CONNECT can become a tunnel")
@@ -103,7 +103,7 @@ class Cancellable(Protocol):
     """The owner of a request: a fiber, or an object that accepted it by :data:`TakeNow`."""
 
     def cancel(self, msg: str | None = None) -> object:
-        """End the work soon: the stream has ended before its answer, or the connection is over."""
+        """Cancel the work: the stream ended before its response, or the connection is over."""
 
 
 #: Accepts a request without a coroutine, and calls :meth:`Request.over` at its end, possibly at once.
@@ -130,7 +130,7 @@ class _Waiting:
 
 
 class Requests:
-    """The requests of one connection that are being worked on."""
+    """The requests of one connection that are in progress."""
 
     def __init__(self, handler: Handler, take_now: TakeNow | None = None) -> None:
         self._handler = handler
@@ -169,7 +169,7 @@ class Requests:
         return fiber
 
     def adopt(self, tunnel: Tunnel, work: Coroutine[Any, Any, None]) -> None:
-        """Run what carries a tunnel that was accepted in another process; ``work`` must not fail."""
+        """Run ``work`` for a tunnel that another process accepted; ``work`` must not raise."""
         fiber = Fiber(tunnel.poller, self._run_adopted(tunnel, work), f"request {tunnel.stream_id}")
         self._running[tunnel] = None, fiber
 
@@ -197,7 +197,7 @@ class Requests:
         try:
             await self._handler(request)
         except asyncio.CancelledError:
-            pass  # by cancel() or wait(); there is no other caller to pass it on to
+            pass  # cancelled by cancel() or wait(); no other caller needs the CancelledError
         except TunnelBroken as error:
             # HEADERS and RST_STREAM can arrive in one read: then the stream is closed before the first step of
             # this fiber, and a handler without an await was not cancelled.

@@ -36,7 +36,7 @@ def abort_on_close(sock: socket.SocketType) -> None:
 
 
 class PlainSocket(End):
-    """A connected, non-blocking stream socket; owns it from here on.
+    """One end of a relay: a connected, non-blocking stream socket, owned by this object from now on.
 
     Bytes that arrive before a relay starts stay in the kernel, unless :meth:`read` takes them and
     :meth:`push_back` gives them back. The poller watches the socket from the first wait or the relay's start on.
@@ -141,9 +141,7 @@ class PlainSocket(End):
         self._pushed = data + self._pushed
 
     def peek_into(self, room: memoryview) -> int:
-        """Copy the bytes that have arrived into ``room`` without consuming them, and return their number. Never
-        blocks.
-        """
+        """Copy received bytes into ``room`` without consuming them, and return their number. Never blocks."""
         if self._pushed:
             size = min(len(self._pushed), len(room))
             room[:size] = self._pushed[:size]
@@ -171,9 +169,9 @@ class PlainSocket(End):
                 # copy (tcp(7)).
                 self.sock.recv(size, socket.MSG_TRUNC)
             except OSError as error:
-                self.broken = bare(error)  # of this socket, not of the connection whose answer led here
+                self.broken = bare(error)  # an error of this socket, not of the connection whose response led here
             if not self._watched:
-                self._readable = False  # registering reports what is left as the first event
+                self._readable = False  # registering reports the remaining bytes as the first event
 
     def send_first(self, data: bytes) -> None:
         """Queue bytes that precede the relay's, such as a PROXY header; they are not counted."""
@@ -247,12 +245,12 @@ class PlainSocket(End):
                 self._pump()
 
     def delivered(self, size: int) -> None:
-        """Nothing: the kernel's buffers need no credit."""
+        """Do nothing: the kernel's buffers need no credit."""
 
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:
             return
-        if self.poller.lent:  # a stream's end came with other frames, and what is left of its source is discarded
+        if self.poller.lent:  # the read that ended this stream still uses the scratch buffers
             self.poller.requeue(self)
             return
         if self._pipe is not None or (self.read_bytes > SPLICE_AFTER_BYTES and self._begin_splicing()):
@@ -344,7 +342,7 @@ class PlainSocket(End):
         except OSError as error:
             self._stop_splicing()
             peer._break(error)
-            self._pump()  # by copying again, into a sink that swallows
+            self._pump()  # copy again, into a sink that now discards
         return False
 
     def _stop_splicing(self) -> None:
@@ -355,7 +353,7 @@ class PlainSocket(End):
     # Moving to another process: see hbone.aio.handover
 
     def leave_splicing(self) -> None:
-        """Take what is in the pipe into this process, as bytes that wait for the sink."""
+        """Read the pipe's bytes into this process, where they wait for the sink."""
         pipe, peer = self._pipe, self.peer
         if pipe is None:
             return
@@ -368,7 +366,7 @@ class PlainSocket(End):
             peer._watch_writable()
 
     def suspend(self) -> None:
-        """Stop until :meth:`wake_up` or :meth:`move_away`: bytes stay in the kernel."""
+        """Stop reading until :meth:`wake_up` or :meth:`move_away`: received bytes stay in the kernel."""
         if self._lasting is not None:
             self.on_interval()
         self.poller.suspend(self.sock.fileno(), self)
@@ -384,7 +382,7 @@ class PlainSocket(End):
             self.poller.requeue(self)
 
     def move_away(self) -> None:
-        """Release the socket without a word on the wire, because another process has it. Idempotent."""
+        """Close our descriptor without sending, because another process has the socket. Idempotent."""
         if not self.closed:
             self.closed = True
             self.poller.suspend(self.sock.fileno(), self)
@@ -505,7 +503,7 @@ class PlainSocket(End):
     def _watch_writable(self) -> None:
         self._watch()  # a header may be sent before the relay
         if not self._unsent_bounded and self.poller.registered >= CROWD_SOCKETS:
-            self._bound_unsent()  # the crowd came later
+            self._bound_unsent()  # the number of open sockets has grown since
         self.poller.watch_writable(self.sock.fileno())
 
     def _bound_unsent(self) -> None:
@@ -526,14 +524,14 @@ class PlainSocket(End):
         if peer is not None and sent:
             peer.delivered(sent)
         if not self._pending:
-            self._pending = bytearray()  # gives back the memory that a stall has taken
+            self._pending = bytearray()  # frees the memory that a stall used
             if self.sink is not SINK_OPEN:
                 self.advance(EndEvent.DRAINED)
             elif peer is not None:
                 peer.resume()
 
     def _break(self, error: OSError) -> None:
-        """Discard from now on; the other direction ends by itself."""
+        """Discard all further output; the other direction ends by itself."""
         self.broken = bare(error)
         self.advance(EndEvent.BREAK, error)
 

@@ -25,24 +25,24 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-_POLLS: Final = 8  # in a row, before the loop's other callbacks run: some 5 microseconds
+_POLLS: Final = 8  # polls in a row, before the loop's other callbacks run: some 5 microseconds
 _LATE_S: Final = 500e-6  # between two polls in a row: another process had the processor for long
 _HOLD_S: Final = 0.005  # at first; doubled each time up to
 _LONGEST_HOLD_S: Final = 3.2
 _WINDOW_TURNS: Final = 64
 """The number of iterations of a measurement. A trial is one measurement."""
-_ENOUGH_TURNS: Final = 32  # of a measurement that the next period has cut short
+_ENOUGH_TURNS: Final = 32  # fewest iterations of a measurement that the next period cut short
 _PERIOD_S: Final = 0.064
-_MOST_FAILURES: Final = 7  # trials in vain that double the time to the next: every 8 seconds
-_MOST_CONFIRMED: Final = 4  # the same while it spins: every second
-_SLOWEST_TURN_S: Final = 0.002  # with more than that from turn to turn there is nothing to gain by spinning
+_MOST_FAILURES: Final = 7  # failed trials that double the time to the next one: at most 8 seconds
+_MOST_CONFIRMED: Final = 4  # the same while spinning: at most one second
+_SLOWEST_TURN_S: Final = 0.002  # slower iterations than this gain nothing from spinning
 _BETTER: Final = 0.85
 """The highest cost of a tried habit, relative to the current one, for a change."""
 _WINS: Final = 2
 """The number of consecutive trials that a habit must win, because randomly arriving requests can be uneven within
 one trial.
 """
-_CHANGED: Final = 1.6  # times as many bytes a second, or as few: another load
+_CHANGED: Final = 1.6  # a rate this many times higher or lower counts as a different load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ class Spin:
         self._hold_s = _HOLD_S
         self._spinning = False
         self._trial = False
-        self._cost = 0.0  # of the present habit; 0: not known
+        self._cost = 0.0  # the cost of the current habit; 0: not known
         self._rate = 0.0  # bytes a second
-        self._rate_tried = 0.0  # at the last trial
+        self._rate_tried = 0.0  # the rate at the last trial
         self._wins = 0
         self._failures = 0
         self._due_s = 0.0

@@ -1,7 +1,7 @@
-"""Bytes between two sockets inside the kernel: a pipe that pages are moved through (splice(2)).
+"""Moves bytes between two sockets inside the kernel, through a pipe (splice(2)).
 
-Between two plain sockets a copy through this process is all that a relay costs, and large flows skip it: 0.36
-instead of 0.60 CPU seconds per GiB (``bench.compare --only node-local``). Short ones would pay for a pipe that
+Large flows between two plain sockets then skip the copy through this process, the main cost of a relay: 0.36
+instead of 0.60 CPU seconds per GiB (``bench.compare --only node-local``). Short flows would pay for a pipe that
 they hardly use.
 """
 
@@ -11,7 +11,7 @@ import fcntl
 import os
 from typing import Final
 
-SPLICE_AFTER_BYTES: Final = 128 * 1024  # of one direction; a guess: more than a page of the web, less than bulk
+SPLICE_AFTER_BYTES: Final = 128 * 1024  # of one direction; a guess: between a web page and bulk
 _PIPE_BYTES: Final = 1024 * 1024  # the most an unprivileged process may ask for by default
 _F_SETPIPE_SZ: Final = 1031
 _FLAGS: Final = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
@@ -32,10 +32,10 @@ class SplicePipe:
         try:
             fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, _PIPE_BYTES)
         except OSError as error:
-            del error  # over the user's limit: the size it has will do
+            del error  # above the user's limit for pipes: keep the default size
 
     def fill(self, fd: int) -> int:
-        """Move what the socket has into the pipe; return the number of bytes, 0 at the socket's end.
+        """Move received bytes from the socket into the pipe; return their number, 0 at EOF.
 
         Raises:
             BlockingIOError: there are no bytes to read, or the pipe is full.
@@ -46,7 +46,7 @@ class SplicePipe:
         return size
 
     def empty(self, fd: int) -> bool:
-        """Move what the pipe holds into the socket; return whether that was all.
+        """Move the pipe's bytes into the socket; return whether the pipe is empty.
 
         Raises:
             OSError: the socket failed.
@@ -59,7 +59,7 @@ class SplicePipe:
         return True
 
     def take(self) -> bytes:
-        """Return the bytes of the pipe, which is empty afterwards."""
+        """Read all bytes from the pipe and return them."""
         taken = b""
         while len(taken) < self.held:
             taken += os.read(self._read_fd, self.held - len(taken))

@@ -258,7 +258,7 @@ class TlsSocket(End):
             except (OSError, TlsError) as error:
                 self._break(error)
         if self.link.blocked:
-            self._owed += size  # credit goes back when the network has taken it
+            self._owed += size  # credit returns when the network has accepted the bytes
         elif self.peer is not None:
             self.peer.delivered(size)
 
@@ -291,7 +291,7 @@ class TlsSocket(End):
         self._drained()
 
     def _drained(self) -> None:
-        """Go on with an end that was asked for, as far as the network takes it; idempotent."""
+        """Continue a requested shutdown as far as the network accepts output; idempotent."""
         if self.sink is SinkState.EOF_PENDING and not self.link.blocked:
             # The alert is pending output, too: the FIN follows when the network has taken it, in a later call.
             assert self.link.tls is not None

@@ -20,7 +20,7 @@ _SMALL_FRAME = 64 * 1024
 
 
 class EarlySource(Protocol):
-    """Where a client's early data comes from: bytes that can be read twice."""
+    """The source of a client's early data: its bytes can be read again for another attempt."""
 
     def peek_into(self, room: memoryview) -> int:
         """Copy the received bytes into ``room`` without consuming them, and return their number."""
@@ -30,7 +30,7 @@ class EarlySource(Protocol):
 
 
 class TunnelCarrier(ABC):
-    """The connection of a tunnel. A base class and no protocol: compiled, its calls need no look-up."""
+    """The connection that carries a tunnel. A base class, not a Protocol: compiled calls need no look-up."""
 
     __slots__ = ("dirty", "engine", "error", "facts", "local_name", "poller", "role")
 
@@ -39,7 +39,7 @@ class TunnelCarrier(ABC):
     role: Role
     dirty: bool
     error: Exception | None
-    """Why the connection ended, once it has."""
+    """The reason why the connection ended; None while it is open."""
     facts: PeerFacts | None
     """The peer facts proven by TLS. None without TLS, and before the end of the handshake."""
     local_name: tuple[str, int]
@@ -82,7 +82,7 @@ class TunnelCarrier(ABC):
 
     @abstractmethod
     def release(self, tunnel: Tunnel) -> None:
-        """Forget the tunnel: its owner has closed it."""
+        """Remove the tunnel, because the code that owns it has closed it."""
 
 
 class Tunnel(End):
@@ -122,7 +122,7 @@ class Tunnel(End):
         self.early_sent: tuple[EarlySource, int] | None = None
         """Client: the source of the early data that left with the request, and its size."""
         self.error: Exception | None = None
-        """Why the stream ended, when that was no ordinary end."""
+        """The error that ended the stream; None after an orderly end."""
         self._early: list[bytes] = []
         self._early_bytes = 0
         self._owed = 0  # bytes given to the peer whose credit the connection has not got back
@@ -137,7 +137,10 @@ class Tunnel(End):
     # From the connection
 
     def on_data(self, chunks: list[memoryview], size: int) -> None:
-        """Take payload; the connection flushes the peer when the read is processed."""
+        """Pass payload to the other end of the relay.
+
+        The connection flushes that end once it has processed the whole read.
+        """
         peer = self.peer
         if peer is not None and self._started:
             self.read_bytes += size
@@ -155,14 +158,14 @@ class Tunnel(End):
             self._early_bytes += size
 
     def on_end(self) -> None:
-        """Note END_STREAM of the peer."""
+        """Record that the peer sent END_STREAM."""
         if self._started:
             self.advance(EndEvent.READ_EOF)
         elif self.source is SourceState.OPEN:
             self.source = SourceState.ENDED  # start() reports it
 
     def on_reset(self, error: TunnelBroken) -> None:
-        """Note RST_STREAM, or the end of the connection; idempotent."""
+        """Record RST_STREAM, or the end of the connection; idempotent."""
         if self.gone:
             return
         # NO_ERROR and CANCEL end a completed stream, like in the Rust ztunnel: a server that has answered in full
@@ -182,7 +185,7 @@ class Tunnel(End):
             self.advance(EndEvent.READ_RESET, error, clean=False)
 
     def end_discarding(self) -> None:
-        """Let the relay end as soon as its peer has got what was received: the connection is gone."""
+        """The connection is gone: let the relay end as soon as the received bytes are delivered."""
         if self.gone and self.relay is not None:
             self.relay.write_ended(self)
 
@@ -217,7 +220,7 @@ class Tunnel(End):
         self._started = True
 
     def resume(self) -> None:
-        """Without effect: received bytes are pushed, and bounded by the window."""
+        """Do nothing: the connection pushes received bytes, bounded by the flow-control window."""
 
     def delivered(self, size: int) -> None:
         """Return the credit of delivered bytes to the peer."""
@@ -235,7 +238,7 @@ class Tunnel(End):
 
     @property
     def scatters(self) -> bool:
-        """The peer takes small frames only: fill several with one system call."""
+        """Whether the peer accepts small frames only, so that one system call should fill several."""
         return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and self.sink is SINK_OPEN
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
@@ -266,7 +269,7 @@ class Tunnel(End):
             peer.delivered(sent)
 
     def flush(self) -> None:
-        """Without effect: the connection flushes at the end of the iteration."""
+        """Do nothing: the connection flushes at the end of the iteration."""
 
     def write_eof(self) -> None:
         self.advance(EndEvent.WRITE_EOF)

@@ -1,4 +1,4 @@
-"""Coroutines of classes that can be compiled (``make compiled``).
+"""Coroutines for the classes that ``make compiled`` compiles.
 
 mypyc stores the handled exception per thread, not per coroutine: a coroutine that waits inside ``try`` can resume
 with the exception of another coroutine. So waits inside ``try`` are in this module, which is never compiled.
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 class Closable(Protocol):
-    """A stream that waits for its answer."""
+    """A stream whose request has no response yet."""
 
     def close(self) -> None:
-        """Release it."""
+        """Release the stream."""
 
 
 class Abortable(Protocol):
     """A relay that runs."""
 
     def abort(self, reason: str) -> None:
-        """End it in both directions."""
+        """End the relay in both directions."""
 
 
 async def handshake(

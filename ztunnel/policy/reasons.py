@@ -1,4 +1,4 @@
-"""Says in words why a condition of a policy holds for a connection, or does not. Pure.
+"""Describes in words why a condition of a policy is true or false for a connection. Pure.
 
 The words are for people; :mod:`ztunnel.policy.engine` decides.
 """
@@ -10,7 +10,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.strings import StringMatch
 from ztunnel.policy.engine import attributes, holds
 
-#: Alternatives that are each named where none holds; with more, their number says enough.
+#: #: The most failed alternatives that are listed one by one; of more, only the number is given.
 _MOST_NAMED: Final = 3
 _COMPARED = {
     "exact": "is {}",
@@ -93,7 +93,7 @@ def _matches(match: StringMatch) -> str:
 
 
 def _value(condition: p.Condition, facts: ConnectionFacts) -> str:
-    """Return the connection's value for a condition. Empty if there is no value to print."""
+    """Return the connection's value that a condition tests, as text. Empty if there is none."""
     peer = facts.peer
     match condition:
         case p.PeerPrincipal() | p.PeerNamespace() | p.PeerServiceAccount() if peer is None:

@@ -135,10 +135,10 @@ class UnaryServer:
 
 
 class _Connection(asyncio.Protocol):
-    """Moves bytes between a socket and its state machine.
+    """The asyncio protocol of one client connection: moves bytes between its socket and the state machine.
 
     Attributes:
-        closed: done once the socket is.
+        closed: done once the socket is closed.
     """
 
     def __init__(self, machine: UnaryConnection, all_of_them: "set[_Connection]") -> None:
@@ -163,12 +163,12 @@ class _Connection(asyncio.Protocol):
         self._advance(data)
 
     def pause_writing(self) -> None:
-        """The client does not take answers: read no more calls."""
+        """Stop reading calls, because the client does not read its answers."""
         self._writable = False
         self._set_reading()
 
     def resume_writing(self) -> None:
-        """The client has taken answers."""
+        """Read calls again, because the client has read answers."""
         self._writable = True
         self._machine.sent()
         self._flush()
@@ -183,13 +183,13 @@ class _Connection(asyncio.Protocol):
             self.closed.set_result(None)
 
     def end(self) -> None:
-        """Tell the client that no more calls are taken, and close once it was sent."""
+        """Announce with GOAWAY that no more calls are accepted, and close once it was sent."""
         self._machine.engine.goaway()
         self._flush()
         self._transport.close()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once, without sending."""
         self._transport.abort()
 
     def _advance(self, data: bytes = b"") -> None:
@@ -203,7 +203,8 @@ class _Connection(asyncio.Protocol):
         if engine.failed:
             self._transport.close()
             return
-        # A client that causes more work than its share waits. So do calls that a step had no room for.
+        #         # Pause reading from a client over its work budget. Calls beyond the limit of a step wait for the
+        # next.
         self._held = engine.unparsed or engine.pause_s > 0
         if self._held:
             loop = asyncio.get_running_loop()

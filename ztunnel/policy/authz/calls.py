@@ -33,11 +33,11 @@ Answer: TypeAlias = Callable[[bytes], bytes]
 
 #: gRPC's default for the longest message of a client.
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
-#: Of all messages of a connection that are not complete; the call that exceeds it fails.
+#: #: The most bytes of incomplete messages on a connection; the call that exceeds it fails.
 HELD_BYTES: Final = 64 * 1024 * 1024
-#: Calls of one connection at once.
+#: #: The most calls of one connection at a time.
 STREAMS: Final = 1000
-#: Of a call's metadata: Envoy passes on what its client sent, up to 60 KiB by default.
+#: #: The most bytes of a call's metadata. Envoy passes on what its client sent, up to 60 KiB by default.
 METADATA_BYTES: Final = 1024 * 1024
 #: Work between two turns of the loop, in the engine's units: some hundred calls.
 SLICE_UNITS: Final = 40_000
@@ -90,7 +90,7 @@ class _Call:
 class SharedBuffers:
     """Output buffers that connections lend one another: each needs one while it has something to send.
 
-    A new one for each answer would take longer than the answer: its pages are fresh ones.
+    Allocating one for each answer would take longer than the answer, because the kernel must map its pages.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class SharedBuffers:
         return self._free.pop() if self._free else memoryview(bytearray(_BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Keep a few; connections that are slow to be read from may hold many at once."""
+        """Keep a few buffers for reuse; connections whose clients read slowly may return many at once."""
         if len(self._free) < _BUFFERS_KEPT:
             self._free.append(buffer)
 
@@ -123,11 +123,11 @@ class UnaryConnection:
         self._answers = answers
         self._calls: dict[int, _Call] = {}
         self._held = 0
-        #: Rests of answers that wait for the client's credit.
+        #:         #: Unsent parts of answers that wait for the client's flow-control credit.
         self._waiting: dict[int, memoryview] = {}
 
     def receive_data(self, data: bytes, now_s: float) -> None:
-        """Advance by what was received, and answer the calls that are complete."""
+        """Process received bytes, and answer the calls that are complete."""
         connection_opened = False
         for event in self.engine.receive_data(data, now_s, SLICE_UNITS):
             match event:
@@ -207,7 +207,7 @@ class UnaryConnection:
             self._send(stream_id, framed)
 
     def _send(self, stream_id: int, framed: memoryview) -> None:
-        """Send an answer or its rest, and its end. Bytes without credit wait."""
+        """Send an answer, or the rest of one, and end the stream. Bytes without flow-control credit wait."""
         sent = self.engine.send_data(stream_id, framed)
         if sent < len(framed):
             self._waiting[stream_id] = framed[sent:]
@@ -216,7 +216,7 @@ class UnaryConnection:
             self.engine.end_stream(stream_id, _OK)
 
     def sent(self) -> None:
-        """Continue with answers that there was no room for. Called when the output was sent."""
+        """Continue answers that did not fit into the output. Called when the output was sent."""
         for stream_id in list(self._waiting):
             self._send_rest(stream_id)
 
@@ -231,7 +231,7 @@ class UnaryConnection:
         self._respond(stream_id, 200, headers, open_still=open_still)
 
     def _respond(self, stream_id: int, status: int, headers: Headers, *, open_still: bool) -> None:
-        """Answer without a message. The rest of a request that is ``open_still`` is ignored."""
+        """Answer with a status and no message. If the request is ``open_still``, the rest of it is ignored."""
         with suppress(LocalProtocolError):
             code = ErrorCode.NO_ERROR if open_still else None
             self.engine.respond(stream_id, status, headers, ended=True, reset_code=code)

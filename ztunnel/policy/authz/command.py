@@ -22,7 +22,7 @@ DEFAULT_LISTEN: Final = "/var/run/dikastes/dikastes.sock"
 DEFAULT_DIAL: Final = "/var/run/felix/nodeagent/socket"
 _CALL_S: Final = 5.0
 
-#: Exit statuses of ``health``, the same as of Calico's probe.
+#: #: Exit statuses of ``health``, equal to those of Calico's probe.
 HEALTHY, BAD_ARGUMENT, NO_ANSWER, UNHEALTHY = 0, 1, 2, 3
 
 
@@ -63,7 +63,7 @@ def _add_dial(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what ``serve`` takes."""
+    """Add the arguments of ``serve``."""
     add_flags(
         parser,
         ("--listen -l", "ADDRESS", f"path, unix:/path or host:port, repeatable (default {DEFAULT_LISTEN})",
@@ -83,7 +83,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_command(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
     import uvloop
 
     from xds.grpc.serve_error import ServeError
@@ -219,7 +219,7 @@ async def _call(dial: str, method: str, message: bytes) -> bytes:
 
 
 def _destination(text: str | None) -> tuple[str | None, int]:
-    """Read ``IP[:PORT]``; no port is 0."""
+    """Parse ``IP[:PORT]``; without a port it is 0."""
     from xds.model.address import SocketAddress, canonical
 
     if text is None:

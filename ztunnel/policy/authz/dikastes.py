@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if args.command == "server":
         port = os.environ.get("DIKASTES_HTTP_BIND_PORT")
-        if port:  # one that is empty counts as none, as in Calico's
+        if port:  # an empty port counts as missing, like in Calico's
             address = os.environ.get("DIKASTES_HTTP_BIND_ADDR", "")
             bracketed = f"[{address}]" if ":" in address else address
             args.terminate = f"{bracketed}:{port}" if address else port
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "client":
         args.path = args.source = args.destination = None
         args.trust_domain = "cluster.local"
-        args.denied = 0  # as of Calico's client: a denial is an answer, too
+        args.denied = 0  # exit with 0 also for a denial, like Calico's client
         return asyncio.run(command.check_command(args))
     return asyncio.run(command.health_command(args))
 

@@ -1,4 +1,4 @@
-"""The metrics of the policy server: its answers, and the age of the policies that it answers by."""
+"""Metrics of the policy server: counts of its answers, and the age of the policies behind them."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from ztunnel.runtime.http.exposition import Family, family, process_families
 
 
 def families(server: PolicyServer, follower: Follower) -> Iterator[Family]:
-    """Yield the families of one scrape."""
+    """Yield the metric families of one scrape."""
     store, counts = follower.evaluator.store, follower.counts
     answers = [((code.name,), float(count)) for code, count in sorted(server.answers.items())]
     yield family("authz_checks", "counter", "Checks answered, by gRPC code", answers, ("code",))

@@ -1,4 +1,4 @@
-"""The admin pages of the policy server: active policies with their counts, and why a request would be denied."""
+"""The policy server's admin pages: active policies with their counts, and why it would deny a request."""
 
 import json
 

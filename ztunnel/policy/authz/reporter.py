@@ -1,7 +1,7 @@
 """Reports evaluated flows and their deciding rules to the PolicySync server, every five seconds and once per flow.
 
-A server that has no collector says so, and is asked again in the next interval. What cannot be delivered is left
-out and counted: reports are no reason to hold checks up, or memory.
+A server that has no collector says so, and is asked again in the next interval. Reports that cannot be delivered
+are dropped and counted, so that they neither delay checks nor fill memory.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from ztunnel.policy.calico.verdict import Verdict
 log = logging.getLogger(__name__)
 
 METHOD: Final = "/felix.PolicySync/Report"
-#: The interval of Calico's own policy server.
+#: #: The time between two reports, equal to that of Calico's own policy server.
 INTERVAL_S: Final = 5.0
-#: Flows of one interval; more are left out.
+#: #: The most flows reported per interval; more are dropped and counted.
 MOST_FLOWS: Final = 10_000
 _CALL_S: Final = 5.0
 
@@ -34,8 +34,8 @@ class Reporter:
         target: the PolicySync server's target.
 
     Attributes:
-        sent: flows that the server took.
-        left_out: flows that it did not get.
+        sent: number of flows that the server accepted.
+        left_out: number of flows that were dropped.
     """
 
     def __init__(self, target: str, interval_s: float = INTERVAL_S) -> None:
@@ -46,7 +46,7 @@ class Reporter:
         self._flows: dict[c.FlowReport, None] = {}
 
     def note(self, flow: c.Flow, verdict: Verdict) -> None:
-        """Remember a flow that was judged; each is reported once an interval."""
+        """Remember an evaluated flow for the next report; equal flows are reported once per interval."""
         report = c.FlowReport(
             source_ip=flow.source_ip or "",
             destination_ip=flow.destination_ip or "",
@@ -63,7 +63,7 @@ class Reporter:
         self._flows[report] = None
 
     async def run(self) -> None:
-        """Send what was collected, every interval, until cancelled."""
+        """Send the collected flows once per interval, until cancelled."""
         async with Channel(self.target) as channel:
             while True:
                 await asyncio.sleep(self._interval_s)
@@ -73,7 +73,7 @@ class Reporter:
                 self.left_out += len(flows) - taken
 
     async def _send(self, channel: Channel, flows: dict[c.FlowReport, None]) -> int:
-        """Send flows until one is not taken; return how many were."""
+        """Send flows until the server does not accept one; return how many it accepted."""
         for number, flow in enumerate(flows):
             try:
                 answer = ReportResult.FromString(

@@ -39,7 +39,7 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 #  Everybody may connect: a proxy in another container has another user, and the socket's folder is private to the
 # pod.
 SOCKET_MODE: Final = 0o777
-#: How long checks under way can take when the server stops.
+#: #: How long checks in progress can take when the server stops.
 _STOP_S: Final = 5.0
 
 
@@ -50,7 +50,8 @@ class AuthzSettings:
     Attributes:
         per_host: choose the endpoint by the destination's address, instead of the only one.
         explain: name the denying rule to the client and the proxy (headers, body, dynamic metadata).
-        max_stale_s: without a stream for longer than this, answer UNAVAILABLE. None answers for ever.
+        max_stale_s: without a stream for longer than this, answer UNAVAILABLE. None always answers from the last
+            policies.
     """
 
     per_host: bool = False
@@ -103,12 +104,12 @@ class PolicyServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses, with the ports that were picked."""
+        """The addresses served, with the ports that the kernel picked."""
         return self._server.addresses
 
     @property
     def ready(self) -> bool:
-        """Whether the store is complete and the stream that keeps it so is up."""
+        """Whether the policy store is complete and the stream that updates it is open."""
         return self._follower.in_sync
 
     async def __aenter__(self) -> Self:
@@ -137,8 +138,9 @@ class PolicyServer:
             return encode_response(Code.INVALID_ARGUMENT, str(error))
         verdict = self.answer(flow)
         if old and verdict.allowed and flow.method is None:
-            # Calico's server takes a connection of these versions for a request with an empty method and path,
-            # which a rule about requests does not allow. Here both readings must allow it.
+            #             # Calico's server treats a connection in these API versions as a request with an empty
+            # method and path, which no rule about requests allows. Here the flow must be allowed both as a
+            # connection and as such a request.
             verdict = self.answer(replace(flow, method="", path=""))
         self.answers[verdict.code] += 1
         note(self.uses, verdict, self._clock.wall())

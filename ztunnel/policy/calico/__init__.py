@@ -1,1 +1,1 @@
-"""Calico's policy as sent by PolicySync, evaluated for a flow. Pure; servers and clients are elsewhere."""
+"""Evaluates Calico's policies, as sent by PolicySync, for a flow. Pure; servers and clients are elsewhere."""

@@ -39,7 +39,7 @@ def all_hold(checks: Iterable[Check], facts: Facts) -> bool:
     """Return whether all checks hold. One failing check decides, even if others raise errors.
 
     Raises:
-        Undecidable: none fails and one cannot be evaluated.
+        Undecidable: no check fails, and one cannot be evaluated.
     """
     undecidable = None
     for check in checks:
@@ -88,7 +88,7 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
 
 
 def _is_about_identity(peer: c.PeerMatch) -> bool:
-    """Return whether one side of a rule selects identities that no IP set has, so that addresses cannot decide.
+    """Return whether one side of a rule selects by identity without an IP set, so that addresses cannot decide.
 
     Selectors of namespaces and pods usually have IP sets. A namespace selector without one selects identities.
     """
@@ -105,7 +105,7 @@ def has_http(rule: c.Rule) -> bool:
 
 
 def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
-    """Return what stands for a rule's HTTP clause where only connections are judged, or None if it has none.
+    """Return the check that replaces a rule's HTTP clause for connections. None without an HTTP clause.
 
     Call it last. Calico's API has HTTP clauses on rules that allow only. Other rules with one can still arrive
     over the wire, and must not admit a request either: a denying rule denies every request, and passing on some
@@ -132,7 +132,7 @@ def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
 
 
 def http_clause(rule: c.Rule) -> Check | None:
-    """Return the check of a rule's HTTP clause, or None if it has none. It is to be called last.
+    """Return the check of a rule's HTTP clause, or None if it has none. Call it last.
 
     A flow without HTTP satisfies it. The check raises :class:`Undecidable` for a request whose path does not begin
     with a slash. A path without a normal form matches no allowing rule and every denying rule, and ends the
@@ -250,7 +250,7 @@ def _all_there(facts: Facts, sets: Iterable[str], *, denies: bool) -> bool:
     """Return whether all sets exist.
 
     Raises:
-        Undecidable: one is missing, and the rule denies.
+        Undecidable: a set is missing, and the rule denies.
     """
     for set_id in sets:
         if set_id not in facts.ip_sets:
@@ -279,7 +279,7 @@ _PORT: Final = "the port of an end that has no address"
 
 
 def _unreadable(what: str, *, denies: bool) -> bool:
-    """Fail a clause that cannot be judged.
+    """Return False for a clause that cannot be evaluated.
 
     Raises:
         Undecidable: the rule denies, or passes to the next tier.
@@ -316,7 +316,7 @@ def _not_ports(of: _Of, ranges: tuple[tuple[int, int], ...], sets: tuple[str, ..
 
 
 def _has_one_of(peer: Peer, ranges: tuple[tuple[int, int], ...], sets: tuple[str, ...]) -> bool:
-    """Return whether an end is known to have a port of some ranges or sets."""
+    """Return whether one side of the flow is known to have a port in the given ranges or IP sets."""
     if peer.address is None and not peer.port:
         return False
     return _in_ranges(peer.port, ranges) or (bool(sets) and not peer.port_sets.isdisjoint(sets))

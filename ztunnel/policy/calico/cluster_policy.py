@@ -37,7 +37,7 @@ _ALLOWS: Final = {"ClusterNetworkPolicy": "Accept"}
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _DENY_ALL: Final = ApiRule(c.Action.DENY)
 
-#: Protocol and ports, or the name of a port. No protocol and no ports match all traffic.
+#: #: A protocol and ports, or a named port. Without protocol and ports it matches all traffic.
 _Ports = tuple[str | None, tuple[tuple[int, int] | str, ...]]
 
 
@@ -59,7 +59,8 @@ class ClusterPolicyReader(KubernetesReader):
             order=self._priority(spec, resource.kind, where),
             selector=selected.selector,
             namespace_selector=selected.namespace_selector,
-            # A policy without rules of a direction has no say about it, other than a NetworkPolicy.
+            #             # Unlike a NetworkPolicy, a policy without rules for a direction does not govern that
+            # direction.
             ingress=bool(inbound or unclear),
             egress=bool(outbound or unclear),
             inbound=inbound,
@@ -156,7 +157,7 @@ class ClusterPolicyReader(KubernetesReader):
         found: RuleFaults,
         unknown: list[str],
     ) -> Iterator[ApiRule]:
-        """Yield what one rule becomes, one for each peer and protocol; ``unknown`` is as of :meth:`_peers`."""
+        """Convert one rule: yield a rule for each peer and protocol; for ``unknown`` see :meth:`_peers`."""
         ports_key = "protocols" if kind == "ClusterNetworkPolicy" else "ports"
         entry = self.needed(found, lambda: self.mapping(item, where, ("name", "action", peers_key, ports_key)))
         action = self.needed(found, lambda: self._action(entry, kind, where))
@@ -217,7 +218,8 @@ class ClusterPolicyReader(KubernetesReader):
             case "domainNames" if outward:
                 unknown.append(f"{place}.domainNames: names are not followed here")
             case "":
-                # The API's rule for a kind of peer that its server supports and this reader does not.
+                #                 # The API demands this for a kind of peer that the API server supports and this
+                # reader does not.
                 unknown.append(f"{place}: no kind of peer that is known here")
             case _:
                 unknown.append(f"{place}.{kind}: no kind of peer that is known here")
@@ -306,5 +308,5 @@ class ClusterPolicyReader(KubernetesReader):
 
 
 def _given(entry: Json) -> Json:
-    """Return the fields that are set: JSON's null is none."""
+    """Return the fields that are set, without those that are null in JSON."""
     return {key: value for key, value in entry.items() if value is not None}

@@ -66,7 +66,7 @@ class Compiled:
 
 
 def compile_resources(resources: Resources) -> Compiled:
-    """Return what resources mean for every pod in them."""
+    """Compile resources to the PolicySync objects of all pods in them."""
     return _Compiler(resources).compiled()
 
 
@@ -98,7 +98,7 @@ def with_addresses(pod: Pod, held: Sequence[IpAddress]) -> Pod:
 
 @dataclass(frozen=True, slots=True)
 class Selectable:
-    """The objects of endpoint selectors: a pod, or a network set."""
+    """An object that endpoint selectors can select: a pod, or a network set."""
 
     labels: Mapping[str, str]
     nets: tuple[IpNetwork, ...]
@@ -128,7 +128,7 @@ def account_profile(namespace: str, name: str, labels: Mapping[str, str]) -> Api
 
 
 def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
-    """Return what selectors see of a pod; ``labels_of`` has what a profile's endpoints inherit."""
+    """Return a pod as selectors see it; ``labels_of`` has the labels inherited from each profile."""
     labels = {**pod.labels, NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
     if len(pod.account) < _LABEL_LENGTH:
         labels[ACCOUNT_LABEL] = pod.account
@@ -139,7 +139,7 @@ def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> S
 
 
 def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
-    """Return what selectors see of a network set."""
+    """Return a network set as selectors see it."""
     labels = dict(found.labels)
     if found.namespace:
         labels[NAMESPACE_LABEL] = found.namespace
@@ -158,7 +158,7 @@ def host_selectable(found: HostEndpoint, labels_of: Callable[[str], Mapping[str,
 
 
 def node_selectable(node: ApiNode) -> Selectable:
-    """Return what selectors of nodes see of a node. Selectors of endpoints never see it."""
+    """Return a node as node selectors see it. Endpoint selectors never select it."""
     return Selectable(node.labels, tuple(ip_network(address) for address in node.addresses))
 
 
@@ -212,7 +212,7 @@ class RuleCompiler(ABC):
         sets: list[str] = []
         not_sets: list[str] = []
         port_sets: list[str] = []
-        # Sets of named ports hold what the selector selects already.
+        #         # A named-port set has the addresses that the selector selects, so no other set is needed.
         if selector is not None and (ranges or not named):
             sets.append(self.selector_set(selector))
         if selector is None and entity.not_selector:
@@ -412,7 +412,7 @@ def service_id(service: tuple[str, str], *, ports: bool) -> str:
 
 
 def named_port_members(found: Selectable, protocol: str, name: str) -> Iterator[str]:
-    """Yield what a set of named ports has of one endpoint."""
+    """Yield the members that one endpoint adds to a named-port set."""
     for port in found.ports:
         if port.name == name and protocol in ("any", port.protocol):
             yield from _members(found.nets, port.protocol, port.port)
@@ -437,16 +437,16 @@ def _target(target: int | str, protocol: str, ports: Iterable[NamedPort]) -> Ite
 
 
 def place_of(policy: ApiPolicy) -> tuple[float, str]:
-    """Return what orders policies inside a tier."""
+    """Return the sort key of a policy inside its tier."""
     return policy.order, f"{policy.id.name}/{policy.id.namespace}/{policy.id.kind}"
 
 
 def policy_selector(policy: ApiPolicy) -> Selector:
-    """Return the selector of the endpoints that a policy is for."""
+    """Return the selector of the endpoints that a policy applies to."""
     parts = [parse_selector(policy.selector).root] if policy.selector.strip() else []
     if policy.namespace_selector.strip():
         parts.append(parse_selector(policy.namespace_selector).prefixed(_OF_NAMESPACE).root)
-        # "All namespaces" leaves out what is in none, such as a global network set.
+        #         # "All namespaces" excludes objects outside of namespaces, such as a global network set.
         parts = [_replaced(part, All, Has(NAMESPACE_LABEL)) for part in parts]
     if policy.account_selector.strip():
         part = parse_selector(policy.account_selector).prefixed(_OF_ACCOUNT).root

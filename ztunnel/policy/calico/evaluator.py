@@ -29,16 +29,16 @@ from ztunnel.policy.calico.verdict import (
     with_unseen,
 )
 
-#: Answers kept for all endpoints; when there are more, all are dropped. One takes half a kilobyte.
+#: #: The most cached answers of all endpoints; beyond it, all are dropped. One takes half a kilobyte.
 CACHED_VERDICTS: Final = 65_536
-#: The longest principals, together, of a cached answer. Real ones have less than a hundred characters each, but a
-#: client of a policy server can send any text.
+#: #: The total length of both principals up to which an answer is cached. Real ones have less than a hundred
+#: characters each, but a client of a policy server can send any text.
 _CACHED_CHARACTERS: Final = 512
 
 #: A rule's requirement on a flow: a kind of look-up and the value to find.
 _Need: TypeAlias = tuple[str, Hashable]
 
-#: The values of an end without an address, in place of a network or a port.
+#: #: Stands for the network or the port of a flow's side without an address.
 _NO_ADDRESS: Final = "no address"
 
 #: Ranges of more ports than this are checked, not looked up.
@@ -46,7 +46,7 @@ _PORTS_LISTED: Final = 16
 
 
 class _Rule:
-    """A compiled rule, which knows its place: that of its policy in the tier, and its own in the policy."""
+    """A compiled rule with its position: that of its policy in the tier, and its own in the policy."""
 
     __slots__ = ("action", "checks", "http", "index", "place", "policy")
 
@@ -81,13 +81,13 @@ class _Policy:
         self.needs: list[tuple[_Need, ...]] = []
         only = tier.connections_only
         for index, rule in enumerate(policy.rules(tier.direction)):
-            if rule.action is not c.Action.LOG:  # ends nothing
+            if rule.action is not c.Action.LOG:  # a LOG rule does not decide
                 self.rules.append(_Rule(self, index, rule, policy.namespace, tier.name, connections_only=only))
                 self.needs.append(_needs(rule))
 
 
 class _Missing(_Rule):
-    """Stands where a policy should be that the store does not have: reaching it is an error."""
+    """Takes the place of a policy that the store does not have: reaching it is an error."""
 
     __slots__ = ("tier",)
 
@@ -129,7 +129,7 @@ class _Tier:
             for enforced in (True, False)
         }
         self.reads_source_port = False
-        # Listed twice, the first place counts.
+        #         # If a policy is listed twice, its first position counts.
         self.places = {policy: place for place, policy in reversed(list(enumerate(policies)))}
         self._compiled: dict[c.PolicyId, _Policy] = {}
         self._always: list[_Rule] = []
@@ -183,7 +183,7 @@ class _Tier:
         return found
 
     def _values(self, kind: str, facts: Facts) -> Iterable[Hashable]:
-        """Return what a flow offers to rules that were filed under ``kind``."""
+        """Return the flow's values for the look-up of rules indexed by ``kind``."""
         side, _, what = kind.partition(".")
         if side == "protocol":
             return (facts.protocol,)
@@ -251,7 +251,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
                 return ((f"{side}.set", peer.ip_sets[0]),)
     for side, peer in sides:
         if peer.account_names:
-            # Plain text, an empty account, satisfies the clause.
+            #             # A plaintext client, whose account is empty, satisfies the clause.
             return tuple((f"{side}.account", name) for name in {*peer.account_names, ""})
     for side, peer in sides:
         if peer.nets and None not in peer.nets:
@@ -292,7 +292,7 @@ class _Plan:
 
 
 class Evaluator:
-    """A store and the compiled form of what it holds.
+    """Evaluates flows by a store's policies, which it keeps compiled.
 
     Args:
         store: changed by :meth:`apply` only from now on.
@@ -425,14 +425,14 @@ _PROFILE_KIND: Final = "Profile"
 
 
 def profile_id(name: str) -> c.PolicyId:
-    """Return the id under which decisions of a profile are reported."""
+    """Return the policy id under which a profile's decisions are reported."""
     return c.PolicyId(_PROFILE_KIND, "", name)
 
 
 def _evaluate(plan: _Plan, facts: Facts, *, enforced: bool) -> Verdict:
     for tier in plan.tiers:
         first = tier.first[enforced]
-        if first is None:  # staged policies only: the tier has no say, not even by its end
+        if first is None:  # only staged policies: the tier decides nothing, not even at its end
             continue
         rule = tier.decide(facts, enforced=enforced)
         if rule is None:

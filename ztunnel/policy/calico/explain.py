@@ -11,7 +11,7 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import PROFILE_TIER, Verdict, identity_of
 from ztunnel.policy.calico.walk import Outcome, Step, walk
 
-#: Profiles of service accounts are named so, with namespace and name.
+#: #: The prefix of the names of service accounts' profiles; namespace and name follow.
 _OF_ACCOUNT: Final = "ksa."
 #: The source port of a connection if none is given: the first ephemeral port (RFC 6335, 6).
 EPHEMERAL_PORT: Final = 49152
@@ -19,11 +19,11 @@ EPHEMERAL_PORT: Final = 49152
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """One end of a flow that is asked about.
+    """The source or destination of the flow in a question.
 
     Attributes:
         name: as it is printed.
-        endpoint: None for what is no pod here.
+        endpoint: None if it is not a pod of this node.
         address: None if only an identity was given.
     """
 
@@ -34,7 +34,7 @@ class Party:
 
 
 class UnknownParty(ValueError):
-    """A text names neither a pod, an address nor a SPIFFE id."""
+    """The text is not a pod, an address or a SPIFFE id."""
 
 
 class BadQuestion(ValueError):
@@ -44,7 +44,7 @@ class BadQuestion(ValueError):
 def explain(
     made: Evaluator, flow: c.Flow, endpoint: c.EndpointId, direction: c.Direction, *, enforced: bool = True
 ) -> tuple[Verdict, list[str]]:
-    """Return the verdict about a flow to or from an endpoint, and the lines that say how it came about."""
+    """Return the verdict about a flow to or from an endpoint, and lines that explain it."""
     verdict = made.check(endpoint, flow, direction, enforced=enforced)
     identities = tuple(
         identity_of(principal, frozenset()) for principal in (flow.source_principal, flow.destination_principal)
@@ -134,7 +134,7 @@ def flow_of(
         source_port: :data:`EPHEMERAL_PORT` if empty.
 
     Raises:
-        BadQuestion: a port or the protocol is none.
+        BadQuestion: a port or the protocol is invalid.
     """
     number = protocol_of(protocol)
     http = method is not None or path is not None
@@ -171,7 +171,7 @@ def port_of(name: str, text: str) -> int:
     """Return a port, given as text.
 
     Raises:
-        BadQuestion: the text is none; the error names the parameter.
+        BadQuestion: the text is not a port; the error names the parameter.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
         raise BadQuestion(f"{name}: {text!r} is no port")
@@ -199,10 +199,10 @@ def icmp_of(text: str) -> tuple[int, int]:
 
 
 def _party(text: str, store: Store, trust_domain: str) -> Party:
-    """Return what is meant by ``namespace/pod``, an IP address or a SPIFFE id, as far as a store knows it.
+    """Look up a ``namespace/pod``, an IP address or a SPIFFE id in a store.
 
     Raises:
-        UnknownParty: by neither.
+        UnknownParty: the text is none of these.
     """
     if text.startswith("spiffe://"):
         return Party(text, None, None, text)

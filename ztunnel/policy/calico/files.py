@@ -23,24 +23,24 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: The interval at which files are looked at: a stat of each.
+#: #: The interval at which each file is checked for changes, by a stat.
 POLL_S: Final = 0.2
-#: Of the files of a folder that hold policies.
+#: #: The suffixes of policy files in a folder.
 SUFFIXES: Final = (".yaml",)
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that are meant: of a folder, its YAML files in order."""
+    """Return the file itself, or the YAML files of a folder in order."""
     return [each for path in paths for each in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
 
 
 def states_of(paths: Sequence[Path]) -> list[tuple[Path, FileState]]:
-    """Return the files that are meant with their states, which differ after a change."""
+    """Return the files, each with a state that differs after a change."""
     return [(file, file_state(file)) for file in files_of(paths)]
 
 
 def read_files(paths: Sequence[Path]) -> Resources:
-    """Return what files say.
+    """Return the resources that files describe.
 
     Raises:
         Faults: every fault, each beginning with its file.
@@ -132,7 +132,7 @@ class FilePolicies:
 
 
 class Files:
-    """Follows files. Implements :class:`~ztunnel.policy.calico.live.PolicySource`.
+    """Reloads policy files when they change. Implements :class:`~ztunnel.policy.calico.live.PolicySource`.
 
     While a part is faulty, the rest applies, and :class:`FilePolicies` defines the effect of the faulty
     part. The files are not in sync then, and their age counts. Before every document has been readable once, no

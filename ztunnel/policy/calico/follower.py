@@ -46,11 +46,11 @@ _FILLING: Final = "\0"
 
 @dataclass(slots=True)
 class FollowerCounts:
-    """What happened on all streams.
+    """Counts over all streams to the server.
 
     Attributes:
-        streams: begun.
-        updates: applied.
+        streams: number of streams opened.
+        updates: number of updates applied.
         faults: messages that could not be read.
         ignored: payloads that policy does not need.
     """
@@ -103,7 +103,7 @@ class Follower:
 
     @property
     def name(self) -> str:
-        """Where policies come from, for people."""
+        """The source of policies, as text for people."""
         return self.target
 
     @property
@@ -176,7 +176,7 @@ class Follower:
     async def _apply(self, pending: Evaluator, update: c.Update, weights: "_Weights") -> None:
         """Apply one update. A large one is applied in slices, between which other tasks run.
 
-        A set is filled under a name of its own meanwhile: half of a set must not be taken for the whole.
+        A set is filled under a name of its own meanwhile: a partly filled set must not be used.
 
         Raises:
             ConfigError: the store has become too large.
@@ -216,7 +216,7 @@ class Follower:
 
 
 class _Weights:
-    """The memory of objects other than IP sets, computed from message sizes, in members of IP sets."""
+    """Estimates the memory of objects other than IP sets from message sizes, in units of one IP set member."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -22,15 +22,15 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import Code, RuleRef, Verdict
 from ztunnel.policy.ledger import TierPolicy, Use, Uses
 
-#: The name under which ends of tiers are counted; no policy decided there.
+#: #: The policy name under which denials at the end of a tier are counted.
 END_OF_TIER: Final = "end of tier"
-#: The tier under which decisions are counted that no rule made.
+#: #: The tier name under which decisions without a deciding rule are counted.
 NO_RULE: Final = "none"
-#: Tier and name under which policies are counted that made room for others.
+#: #: Tier and name under which the counts of policies evicted from the table are summed.
 OTHERS: Final = TierPolicy("others", "others")
 
 
-#: The metrics' label ``result``, by use.
+#: #: Values of the metrics' label ``result``, by kind of decision.
 RESULTS: Final = {
     Use.ALLOWED: "allowed",
     Use.DENIED: "denied",
@@ -40,7 +40,7 @@ RESULTS: Final = {
 
 
 def note(uses: Uses[TierPolicy], verdict: Verdict, now_s: float, *, staged: bool = False) -> None:
-    """Count a decision; ``staged``: it is what staged policies would do."""
+    """Count a decision; ``staged``: staged policies would have made it."""
     rule = verdict.rule
     if rule is None:
         policy = TierPolicy(NO_RULE, verdict.code.name)
@@ -91,7 +91,7 @@ class Decision:
 
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
-        """The rule that decided, as fields of an access line; none if it is no rule."""
+        """The deciding rule as fields of an access log line; empty if no rule decided."""
         rule = self.verdict.rule
         if rule is None:
             return ()

@@ -121,7 +121,7 @@ class _Watch:
 
 
 class Compiler(RuleCompiler):
-    """Holds resources and what they mean.
+    """Holds resources and their compiled form.
 
     Attributes:
         resources: the current ones; changed by :meth:`apply` only.
@@ -205,7 +205,8 @@ class Compiler(RuleCompiler):
                 pods |= {
                     key for key in self._pods_in.get(namespace, ()) if self.resources.pods[key].account == account
                 }
-        # Things before selectors: anchors are chosen by how many things have them.
+        #         # Update pods, network sets, hosts and nodes before selectors: a selector's anchor label is
+        # chosen by how many objects carry it.
         for key in pods:
             self._put_pod(key, changed.get("pods", {}).get(key, self.resources.pods.get(key)))
         for key in networks:
@@ -266,7 +267,7 @@ class Compiler(RuleCompiler):
     def _update_profiles(
         self, namespaces: Iterable[str], accounts: Iterable[tuple[str, str]], written: Iterable[str]
     ) -> set[str]:
-        """Bring profiles up to date, and return those whose inherited labels have changed."""
+        """Update profiles, and return those whose inherited labels have changed."""
         wanted: dict[str, ApiProfile | None] = {}
         result = self.compiled
         for name in namespaces:
@@ -307,7 +308,7 @@ class Compiler(RuleCompiler):
         return relabelled
 
     def _implied(self, name: str) -> ApiProfile | None:
-        """Return what a profile that was written has hidden."""
+        """Return the implied profile that an explicit one of the same name has replaced."""
         kind, _, rest = name.partition(".")
         if kind == "kns" and rest in self.compiled.namespaces:
             return namespace_profile(rest, self.compiled.namespaces[rest])
@@ -320,7 +321,7 @@ class Compiler(RuleCompiler):
         found = self._profiles.get(profile)
         return found.labels if found is not None else {}
 
-    # Things
+    #     # Objects that selectors select
 
     def _put_pod(self, key: tuple[str, str], before: Pod | None) -> None:
         pod = self.resources.pods.get(key)
@@ -374,7 +375,7 @@ class Compiler(RuleCompiler):
             self._select(watch_id, self._watches[watch_id], key, thing)
 
     def _select(self, watch_id: Hashable, watch: _Watch, key: Hashable, thing: Selectable | None) -> None:
-        """Add a thing to what a selector selects, or remove it."""
+        """Add an object to the set that a selector selects, or remove it."""
         before = watch.selected.get(key)
         after = watch.members(thing) if thing is not None and watch.matches(key, thing) else None
         if before == after:
@@ -421,7 +422,7 @@ class Compiler(RuleCompiler):
                 self._note(key, watch_id, selected=False)
 
     def _anchor(self, node: Node) -> tuple[_Term, ...]:
-        """Return terms. Every selected object has at least one."""
+        """Return label terms of a selector. Every selected object has at least one of them."""
         match node:
             case Compare(label, "==", value):
                 return ((label, value),)
@@ -458,14 +459,15 @@ class Compiler(RuleCompiler):
         self._own(policy_id, self._needed)
         if _put(self.compiled.policies, policy_id, compiled):
             self._delta.policies.add(policy_id)
-        # Its order, tier or types can have changed, so the endpoints that it selects are rebuilt in any case.
+        #         # The policy's order, tier or types can have changed, so the endpoints that it selects are always
+        # rebuilt.
         self._unwatch(policy_id)
         if policy is not None:
             selector = policy_selector(policy)
             self._watch(policy_id, _Watch(self._anchor(selector.root), _by(selector), _no_members))
 
     def _own(self, owner: Hashable, needed: set[str]) -> None:
-        """Record the sets needed by an owner, and drop sets without an owner."""
+        """Record the sets that a policy or profile needs, and drop sets that none needs."""
         before = self._sets_of.get(owner, set())
         for set_id in needed - before:
             self._owners.setdefault(set_id, set()).add(owner)
@@ -584,7 +586,7 @@ class Compiler(RuleCompiler):
                 yield c.Tier(name, ingress, egress, self._tier(name)[3])
 
     def _tier(self, name: str) -> tuple[bool, float, str, bool]:
-        """Return what orders a tier among others, and whether its end passes."""
+        """Return the sort key of a tier, and whether its end passes."""
         known = self._tiers.get(name)
         if known is None:
             tier = self.resources.tiers.get(name)

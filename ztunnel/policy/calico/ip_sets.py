@@ -24,7 +24,7 @@ _NOTHING: Final[frozenset[str]] = frozenset()
 
 @dataclass(slots=True)
 class _Set:
-    """One set. ``broken`` are the members that cannot be read."""
+    """One IP set. ``broken``: its unreadable members."""
 
     id: str
     type: IpSetType
@@ -59,7 +59,7 @@ class IpSets:
         self._unreadable = 0
 
     def __contains__(self, set_id: str) -> bool:
-        """Return whether a set is there and whole."""
+        """Return whether a set exists and all its members are readable."""
         found = self._sets.get(set_id)
         return found is not None and not found.broken
 
@@ -73,7 +73,7 @@ class IpSets:
 
     @property
     def weight(self) -> int:
-        """The memory of the sets, in members. An unreadable member is stored as its text."""
+        """The memory of the sets, in units of one member. An unreadable member is stored as its text."""
         return self._members + self._unreadable
 
     @property
@@ -137,7 +137,7 @@ class IpSets:
         return self._ids(found)
 
     def holds(self, set_id: str, address: str | None) -> bool:
-        """Return whether a set is there and whole, and contains an address; cheaper than :meth:`containing`."""
+        """Return whether a set exists, is readable, and contains an address; cheaper than :meth:`containing`."""
         found = self._sets.get(set_id)
         if found is None or found.broken or address is None:
             return False
@@ -219,7 +219,7 @@ class IpSets:
         """Return the table of a member and its key there.
 
         Raises:
-            MalformedMember: it is not of the set's type.
+            MalformedMember: the member does not fit the set's type.
         """
         if kind is IpSetType.IP_AND_PORT:
             version, key = _parse_port_member(member)
@@ -239,7 +239,7 @@ class IpSets:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Drop the entries of retired sets."""
+        """Remove the table entries of retired sets."""
         alive = self._by_number
         for tables in self._tables.values():
             for length, table in list(tables.items()):

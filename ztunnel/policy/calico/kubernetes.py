@@ -34,7 +34,7 @@ Json: TypeAlias = Mapping[str, Any]
 _Value = TypeVar("_Value")
 IpAddress: TypeAlias = IPv4Address | IPv6Address
 
-#: The kinds that policies of Kubernetes' form have in ids.
+#: #: The kinds of Kubernetes policies, as they appear in policy ids.
 _POLICY_KINDS: Final = {
     "NetworkPolicy": "KubernetesNetworkPolicy",
     "StagedKubernetesNetworkPolicy": "StagedKubernetesNetworkPolicy",
@@ -89,7 +89,7 @@ class RuleFaults:
     opens: bool = False
 
     def note(self, place: str, reason: str) -> None:
-        """Record a fault of the rule as a whole."""
+        """Record a fault of the whole rule."""
         self.faults.append(f"{place}: {reason}")
         self.opens = True
 
@@ -116,7 +116,7 @@ class KubernetesReader(ConfigReader):
         return value, faults
 
     def flawed(self, faults: Iterable[str], consequence: str) -> None:
-        """Record faults of a part with their consequence."""
+        """Record the faults of a part, with their consequence."""
         self.flaws += [Flaw(fault, consequence) for fault in faults]
 
     def without(self, read: Callable[[], _Value], consequence: str) -> _Value:
@@ -301,7 +301,7 @@ class KubernetesReader(ConfigReader):
         return tuple(rules)
 
     def _rule(self, item: object, key: str, peers_key: str, where: str, rule: RuleFaults) -> Iterator[ApiRule]:
-        """Yield what one rule becomes: an allow for each peer and protocol."""
+        """Convert one rule: yield an allow rule for each peer and protocol."""
         entry = self.needed(rule, lambda: self.mapping(item, where, (peers_key, "ports")))
         peers: list[Entity] = []
         listed = self.needed(rule, lambda: self.items(entry, peers_key, where))
@@ -310,7 +310,7 @@ class KubernetesReader(ConfigReader):
             found, faults = self.attempt(read)
             rule.faults += faults
             peers += () if faults else [found]
-        # No peer at all is any peer; none that can be used is none.
+        #         # A rule without peers matches any peer; a rule without usable peers matches none.
         rule.opens = rule.opens or bool(listed and not peers)
         for protocol, ports in self.entries(rule, lambda: self._ports(entry, where)):
             for peer in peers or [Entity()]:
@@ -463,10 +463,10 @@ def read_port(value: object) -> tuple[int, int] | str | None:
 
 
 def is_port(value: object) -> bool:
-    """Return whether a value is the number of a port."""
+    """Return whether a value is a valid port number."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 65536
 
 
 def with_ports(entity: Entity, ports: tuple[tuple[int, int] | str, ...]) -> Entity:
-    """Return a peer of Kubernetes' form with the ports of its rule."""
+    """Return a peer that was read from Kubernetes' form, with the ports of its rule."""
     return replace(entity, ports=ports)

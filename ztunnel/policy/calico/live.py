@@ -21,12 +21,12 @@ GRACE_S: Final = 5.0
 #: Shortest time between two reviews: with 10,000 connections one takes about 0.1 s of the loop's time (a guess).
 _REVIEW_S: Final = 0.1
 
-#: Has live connections judged again: :meth:`ztunnel.proxy.dataplane.lives.Lives.review`, which shares the loop.
+#: #: Re-evaluates live connections: :meth:`ztunnel.proxy.dataplane.lives.Lives.review`, which shares the loop.
 Review = Callable[[], object]
 
 
 class PolicySource(Protocol):
-    """Where policies come from: :class:`~ztunnel.policy.calico.follower.Follower`,
+    """The source of policies: :class:`~ztunnel.policy.calico.follower.Follower`,
     :class:`~ztunnel.policy.calico.files.Files`.
 
     Attributes:
@@ -39,15 +39,15 @@ class PolicySource(Protocol):
 
     @property
     def name(self) -> str:
-        """Where from, for people."""
+        """The source of policies, as text for people."""
 
     @property
     def evaluator(self) -> Evaluator:
-        """Over the last complete store."""
+        """The evaluator over the last complete store."""
 
     @property
     def age_s(self) -> float:
-        """Seconds since what answers was known to be current; 0 while it is."""
+        """Seconds since the active policies were last known to be current; 0 while they are."""
 
     async def run(self) -> None:
         """Keep the evaluator current until cancelled."""
@@ -93,7 +93,7 @@ class LivePolicies:
         self._reviews[review] = None
 
     def unwatch(self, review: Review) -> None:
-        """Review no more; idempotent."""
+        """Stop the reviews that :meth:`watch` began; idempotent."""
         self._reviews.pop(review, None)
 
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:

@@ -61,8 +61,7 @@ class PolicyObjects:
     """Remembers which resource each object became.
 
     Attributes:
-        nodes: Node objects are among the changes. Without them, rules about nodes are as strict as those about
-            something unknown.
+        nodes: Node objects are among the changes. Without them, rules about nodes fail closed.
         problems: the problems of the objects that are faulty now.
     """
 
@@ -71,7 +70,7 @@ class PolicyObjects:
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
 
     def known(self) -> set[ObjectKey]:
-        """Return the objects that became something."""
+        """Return the objects that were converted to a resource."""
         return set(self._made)
 
     def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
@@ -144,7 +143,7 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
 def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
     """Return a policy that closes the pods selected by a faulty policy, in the latter's directions.
 
-    What cannot be read of a selector selects all, and what cannot be read of the directions is both.
+    The unreadable part of a selector selects all pods; unreadable directions mean both.
     """
     made = next(iter(found.policies.values()), None)
     if made is None:
@@ -158,7 +157,7 @@ def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
 
 
 def _closed(policy: ApiPolicy) -> str:
-    """Return in words what a policy that closes selects."""
+    """Describe the pods that a closing policy selects."""
     pods = " && ".join(filter(None, (policy.selector, policy.account_selector))) or "all pods"
     where = policy.id.namespace or policy.namespace_selector or "every namespace"
     governed = [name for name, whether in (("ingress", policy.ingress), ("egress", policy.egress)) if whether]

@@ -1,4 +1,4 @@
-"""Reads policy resources from YAML, with every fault at its place. Pure.
+"""Reads policy resources from YAML, and reports every fault with its position. Pure.
 
 A file has documents of any kind in :data:`_KINDS`, in any order; ``List`` documents are opened. The reader refuses
 what Calico's own validation refuses, and input that would otherwise be accepted without effect.
@@ -62,10 +62,10 @@ def read_resources(texts: Mapping[str, str]) -> Resources:
 
 @dataclass(frozen=True, slots=True)
 class ReadObject:
-    """What one object becomes.
+    """The result of reading one object.
 
     Attributes:
-        found: without its unusable parts. With faults it only has the object's selection.
+        found: the resource without its unusable parts. With faults it only has the object's selection.
         faults: the reasons why the object is unusable, each with resource and field.
         flaws: the parts that are not enforced as written.
     """
@@ -76,7 +76,7 @@ class ReadObject:
 
 
 def read_object(document: Mapping[str, object]) -> ReadObject:
-    """Return what one object becomes."""
+    """Read one object, and return its resource and faults."""
     reader = _Reader()
     reader.document_of("", document)
     return ReadObject(reader.found, tuple(reader.faults), tuple(reader.flaws))
@@ -172,7 +172,7 @@ class _Reader(ClusterPolicyReader):
             )
         )
         if spec.get("doNotTrack") is True or spec.get("preDNAT") is True:
-            return  # for host endpoints only; applyOnForward adds these to the pods that the policy is for
+            return  # for host endpoints only; applyOnForward adds forwarded traffic to the policy's scope
         if resource.kind.startswith("Staged"):
             action = self.choice(spec, "stagedAction", where, ("Set", "Delete", "Learn", "Ignore"))
             if action in ("Delete", "Ignore"):
@@ -239,7 +239,7 @@ class _Reader(ClusterPolicyReader):
             case c.Action.LOG:
                 consequence = "nothing is logged"
             case c.Action.PASS:
-                # Neither omitting it nor passing more traffic on is certain to admit no more.
+                #                 # Neither omitting the rule nor widening it is certain to admit no more traffic.
                 consequence = "the rule denies, without these clauses, what it would pass on"
                 rule = replace(rule, action=c.Action.DENY)
             case _:
@@ -374,7 +374,7 @@ class _Reader(ClusterPolicyReader):
         return tuple(name for name in names if isinstance(name, str) and name)
 
     def service_of(self, side: Json, where: str, namespace: str) -> tuple[str, str] | None:
-        """Return the Service that a side names, in the policy's namespace unless it names another."""
+        """Return the Service that one side of a rule names, by default in the policy's namespace."""
         place = f"{where}.services"
         services, faults = self.attempt(lambda: self.mapping(side.get("services"), place, ("name", "namespace")))
         if side.get("services") is None:

@@ -13,7 +13,7 @@ from ztunnel.policy.ledger import PolicyUse, TierPolicy, Uses
 
 
 def in_force(store: Store, state: Mapping[str, Any], uses: Uses[TierPolicy]) -> Iterator[str]:
-    """Yield one JSON document in pieces, a tier each.
+    """Yield one JSON document in pieces, one per tier.
 
     Args:
         state: the source's state, see :func:`state_of`.
@@ -62,7 +62,7 @@ def _tiers(store: Store) -> dict[str, dict[c.PolicyId, int]]:
             profiles = found.setdefault(PROFILE_TIER, {})
             profile = c.PolicyId("Profile", "", name)
             profiles[profile] = profiles.get(profile, 0) + 1
-    if PROFILE_TIER in found:  # they come after every tier
+    if PROFILE_TIER in found:  # profiles come after every tier
         found[PROFILE_TIER] = found.pop(PROFILE_TIER)
     return found
 

@@ -12,7 +12,7 @@ from typing import Final
 from xds.model import calico as c
 from xds.model.address import IpNetwork
 
-#: The clause of a rule that has none.
+#: #: The default clause of a rule: it matches all traffic.
 NO_HTTP: Final = c.HttpMatch()
 DEFAULT_TIER: Final = "default"
 #: Tiers that exist without being written: order, and whether their end passes.
@@ -151,7 +151,7 @@ class Pod:
 
     @property
     def is_endpoint(self) -> bool:
-        """Whether policies are about the pod, if its addresses are its own."""
+        """Whether policies apply to the pod, given that its addresses are its own."""
         return bool(self.addresses) and not self.host_network
 
     @property
@@ -209,7 +209,7 @@ class Service:
 
 @dataclass(slots=True)
 class Resources:
-    """Everything that was read."""
+    """All resources that were read, by kind and key."""
 
     policies: dict[c.PolicyId, ApiPolicy] = field(default_factory=dict)
     tiers: dict[str, ApiTier] = field(default_factory=dict)

@@ -38,10 +38,10 @@ class PolicySettings:
 def policy_settings(
     directory: str, sync: str, unknown_pods: str, http_waypoints: frozenset[str] = frozenset()
 ) -> PolicySettings | None:
-    """Return the settings that three texts describe, with empty defaults, or None without a source.
+    """Parse the settings from three texts that can be empty. Return None if they name no source of policies.
 
     Raises:
-        ValueError: they make no sense together.
+        ValueError: the settings contradict each other.
     """
     if directory and sync:
         raise ValueError(f"{DIRECTORY} and {SYNC} exclude each other")
@@ -57,10 +57,10 @@ def policy_settings(
 
 
 def waypoints(text: str) -> frozenset[str]:
-    """Return a list of service accounts, ``namespace/name`` separated by commas.
+    """Parse a comma-separated list of service accounts, each ``namespace/name``.
 
     Raises:
-        ValueError: one is none.
+        ValueError: an entry is not ``namespace/name``.
     """
     found = frozenset(filter(None, (part.strip() for part in text.split(","))))
     for each in found:
@@ -92,7 +92,7 @@ def unknown_pods(text: str) -> str:
     """Return ``deny`` or ``allow``. Empty stays empty.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is anything else.
     """
     if text not in ("", "deny", "allow"):
         raise ValueError("must be deny or allow")
@@ -100,11 +100,11 @@ def unknown_pods(text: str) -> str:
 
 
 def live_policies(settings: PolicySettings, clock: Clock, uses: Uses[TierPolicy]) -> "LivePolicies":
-    """Return the policies that settings describe; the caller keeps their ``run`` running.
+    """Create the live policies that the settings describe. The caller must keep their ``run()`` task running.
 
     Args:
-        clock: for the times of decisions and of the source.
-        uses: where decisions are counted.
+        clock: timestamps decisions and the source's updates.
+        uses: counts decisions by policy.
     """
     # Proxies without policies save the memory; YAML is for files only.
     from ztunnel.policy.calico.live import LivePolicies

@@ -48,7 +48,7 @@ class RuleRef:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer about one flow; only ``Code.OK`` allows it.
+    """The result of evaluating one flow; only ``Code.OK`` allows it.
 
     Attributes:
         message: why, for codes other than OK; names the rule or what is missing. For OK empty, or the rule whose
@@ -62,15 +62,15 @@ class Verdict:
 
     @property
     def allowed(self) -> bool:
-        """Whether the flow may pass."""
+        """Whether the flow is allowed."""
         return self.code is Code.OK
 
 
 class Undecidable(Exception):
-    """A rule is reached that cannot be evaluated. The flow is answered with :attr:`code`.
+    """A flow reached a rule that cannot be evaluated. It is answered with :attr:`code`.
 
     Attributes:
-        code: whose fault it is.
+        code: the gRPC status code to answer with.
     """
 
     def __init__(self, code: Code, message: str) -> None:
@@ -87,7 +87,7 @@ class Identity:
 
 
 def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | None:
-    """Return the identity in a principal. None if it is malformed or of an unlisted trust domain.
+    """Parse the identity in a principal. None if the principal is malformed or its trust domain is not listed.
 
     Args:
         principal: a SPIFFE id in Istio's form. Empty for plain text.

@@ -1,6 +1,7 @@
-"""Walks through an endpoint's tiers rule by rule and says of each why it matched or did not. Pure.
+"""Evaluates an endpoint's tiers rule by rule, and records why each rule matched or did not. Pure.
 
-Explanations are made of this. The answer is the one of :mod:`ztunnel.policy.calico.evaluator`, only slower.
+Explanations are made from this record. The verdict equals that of :mod:`ztunnel.policy.calico.evaluator`, which is
+faster.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from ztunnel.policy.calico.verdict import (
 
 
 class Outcome(StrEnum):
-    """What became of one rule, policy or tier."""
+    """The outcome of one rule, policy or tier."""
 
     NO_MATCH = "no match"
     LOGGED = "logs"
@@ -91,7 +92,7 @@ def walk(
 
 @dataclass(slots=True)
 class _Walking:
-    """What one walk asks, and the steps so far."""
+    """One evaluation in progress: its flow, and the steps so far."""
 
     store: Store
     facts: Facts

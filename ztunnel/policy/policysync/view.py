@@ -33,7 +33,7 @@ class View:
 
 
 def view_of(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> View:
-    """Return what a client that serves these endpoints needs. Endpoints that there are none of are left out."""
+    """Return the objects that a client serving these endpoints needs. Unknown endpoints are left out."""
     served = {key: compiled.endpoints[key] for key in endpoints if key in compiled.endpoints}
     policies = {
         policy: compiled.policies[policy]
