@@ -1,6 +1,6 @@
 """Makes the families of :class:`~ztunnel.proxy.flows.times.ConnectionTimes` for the metrics pages.
 
-Import this module with the first scrape, see :mod:`ztunnel.runtime.http.exposition`.
+Import this module only at the first scrape: see :mod:`ztunnel.runtime.http.exposition`.
 """
 
 from collections.abc import Iterator, Mapping

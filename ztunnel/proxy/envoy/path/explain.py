@@ -481,7 +481,7 @@ def _policies(asked: Iterable[tuple[LiveRbac, ConnectionFacts]]) -> tuple[list[A
 def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
     """Return each policy's result with the deciding clause."""
     listed = [(policy, holds(policy.condition, facts)) for tier in rules.tiers for policy in tier.policies]
-    # Matching policies decide, so they come first. The output has room for some more.
+    # Matching policies decide, so they are listed first, then others up to the limit.
     listed.sort(key=lambda each: not each[1])
     told: Answer = {
         "judged": [

@@ -1,8 +1,8 @@
-"""Bounds the labels in metrics and logs that come from peers' own baggage. Pure.
+"""Limits the labels in metrics and logs that are taken from peers' own baggage. Pure.
 
 A peer is labelled by its own baggage if it is unknown to the control plane, or behind a gateway. Each principal
 has a budget of label sets, because otherwise a single peer could fill the metrics page, and later peers would
-count as unknown. Above the budget a connection has only its principal, which is authenticated.
+count as unknown. Beyond the budget, a connection is labelled by its authenticated principal alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hbone.headers import Baggage
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
 
-#: A service account has a deployment or few, with few revisions in few zones.
+#: A service account usually has few deployments, each with few revisions in few zones.
 SETS_PER_PEER: Final = 64
 PEERS: Final = 2048
 #: The longest name in Kubernetes.
@@ -25,7 +25,7 @@ class BaggageLabels:
     """The label sets received as baggage, by principal. Sets unused for :data:`EXPIRY_S` are dropped.
 
     Attributes:
-        refused: how many connections were labelled by their principal alone, ever.
+        refused: the total number of connections labelled by their principal alone.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class BaggageLabels:
         """Return the labels of a connection.
 
         Args:
-            baggage: the peer's.
-            identity: proven by its certificate. Its namespace has precedence over the baggage's.
+            baggage: the peer's baggage.
+            identity: the identity proven by the peer's certificate. Its namespace overrides the baggage's.
             now_s: monotonic seconds.
         """
         principal = str(identity) if identity is not None else ""

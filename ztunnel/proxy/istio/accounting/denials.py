@@ -11,7 +11,7 @@ class Pair(NamedTuple):
         source: ``NAME.NAMESPACE`` of the workload, its address where it is unknown.
         identity: the proven SPIFFE id of the source. Empty for plain text.
         destination: ``NAME.NAMESPACE:PORT``, with the address where the workload is unknown.
-        reason: the reason, in the words of the access line. It names the policy, unless none allowed.
+        reason: the reason, in the words of the access line. It names the denying policy, if there is one.
     """
 
     direction: str

@@ -1,6 +1,6 @@
 """What one process of a node proxy in an Istio mesh sends to an OpenTelemetry collector.
 
-The main process exports the metrics of all; each process exports its own access lines and spans.
+The main process exports the metrics of all processes; each process exports its own access log lines and spans.
 """
 
 import random
@@ -18,13 +18,14 @@ from ztunnel.runtime.tasks import Tasks
 
 
 class Exports:
-    """Exports from its construction on; its owner closes it, before the log writer.
+    """Exports logs, metrics and spans from construction until :meth:`close`, which must precede closing the log
+    writer.
 
     Args:
         settings: the destinations.
         config: describes this proxy.
         logs: the stream whose access lines are exported.
-        metrics: this process's metrics. They count lost items.
+        metrics: this process's metrics, which also count dropped items.
         page: returns the metrics of all processes.
         clock: the clock of data points.
     """

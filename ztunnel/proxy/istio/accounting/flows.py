@@ -1,4 +1,4 @@
-"""Writes connections of an Istio mesh into the flight recorder, and its entries as Hubble's flows."""
+"""Records connections of an Istio mesh in the flight recorder, and converts its entries to Hubble flows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NamedNode(Protocol):
 
     @property
     def node(self) -> str:
-        """Of the node."""
+        """The node's name."""
 
 
 class NamedProxy(Protocol):
@@ -39,7 +39,7 @@ class NamedProxy(Protocol):
 
     @property
     def pod_name(self) -> str:
-        """Of the pod."""
+        """The name of the proxy's pod."""
 
     @property
     def pod_namespace(self) -> str:
@@ -80,13 +80,13 @@ class Recorded(Protocol):
 
     @property
     def described(self) -> object:
-        """What many connections have in common, or None."""
+        """The values shared by many connections (``Described``), or None."""
 
 
 def note(
     ring: FlowRing, record: Recorded, ended_s: float, now_s: float, failure: Failed | EarlyDeny | None
 ) -> None:
-    """Write a connection that has ended.
+    """Record a connection that has ended.
 
     Args:
         ring: the process's flight recorder.
@@ -98,7 +98,7 @@ def note(
     if not ring.capacity:
         return
     counts = record.counts
-    # Values of a :class:`Described` are shared already.
+    # The values of a :class:`Described` object are already shared between connections.
     text = ring.text if record.described is None else _same
     source, destination = record.source_workload, record.destination_workload
     outbound = record.direction == "outbound"
@@ -148,7 +148,7 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
     service, authority, ended, addon = entry.refs[6:]
     tunnel = ""
     if authority:
-        # The application's address on both sides, never the port of the tunnel.
+        # Both reporters give the application's address, never the tunnel's port.
         tunnel = f"{entry.destination[0]}:{entry.destination[1]}" if entry.outbound else ""
         entry = entry._replace(destination=_address(authority) or entry.destination)
     return response(
@@ -166,9 +166,9 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
 
 
 def peers_in(mesh: Mesh, config: NamedProxy, port: int) -> Iterator[Peer]:
-    """Yield the proxies of all nodes, for a relay of Hubble: the workloads of this proxy's own DaemonSet.
+    """Yield the proxies of all nodes for Hubble Relay: the workloads of this proxy's own DaemonSet.
 
-    There are none where the control plane does not describe this proxy's pod.
+    Yields nothing if the control plane does not describe this proxy's pod.
     """
     every = [each for each in mesh.workloads() if each.namespace == config.pod_namespace and port]
     own = {each.workload_name for each in every if each.name == config.pod_name}
@@ -193,7 +193,7 @@ def _address(authority: str) -> tuple[str, int] | None:
 
 
 def side(workload: Workload | None, labels: PeerLabels | None, identity: SpiffeId | None) -> Side:
-    """Return a side of a connection: the mesh's workload, else the peer's own baggage."""
+    """Describe one side of a connection, from the mesh's workload or else from the peer's own baggage."""
     if workload is not None:
         return Side(
             namespace=workload.namespace,

@@ -27,10 +27,10 @@ _LEVELS = {
     "debug": logging.DEBUG,
     "trace": TRACE,
 }
-#: The delay of a line, so that one write takes several lines.
+#: How long a line is delayed, so that one write can carry several lines.
 _FLUSH_S = 0.05
 
-#: Our loggers and the log targets for operators' filters. The first matching prefix wins.
+#: Maps this project's logger names to the log targets used in filters. The first matching prefix wins.
 _TARGETS = (
     ("ztunnel.proxy.istio.path.outbound", "ztunnel::proxy::outbound"),
     ("ztunnel.proxy.istio.path.inbound", "ztunnel::proxy::inbound"),
@@ -152,7 +152,7 @@ class Recurring:
 Fields = Iterable[Field | Recurring]
 
 
-# The defaults of json.dumps make an encoder per call.
+# Shared, because json.dumps with other than default arguments makes an encoder per call.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -193,7 +193,7 @@ def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
     return head % args[:first], list(zip(names, values, strict=True))
 
 
-@lru_cache(maxsize=512)  # of the formats in our sources
+@lru_cache(maxsize=512)  # one entry per log format in the sources
 def _parts(text: str) -> tuple[str, tuple[str, ...]]:
     found = _FIELDS_AT_END.search(text)
     if found is None:
@@ -202,7 +202,7 @@ def _parts(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC with microseconds."""
+    """Return a time in RFC 3339 format, in UTC with microseconds."""
     micros = round(seconds * 1_000_000)
     return f"{_second(micros // 1_000_000)}.{micros % 1_000_000:06d}Z"
 
@@ -242,7 +242,7 @@ class LogStream(logging.Handler):
         self._start_filter = filter_text
         self._line = json_line if json_lines else plain_line
         self._timer: asyncio.TimerHandle | None = None
-        # Other threads log, too. The handler's own lock is two calls in Python to take.
+        # Other threads log, too. A plain lock, because the handler's own lock takes two Python calls.
         self._queueing = threading.RLock()
         self.export: Callable[[float, str, str, Fields, bytes], None] | None = None
         self.levels = LogFilter(filter_text)
@@ -292,7 +292,7 @@ class LogStream(logging.Handler):
                 message = record.getMessage()
             if record.exc_info:
                 message += "\n" + (self.formatter or logging.Formatter()).formatException(record.exc_info)
-        except Exception:  # noqa: BLE001  a bad format must not take the caller down
+        except Exception:  # noqa: BLE001  a wrong log format must not fail the caller
             self.handleError(record)
             return
         self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), fields)
@@ -317,7 +317,7 @@ class LogStream(logging.Handler):
         Args:
             time_s: the wall clock.
             source: the client's address.
-            shown: its other fields, not empty.
+            shown: the connection's other fields; not empty.
             sent, received: bytes.
             duration_ms: the connection's duration.
         """
@@ -343,11 +343,11 @@ class LogStream(logging.Handler):
             elif self._timer is None:
                 try:
                     self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
-                except RuntimeError:  # no loop yet, no loop any more, or another thread
+                except RuntimeError:  # there is no running loop, or this is another thread
                     self._writer.hand_over(self._file)
 
     def flush(self) -> None:
-        """Hand queued lines to the writer now; idempotent."""
+        """Pass queued lines to the writer now; idempotent."""
         with self._queueing:
             self._timer = None
             self._writer.hand_over(self._file)

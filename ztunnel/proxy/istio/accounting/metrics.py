@@ -1,7 +1,8 @@
 """The counters behind Rust ztunnel's metrics on port 15020, with the same names and labels.
 
-A connection looks up its :class:`TrafficSeries` once, when it opens. From then on counting is adding integers.
-Bytes of open connections are not counted until a page is requested: it adds up the byte counts of running relays.
+A connection looks up its :class:`TrafficSeries` once, when it opens. From then on, counting only adds integers.
+The bytes of open connections are counted when the metrics page is requested, by adding up the byte counts of
+running relays.
 
 Two things are bounded, unlike in Rust ztunnel. Series of workloads that no longer exist expire once unused for
 :data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). And beyond a budget of series, further connections are counted with
@@ -64,7 +65,7 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
-#: Labels of connections by port, ``result`` is ``ok`` or ``failed``.
+#: The labels of the counter of connections by port. ``result`` is ``ok`` or ``failed``.
 PORT_LABELS: Final = (
     *("reporter", "destination_workload", "destination_workload_namespace"),
     *("destination_service_name", "destination_port", "result"),
@@ -157,7 +158,7 @@ def _labels(
 
 @lru_cache(maxsize=4096)
 def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]:
-    """Return the values of :data:`TRAFFIC_LABELS` with unknown ones where a label is removed."""
+    """Return label values (:data:`TRAFFIC_LABELS`) with the removed labels set to unknown."""
     return tuple(
         UNKNOWN if name in removed else value for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
     )
@@ -183,7 +184,7 @@ class TrafficSeries:
     Attributes:
         times: the histograms of its reporter and path.
         opened: the number of opened connections.
-        moved: open connections received from another process, minus connections given to one.
+        moved: the number of open connections taken over from another process, minus those handed over to one.
         closed: numbers of closed connections, by response flags.
         received: bytes from client to server of finished relays, for either reporter.
         sent: bytes from server to client of finished relays.
@@ -240,7 +241,7 @@ class TrafficSeries:
         return self.sent + sum([counts.received_here for counts in self.running])
 
     def went(self, counts: ByteCounts) -> None:
-        """Add the bytes that a relay has moved here, which continues in another process."""
+        """Add the bytes carried so far by a relay that continues in another process."""
         self.moved -= 1
         self._add_bytes(counts)
 
@@ -257,7 +258,7 @@ class TrafficSeries:
 
 
 class TrafficCounts(NamedTuple):
-    """The counts of a :class:`TrafficSeries`, as a value."""
+    """A snapshot of the counts of a :class:`TrafficSeries`."""
 
     labels: tuple[str, ...]
     opened: int
@@ -301,7 +302,7 @@ class Counts:
     addon_states: tuple[AddonState, ...] = ()
 
 
-#: Counters that only the main process has.
+#: The counters that only the main process increments.
 _OF_MAIN = (
     "xds_terminations",
     "xds_messages",
@@ -319,9 +320,9 @@ _OF_MAIN = (
 )
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
-#: The counting key if ALLOW policies exist and none matched.
+#: The policy name under which a denial is counted if ALLOW policies exist but none matched.
 NONE_MATCHED: Final = "-"
-#: Series per part. Its reader decodes a part in two milliseconds.
+#: The number of series per message part. Decoding a part takes two milliseconds.
 _SERIES_PER_PART = 50
 
 
@@ -357,7 +358,7 @@ class Metrics(ConnectionTimes):
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
-        #: The number of dropped series, and below it the connections and bytes counted by these.
+        #: The number of dropped series; the next attribute has the connections and bytes that they had counted.
         self.forgotten = 0
         self.forgotten_traffic = (0, 0)
         self.sockets_open = {"source": 0, "destination": 0}
@@ -377,11 +378,11 @@ class Metrics(ConnectionTimes):
         #: By :class:`ztunnel.proxy.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
         self.ledger = Ledger[Pair]()
-        #: The last connections that ended.
+        #: The flight recorder, with the latest ended connections. It holds none if disabled.
         self.flows = flows if flows is not None else FlowRing(0)
         self.connect_retries = 0
         self.loop = LoopDelays()
-        #: Tunnel connections that a limit of the protocol has ended.
+        #: Tunnel connections closed because the peer exceeded a protocol limit.
         self.closed_for_abuse = 0
         #: Returns the number of items dropped by this process's export, by signal.
         self.dropped_here: Callable[[], Mapping[str, int]] = dict
@@ -391,13 +392,13 @@ class Metrics(ConnectionTimes):
         self._addons_elsewhere = AddonReport()
         self.handovers = HandoverCounts()
         self.gauges: dict[str, Gauge] = {}
-        #: Returns when certificates end; called for each page.
+        #: Returns when certificates expire; called at each scrape of the metrics page.
         self.certificates: Callable[[], Moments] = Moments
-        #: Returns the numbers of objects that the control plane described, by kind; called for each page.
+        #: Returns the number of objects received from the control plane, by kind; called at each scrape.
         self.objects: Callable[[], Mapping[str, int]] = dict
-        #: Returns the numbers of resources that could not be read, by kind; called for each page.
+        #: Returns the number of resources that could not be parsed, by kind; called at each scrape.
         self.refused: Callable[[], Mapping[str, int]] = dict
-        #: Returns the ids of further processes that ``process_*`` covers.
+        #: Returns the ids of the other processes that the ``process_*`` metrics include.
         self.processes: Callable[[], Sequence[int]] = tuple
 
     # Traffic
@@ -480,7 +481,9 @@ class Metrics(ConnectionTimes):
         return series
 
     def changed(self, changes: Changes, exists: Iterable[str]) -> None:
-        """Note which workloads of ``changes`` were removed: all but those in ``exists``."""
+        """Mark the workloads of ``changes`` that no longer exist (those not in ``exists``), so that their series
+        expire.
+        """
         for uid in changes.workloads.difference(exists):
             for series in self._by_workload.pop(uid, ()):
                 series.workloads.discard(uid)
@@ -516,14 +519,14 @@ class Metrics(ConnectionTimes):
 
     @property
     def exports_dropped(self) -> dict[str, int]:
-        """What no collector got, by signal: ``logs`` (lines) and ``metrics`` (requests)."""
+        """The number of items lost by exports, by signal: ``logs`` (lines) and ``metrics`` (requests)."""
         found = dict(self.dropped_here())
         _add(found, self._dropped_elsewhere)
         return found
 
     @property
     def addons(self) -> AddonReport:
-        """The addons' counts. Calls their hooks ``metrics``, so a page reads it once."""
+        """The addons' counts. Each read calls the addons' ``metrics`` hooks, so a page reads it only once."""
         report = self._addons_elsewhere.copy()
         here = self.addons_here()
         report.add(here.hooks.values(), here.families.values(), here.states)
@@ -626,7 +629,7 @@ class Metrics(ConnectionTimes):
         self.handovers.add(part.handovers, part.handover_pauses, part.handover_paused_s)
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s
-        # A lost process has no gauges and states any more.
+        # The gauges and states of a lost process are dropped.
         families = [each for each in part.addon_families if each.kind == "counter" or not lost]
         self._addons_elsewhere.add(part.addon_hooks, families, () if lost else part.addon_states)
 

@@ -1,7 +1,7 @@
-"""Makes the families of the metrics page: :class:`~ztunnel.proxy.istio.accounting.metrics.Metrics` under Rust
-ztunnel's names.
+"""Makes the metric families of the metrics page: the counts of
+:class:`~ztunnel.proxy.istio.accounting.metrics.Metrics` under the Rust ztunnel's names.
 
-Import this module with the first scrape, see :mod:`ztunnel.runtime.http.exposition`.
+Import this module only at the first scrape: see :mod:`ztunnel.runtime.http.exposition`.
 """
 
 import platform
@@ -34,7 +34,7 @@ _FLAGS = TRAFFIC_LABELS.index("response_flags")
 
 
 def families(metrics: Metrics) -> Iterator[Family]:
-    """Yield every family; some have no samples."""
+    """Yield every metric family; some have no samples."""
     yield family(
         "istio_build",
         "gauge",
@@ -55,13 +55,13 @@ def families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _traffic_families(metrics: Metrics) -> Iterator[Family]:
-    # Connections open and close while the page is made. Each family reads the series that exist when it begins.
+    # Connections open and close while the page is made, so each family uses the series that exist when it begins.
     every = list(metrics.series)
     kept = [place for place, name in enumerate(TRAFFIC_LABELS) if name not in metrics.removed]
     names = tuple(TRAFFIC_LABELS[place] for place in kept)
 
     def traffic(name: str, text: str, samples: Iterable[LabelledValue], unit: str = "") -> Family:
-        if metrics.removed:  # the last labels are not there where neither side is known
+        if metrics.removed:  # the last labels are absent if neither side is known
             samples = (
                 (tuple(values[place] for place in kept if place < len(values)), count) for values, count in samples
             )

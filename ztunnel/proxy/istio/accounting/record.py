@@ -1,4 +1,4 @@
-"""One connection of a user from accept to its log line: opened once, completed once, or denied early.
+"""The record of one user connection, from accept to its log line: opened and completed once each, or denied early.
 
 A connection within the node has two records, one per reporter, which count the same bytes.
 """
@@ -25,7 +25,7 @@ from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
 from ztunnel.runtime.clock import Clock
 
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
-#: Failures that end a request before its answer. Those of an open connection have other reasons.
+#: The reasons of failures that end a request before it is answered. Open connections fail for other reasons.
 _BEFORE_ANSWER = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.HTTP2, Reason.CLIENT_GONE),
@@ -35,19 +35,19 @@ _BEFORE_ANSWER = frozenset(
 
 
 class Direction(StrEnum):
-    """Which side reports, in access lines."""
+    """Which side of a connection this record reports, as named in access log lines."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
 
     @property
     def reporter(self) -> str:
-        """The same in metrics: ``source`` or ``destination``."""
+        """The value of the metrics' label ``reporter``: ``source`` or ``destination``."""
         return "source" if self is Direction.OUTBOUND else "destination"
 
 
 class Reporter(Protocol):
-    """The destination of records: :class:`ztunnel.proxy.istio.path.node.Node`."""
+    """Where records are counted and logged: :class:`ztunnel.proxy.istio.path.node.Node`."""
 
     @property
     def clock(self) -> Clock:
@@ -88,14 +88,16 @@ class Observer(Protocol):
     """The addons of this process: :class:`ztunnel.proxy.istio.path.addons.PodAddons`."""
 
     def taken_over(self, record: "Record") -> Asked:
-        """Return a placeholder for the addons' verdicts on a moved connection, which are not known here."""
+        """Return a placeholder for the addons' verdicts on a connection taken over from another process, which are
+        unknown here.
+        """
 
     def ended(self, record: "Record", reason: str, duration_s: float) -> None:
         """Inform the addons that a connection has ended, with the error text of its access line."""
 
 
 class Described:
-    """The constant part of many connections' records, with values computed once.
+    """The part that the records of many connections have in common, computed once.
 
     Attributes:
         shown: the fields in access lines after the source's address.
@@ -152,7 +154,7 @@ class Record:
         dry_run: the hypothetical decision of dry-run policies, if it differs.
         http_left: the rule of a policy about requests, and the waypoint that judges them.
         described: the source of the attributes set by :meth:`describe`. Set it to ``None`` after changing one.
-        opened_s: monotonic seconds of when it counted as opened. 0 before.
+        opened_s: when the connection was counted as opened, in monotonic seconds. 0 before.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
         addons: this process's addons, if any.
         asked: the addons' verdicts. ``None`` if no addon was asked.
@@ -269,7 +271,7 @@ class Record:
         )
 
     def settled(self) -> None:
-        """Count the connection, because its far side does not change any more; idempotent."""
+        """Count the connection now that its far side is final; idempotent."""
         if self._series is not None:
             return
         node, described = self._node, self.described
@@ -292,7 +294,7 @@ class Record:
         return self.asked
 
     def complete(self, failure: Failed | None = None) -> None:
-        """Count the end of an opened connection and write its line. Otherwise without effect."""
+        """Count the end of an opened connection and write its access log line. No effect if it is not open."""
         if not self._opened:
             return
         self._opened = False
@@ -305,7 +307,7 @@ class Record:
         length, answered, unanswered = series.times
         length.observe(now_s - self.started_s)
         connect = answered if connected else unanswered
-        if connect is not None and self.opened_s:  # else another process has connected it
+        if connect is not None and self.opened_s:  # otherwise another process has connected it
             connect.observe(self.opened_s - self.started_s)
         if failure is not None:
             self._count_failure(failure, connected=connected)
@@ -367,13 +369,15 @@ class Record:
 
     @property
     def _has_more(self) -> bool:
-        """Whether the last line has fields that few have."""
+        """Whether the final access line needs fields that most connections lack."""
         return bool(self.dry_run or self.http_left or (self.asked is not None and self.asked.addon))
 
     # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
 
     def went(self) -> None:
-        """Count the bytes that were carried here. :meth:`complete` has no effect after this."""
+        """Count the bytes carried here, because the connection moves to another process. :meth:`complete` then has
+        no effect.
+        """
         if self._opened:
             self.settled()
             series, self._series = self._series, None
@@ -383,7 +387,7 @@ class Record:
             series.went(self.counts)
 
     def came(self, age_s: float) -> None:
-        """Continue the account of a connection that another process has opened ``age_s`` ago."""
+        """Continue the record of a connection that another process opened ``age_s`` seconds ago."""
         node, now_s = self._node, self._node.clock.monotonic()
         self.started_s = now_s - age_s
         self._opened = True
@@ -392,7 +396,7 @@ class Record:
         )
 
     def denied_early(self, denial: EarlyDeny) -> None:
-        """Count a connection that fails too early to open, and write its line."""
+        """Count a connection that failed before it was opened, and write its log line."""
         node, reason = self._node, str(denial)
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
         node.metrics.failed(self.direction.reporter, Stage.EARLY, denial.reason)
@@ -453,7 +457,7 @@ def _flattened(fields: Iterable[Field | Recurring]) -> Iterator[Field]:
             yield each
 
 
-@lru_cache(maxsize=4096)  # once or twice per connection, about few workloads
+@lru_cache(maxsize=4096)  # called for every connection, but a node has few workloads
 def _source_fields(name: str, labels: PeerLabels, identity: SpiffeId | None) -> Recurring:
     return Recurring(_peer_fields("src", name, labels, identity))
 

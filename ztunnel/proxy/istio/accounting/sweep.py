@@ -1,4 +1,4 @@
-"""The periodic work on one process's metrics: samples the history and expires unused series."""
+"""Periodic work on one process's metrics: samples their history and expires unused series."""
 
 import asyncio
 import itertools
@@ -10,12 +10,14 @@ from ztunnel.runtime.clock import Clock
 
 #: The number of samples after which unused series expire: a minute.
 _EXPIRY_SAMPLES: Final = 6
-#: Series per loop iteration: about a millisecond.
+#: The number of series handled per loop iteration: about a millisecond of work.
 _SLICE: Final = 1000
 
 
 async def sweep(metrics: Metrics, clock: Clock) -> None:
-    """Sample at the end of each history step, at the same time in all processes, until cancelled."""
+    """Sample the metrics at the end of each history interval, until cancelled. All processes sample at the same
+    time.
+    """
     for number in itertools.count(1):
         if metrics.history.is_due(clock.monotonic()):
             await sample(metrics, clock)

@@ -1,4 +1,4 @@
-"""Computes a workload's labels and baggage, once per version. Pure."""
+"""Computes the labels and the baggage of a workload, once per version of the workload. Pure."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class WorkloadLabels(NamedTuple):
     """A workload with the labels printed for each of its connections.
 
     Attributes:
-        workload: the workload's version.
+        workload: the workload, in the version that the labels were computed from.
         identity: the identity in its certificate.
         plain: its labels on an unauthenticated connection.
         secured: its labels on an authenticated connection, including the principal.
@@ -27,7 +27,7 @@ class WorkloadLabels(NamedTuple):
 
 
 def labels_of(workload: Workload) -> WorkloadLabels:
-    """Compute the labels of a workload's version."""
+    """Compute the labels of one version of a workload."""
     plain = PeerLabels.of(workload)
     identity, place = workload.identity, workload.locality
     return WorkloadLabels(

@@ -183,7 +183,7 @@ class Authorizer:
             record.dry_run = record.dry_run or "none of the allow policies matches"
 
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
-        """Wait until no policy of the workload is missing, at most ``grace_s`` seconds, and return its policies."""
+        """Wait up to ``grace_s`` seconds until no policy of the workload is missing; return its policies."""
         mesh = self._node.mesh
         arrived = asyncio.Event()
 

@@ -540,7 +540,7 @@ def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> 
 
 
 def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether the destination's proxy would accept a connection, and why, leaving out the client's proxy."""
+    """Return whether the destination's proxy would accept a connection, and why. Ignores the client's proxy."""
     destination = asked.destination
     if not asked.identity:
         return _plain_inbound(asked, workload, destination, around)
@@ -615,7 +615,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
-    # Matching policies decide, so they come first. The output has room for some more.
+    # Matching policies decide, so they are listed first, then others up to the limit.
     listed.sort(key=lambda each: not each["holds"])
     if listed:
         answer["policies"] = listed[:_MOST_SHOWN]

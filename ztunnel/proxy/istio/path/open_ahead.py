@@ -1,9 +1,9 @@
-"""Opens tunnel connections to new endpoints of a pod's destination services, ahead of their use.
+"""Opens tunnel connections to new endpoints of the services that a pod uses, before the pod needs them.
 
-The first connection to an endpoint waits for TCP and TLS, ten times longer than later ones. After a rollout or a
-scale-up every client meets new endpoints. With ``ZTUNNEL_OPEN_AHEAD=N`` a pod dials these soon after the mesh has
-changed, one at a time, while fewer than N of its tunnel connections are idle. The pool treats them like other
-connections: it closes idle ones after the timeout.
+The first connection to an endpoint waits for TCP and TLS handshakes, and takes ten times as long to open as later
+ones. After a rollout or a scale-up, every client has to connect to new endpoints. With ``ZTUNNEL_OPEN_AHEAD=N`` a
+pod dials these soon after the mesh has changed, one at a time, while fewer than N of its tunnel connections are
+idle. The pool treats them like other connections: it closes idle ones after the timeout.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 
 log = logging.getLogger(__name__)
 
-#: The first dial follows a mesh change after at most this time, and at least half. All clients of a service see
-#: the change at the same time, and must not connect to the new endpoint together.
+#: The longest delay between a mesh change and the first dial; the delay is random, at least half of this. All
+#: clients of a service see the change at the same time, and must not connect to the new endpoint all at once.
 _SPREAD_S: Final = 1.0
 
 
 class OpenAhead:
-    """Watches the mesh for one pod.
+    """Opens tunnel connections ahead of use, for one pod.
 
     Args:
         pod: the shared state of the pod.
         plans: the plans of its connections.
         pool: its tunnel connections.
-        most: with this number of idle tunnel connections, none is dialled ahead.
+        most: while the pod has this many idle tunnel connections, no more are opened ahead.
     """
 
     def __init__(self, pod: PodContext, plans: Plans, pool: Pool, most: int) -> None:
@@ -71,13 +71,13 @@ class OpenAhead:
                 except PoolClosed:
                     return
                 except (HboneError, TproxyError, OSError) as error:
-                    # The access line of the first connection to it has the error.
+                    # Not logged: the access line of the first connection to this endpoint will report the error.
                     log.debug("not opened ahead target=%s error=%s", plan.target, error)
         finally:
             self._runs = False
 
     def close(self) -> None:
-        """Dial no more; idempotent."""
+        """Stop opening connections ahead; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

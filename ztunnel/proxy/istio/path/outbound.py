@@ -1,10 +1,10 @@
-"""START HERE for connections from pods: a captured connection to its end.
+"""START HERE for connections from pods: what happens to a captured connection, from accept to end.
 
 :meth:`Outbound.serve` reads top to bottom: the dialling pod, the route, the tunnel or the plain connection, the
-bytes. Until an endpoint has answered, a failing one is replaced by another, within a few tries and a time limit
-(:mod:`ztunnel.proxy.dataplane.attempts`). The application's first bytes stay in the kernel meanwhile, even if a
-copy goes along with a CONNECT, so none is lost. An endpoint that has possibly received them is not replaced, so
-none is delivered twice.
+bytes. If an endpoint fails before answering, another one is tried, up to a few attempts and a time limit
+(:mod:`ztunnel.proxy.dataplane.attempts`). Meanwhile the application's first bytes stay in the kernel, even if a
+copy is sent along with the CONNECT, so that none is lost. After an endpoint has possibly received them, no other
+endpoint is tried, so that none is delivered twice.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The interval of checking whether an inner tunnel's last bytes are sent (a guess).
+#: How often to check whether the last bytes of an inner tunnel have been sent, in seconds (a guess).
 _CHECK_S = 0.01
-#: The number of on-demand requests to the control plane per decision.
+#: The largest number of on-demand requests to the control plane for one routing decision.
 _MOST_QUESTIONS = 8
 
 _DIAL_ERRORS = (HboneError, TproxyError, IdentityError, OSError)
 
 
 class OutboundUpstream(Upstream[Life]):
-    """An open upstream of a pod's connection.
+    """The open connection or tunnel to the destination of a pod's connection.
 
     Attributes:
         inbound_half: the inbound half, when the tunnel never left this node.
@@ -91,12 +91,12 @@ class OutboundUpstream(Upstream[Life]):
 
 
 class Beginning(NamedTuple):
-    """The decisions about a connection that were made before its coroutine begins.
+    """What was already decided or tried for a connection before its coroutine starts.
 
     Attributes:
         route: the route of the first attempt.
-        error: the attempt's error, if it has failed already.
-        opened: the connection's record is opened already.
+        error: the error of the first attempt, if it has already failed.
+        opened: whether the connection's record is already opened.
     """
 
     route: Tunnel
@@ -105,19 +105,19 @@ class Beginning(NamedTuple):
 
     @property
     def target(self) -> SocketAddress:
-        """The address of the first attempt. Plans have no names to resolve."""
+        """The address to dial first. A planned route never has a name to resolve."""
         assert isinstance(self.route.target, SocketAddress)
         return self.route.target
 
 
 class PodCall(NamedTuple):
-    """One connection on its way out.
+    """One outbound connection while it is being opened.
 
     Attributes:
         entry: the connection's entry.
         labels: the pod's labels when the connection arrived.
-        client: the application's end, for sending its first bytes along with a CONNECT. ``None`` if a tap must see
-        them first.
+        client: the application's socket, whose first bytes can be sent along with a CONNECT. ``None`` if a tap
+            must capture them first.
         application: the application's end.
     """
 
@@ -145,7 +145,7 @@ class Outbound:
         self._plans = Plans(pod, self._illegal_ports)
         self._ahead: OpenAhead | None = None
         if pod.node.config.open_ahead:
-            from ztunnel.proxy.istio.path.open_ahead import OpenAhead  # an option that is off
+            from ztunnel.proxy.istio.path.open_ahead import OpenAhead  # an option that is off by default
 
             self._ahead = OpenAhead(pod, self._plans, tunnels.pool, pod.node.config.open_ahead)
 
@@ -169,7 +169,7 @@ class Outbound:
         self._pod.tasks.run(self._node.poller, work, "outbound")
 
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
-        """Return a connection's plan. ``None``: a coroutine must carry it."""
+        """Return the plan for a connection, or ``None`` if it needs a coroutine."""
         node = self._node
         if node.logs.access_level <= logging.DEBUG or self._pod.is_tapped:
             return None
@@ -179,7 +179,9 @@ class Outbound:
         return plan
 
     def _begin(self, plan: Plan, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> bool:
-        """Carry a connection by steps, if only the peer's answer must be awaited. Otherwise return False."""
+        """Start carrying a planned connection without a coroutine. Return False if it has to wait for more than
+        the peer's answer, and so needs a coroutine.
+        """
         certificate = self._node.certificates.current(plan.labels.identity)
         place = self.tunnels.pool.reserve(plan.key(certificate)) if certificate is not None else None
         if place is None:
@@ -193,7 +195,9 @@ class Outbound:
         self._pod.tasks.run(self._node.poller, self._socks(life, sock, peer), "socks5")
 
     def close(self) -> None:
-        """Stop following changes of the mesh. Idempotent. Connections are ended by the pod's tables."""
+        """Stop tracking the mesh. Idempotent. Open connections are ended by their owner, the pod's connection
+        groups.
+        """
         if self._ahead is not None:
             self._ahead.close()
 
@@ -210,7 +214,7 @@ class Outbound:
         life.aborts_by(cancels_current_task(self._node.poller))
         try:
             destination = await socks5.accept(client, self._resolve)
-            life.close()  # serve() registers the connection in the same step, so that a drain sees it throughout
+            life.close()  # serve() registers the connection in the same step, so that a drain never misses it
             if destination is not None:
                 await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
         except OSError as error:
@@ -244,7 +248,7 @@ class Outbound:
         error: Exception | None,
     ) -> None:
         """Continue after a planned attempt, as :class:`~ztunnel.proxy.istio.path.planned.Owner` describes."""
-        # A request not processed by the peer is repeated, perhaps on another connection, like in the pool.
+        # A request that the peer has not processed is sent again, perhaps on another connection, as the pool does.
         repeats = isinstance(error, TunnelBroken) and error.unprocessed
         begun = Beginning(plan.route, None if repeats else error, opened=True)
         self._run(self._going_on(entry, client, destination, begun))
@@ -261,8 +265,8 @@ class Outbound:
     async def _serve(
         self, entry: PodConnection, client: PlainSocket, destination: SocketAddress, begun: Beginning | None
     ) -> None:
-        """Carry a registered connection. Leaving this method is the only place where an error becomes a log line,
-        flags and counters.
+        """Carry a registered connection. Every error is turned into a log line, response flags and counters here,
+        in one place.
         """
         node, record = self._node, entry.record
         failure: Failed | None = None
@@ -296,7 +300,7 @@ class Outbound:
         record = entry.record
         labels = await self._pod.local.get()
         entry.state = State.DIALING
-        if begun is None or not begun.opened:  # else its record has more already
+        if begun is None or not begun.opened:  # otherwise the record is already filled in
             record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
         call = PodCall(entry, labels, client if capture is None else None, client)
@@ -313,8 +317,8 @@ class Outbound:
 
                 near = observed(capture, entry, client, upstream.end, destination)
             running = relay(near, upstream.end, record.counts)
-            # A node-local tunnel has two entries and one relay. Either half can be ended on purpose (a policy, its
-            # pod's drain). The other half then ends as if CANCEL had arrived over the network.
+            # A node-local tunnel has two table entries and one relay. Either half can be ended on purpose (by a
+            # policy or its pod's drain). The other half then ends as if CANCEL had arrived over the network.
             entry.carried_by(running)
             if inbound_half is not None:
                 inbound_half.entry.carried_by(running, state=State.JOINED)
@@ -324,22 +328,22 @@ class Outbound:
             if upstream.flush_inner is not None and not entry.reason:
                 await upstream.flush_inner()
         finally:
-            # Half closes are over by now: the relay has passed each side's end on as END_STREAM or FIN, and has
-            # returned when both were through. A side that is still open is so for an error, which closing reports.
+            # The relay has already forwarded each side's half-close as END_STREAM or FIN, and returned once both
+            # sides had ended. A side that is still open had an error, which closing it reports to the peer.
             upstream.close()
             if inbound_half is not None:
                 failure = inbound_half.finish(failure)
         return failure
 
-    # Where to
+    # Routing
 
     async def _open(self, call: PodCall, destination: SocketAddress, begun: Beginning | None) -> OutboundUpstream:
-        """Decide and dial. If an endpoint fails, try another.
+        """Route and dial a connection. If an endpoint fails, try another.
 
         Args:
             call: the connection.
             destination: the dialled address.
-            begun: an earlier decision or attempt, to continue from.
+            begun: the decision or failed attempt to continue from, if any.
 
         Raises:
             EarlyDeny: no route exists.
@@ -348,7 +352,7 @@ class Outbound:
         node, record, labels = self._node, call.entry.record, call.labels
         client = Client(workload=labels.workload, host=record.source.host, network=node.config.network)
         started_s = node.clock.monotonic()
-        # A generic class that is called with its parameter takes a microsecond longer to make its object.
+        # Without a type parameter: ``Attempts[...]()`` takes a microsecond longer.
         attempts: Attempts[WorkloadUid] = Attempts(
             node.config.connect_retries, worth_another_endpoint, until_s=started_s + RETRY_WINDOW_S
         )
@@ -370,14 +374,14 @@ class Outbound:
                     if isinstance(route, Tunnel):
                         route = route.at(target.host)
             except EarlyDeny as denial:
-                if failure is not None:  # the last endpoint is gone: the error of its attempt is more useful
+                if failure is not None:  # no endpoint is left: the error of the last attempt is more useful
                     raise failure from denial
                 if record.asked is not None:  # it counts as opened
                     raise Failed(str(denial), denial.reason) from denial
                 raise
             if failure is not None:
-                # Endpoints to avoid are used if there is no other. If the draw returns the same address again, the
-                # earlier failure is the result.
+                # Avoided endpoints are drawn if there is no other. If the draw returns the same address again,
+                # report its earlier failure.
                 if target in tried:
                     raise failure
                 node.metrics.connect_retries += 1
@@ -409,8 +413,8 @@ class Outbound:
         uid = route.workload.uid if route.workload is not None else None
         now_s = node.clock.monotonic()
         verdict = attempts.failed(error, now_s, uid)
-        # Other connections avoid the endpoint as well, except without retries, where a draw is final, like
-        # upstream's.
+        # Other connections avoid the failed endpoint as well, unless retries are off: then every draw is final, as
+        # in the Rust ztunnel.
         if uid in attempts.avoid and node.config.connect_retries:
             node.failed_endpoints.add(uid, now_s)
         if isinstance(verdict, GiveUp):
@@ -479,12 +483,12 @@ class Outbound:
     async def _tunnel(
         self, call: PodCall, route: Tunnel | DoubleTunnel, target: SocketAddress, early_from: PlainSocket | None
     ) -> End:
-        """Open a tunnel; returns after its 200.
+        """Open a tunnel. Return once the peer has answered 200.
 
         Args:
             early_from: the end whose first bytes can be sent along with the CONNECT. They are peeked at and stay
-                in the kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets
-                them.
+                in the kernel: a refusal leaves them for the next endpoint. They are sent only to a peer that
+                announces support for this.
         """
         request = _request(route.authority, call, self._node)
         certificate = await self._pod.certificate(call.labels.workload)
@@ -497,7 +501,7 @@ class Outbound:
         """Open a tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
 
         The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: one more
-        copy through the kernel, for traffic that leaves the network anyway.
+        copy through the kernel, which is acceptable for traffic between networks.
         """
         node, entry = self._node, call.entry
         # The outer CONNECT carries no first bytes of the client: they belong in the inner tunnel, after its TLS
@@ -508,7 +512,7 @@ class Outbound:
             outer = await self._tunnel(call, route, target, early_from=None)
             owned.callback(outer.close)
             near, far = socket.socketpair()
-            owned.callback(near.close)  # the inner connection closes it before, once there is one
+            owned.callback(near.close)  # once it exists, the inner connection closes this socket first
             carrier = PlainSocket(far, node.poller)
             owned.callback(carrier.close)
             for sock in (near, far):
@@ -538,7 +542,7 @@ class Outbound:
         return upstream
 
     async def _open_node_local(self, call: PodCall, route: Tunnel, target: SocketAddress) -> InboundHalf | None:
-        """Ask a pod of this node for a node-local tunnel's inbound half. ``None``: use the network."""
+        """Open a node-local tunnel to a pod of this node. ``None``: connect over the network instead."""
         node = self._node
         if not node.config.node_local_shortcut or target.port != HBONE_PORT:
             return None
@@ -555,27 +559,27 @@ class Outbound:
 
 
 async def _flush_before_close(inner: Connection, near: socket.SocketType, carrying: Relay) -> None:
-    """Let an ended inner connection reach the far side before the outer tunnel ends.
+    """Deliver the last bytes of an ended inner connection before closing the outer tunnel.
 
     Closing at once, like upstream, loses the bytes in the socket pair, and a gateway drops unforwarded bytes when
     it sees a reset. Bytes from the far side are still read until it ends. No further bytes are sent.
     """
     inner.engine.goaway()
     inner.flush()
-    # A connection has no callback for its last byte having left, and this one is not shared.
+    # Polls, because a connection has no callback for when its last byte was sent. It is not shared.
     while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
         await asyncio.sleep(_CHECK_S)
     if inner.error is None:
         with contextlib.suppress(OSError, TlsError):  # the outer tunnel broke meanwhile
             if inner.link.tls is not None:
-                inner.link.tls.close()  # else the far side could not tell this end from one that was cut off
+                inner.link.tls.close()  # without close_notify, the far side would see a truncation
                 inner.link.send_tls()
             near.shutdown(socket.SHUT_WR)
     await carrying
 
 
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
-    """Enter a decision in the record and the table. Each attempt replaces the previous attempt's values."""
+    """Write a routing decision to the record and the connection table, replacing the previous attempt's values."""
     entry = call.entry
     enter_route(entry.record, route, target, call.labels, node)
     entry.connection = entry.inner = entry.peer = None
@@ -585,7 +589,7 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
 
 
 def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
-    """Enter the values known from the far side of a double tunnel once it has answered."""
+    """Write to the record what the far side of a double tunnel has disclosed in its answer."""
     names = inner.facts.uri_sans if inner.facts is not None else ()
     record.destination_workload = None
     record.destination_identity = SpiffeId.parse(names[0]) if names else None
@@ -595,7 +599,7 @@ def _learned(node: Node, record: Record, inner: Connection, headers: Headers) ->
 
 
 def _request(authority: str, call: PodCall, node: Node) -> tuple[Header, ...]:
-    """Make the CONNECT of a tunnel, fields in upstream's order."""
+    """Make the header fields of a CONNECT, in the Rust ztunnel's order."""
     record = call.entry.record
     service = record.service
     record.trace = format_traceparent(node.rng.getrandbits(192), node.sampled_below)

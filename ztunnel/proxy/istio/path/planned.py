@@ -1,4 +1,5 @@
-"""Carries a captured connection by steps of one object, without a coroutine, while it waits only for its peer.
+"""Carries a captured connection as an event-driven object instead of a coroutine, as long as it waits only for its
+peer.
 
 ===========  =======================================  ==================================================
 step         called when                              what it does
@@ -36,7 +37,7 @@ from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 
 
 class Owner(Protocol):
-    """The methods of :class:`~ztunnel.proxy.istio.path.outbound.Outbound` that the steps use."""
+    """The part of :class:`~ztunnel.proxy.istio.path.outbound.Outbound` that a planned connection uses."""
 
     @property
     def tunnels(self) -> PodTunnels:
@@ -60,7 +61,7 @@ class Owner(Protocol):
 
 
 class PlannedConnection(PodConnection):
-    """One connection; see the module. It owns its client, and ends by itself."""
+    """One planned connection; see the module's table of steps. It owns and closes the client's socket."""
 
     __slots__ = ("_aborted", "_client", "_destination", "_ended", "_error", "_owner", "_plan", "_pod", "_tunnel")
 
@@ -89,7 +90,7 @@ class PlannedConnection(PodConnection):
         self._aborted = False
 
     def begin(self, place: ConnectionId) -> None:
-        """Request the tunnel on a reserved place."""
+        """Send the CONNECT on the tunnel connection where a stream was reserved for it."""
         self._pod.node.count_sockets("source", +1)
         try:
             self._request(place)
@@ -120,7 +121,7 @@ class PlannedConnection(PodConnection):
         self._step_soon()
 
     def on_interval(self) -> None:
-        """There was no answer in time; see :class:`hbone.aio.interval_timer.Member`."""
+        """Handle that no answer arrived in time; see :class:`hbone.aio.interval_timer.Member`."""
         self._error = TimeoutError()
         self._step_soon()
 
@@ -140,7 +141,7 @@ class PlannedConnection(PodConnection):
     def step(self) -> None:
         """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
         if self.state is State.CLOSED or self._tunnel is None:
-            return  # over, or a coroutine's
+            return  # already over, or handed to a coroutine
         ended = self._ended
         if ended is not None:
             failure = None

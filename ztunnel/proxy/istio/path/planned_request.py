@@ -1,4 +1,5 @@
-"""Carries a tunnel request to this pod by steps of one object, while it waits only for its application.
+"""Carries a tunnel request to this pod as an event-driven object instead of a coroutine, as long as it waits only
+for the application.
 
 ======  =================================================  ================================================
 step    called when                                        what it does
@@ -44,22 +45,22 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan
 
 if TYPE_CHECKING:
-    from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have none, and save the memory
+    from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have no addons, and save the memory
 
 
 class Owner(Protocol):
-    """The methods of :class:`~ztunnel.proxy.istio.path.inbound.Inbound` that the steps use."""
+    """The part of :class:`~ztunnel.proxy.istio.path.inbound.Inbound` that a planned request uses."""
 
     @property
     def authorizer(self) -> Authorizer:
-        """Counts policies' allowances."""
+        """The pod's authorizer, which counts allowed connections by policy."""
 
     def verdict(self, entry: PodConnection) -> Verdict:
         """Judge a live connection again."""
 
 
 class PlannedRequest(PodConnection):
-    """One request; see the module. It owns the application's end, and ends by itself."""
+    """One planned request; see the module's table of steps. It owns and closes the application's socket."""
 
     __slots__ = (
         "_aborted",
@@ -130,7 +131,7 @@ class PlannedRequest(PodConnection):
         return self._pod.sockets.dial_now(self._plan.decision.address, source=self._plan.source)
 
     async def _asked_addons(self, addons: PodAddons) -> PlainSocket:
-        """Go on with the addons, then dial.
+        """Wait for the addons' verdicts, then dial the application.
 
         Raises:
             Failed: an addon denies the request.
@@ -158,7 +159,9 @@ class PlannedRequest(PodConnection):
     # Events, possibly in the middle of a read
 
     def cancel(self, msg: str | None = None) -> None:
-        """End soon: the client gave up, or its connection is over; see :class:`hbone.aio.server.Cancellable`."""
+        """End the request, because the client reset it or its connection ended; see
+        :class:`hbone.aio.server.Cancellable`.
+        """
         self._abort_soon("")
 
     def _abort_soon(self, reason: str) -> None:

@@ -2,12 +2,12 @@
 
 A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with the derived values:
 the CONNECT, the pool's key, the fields of the log line and the metric series. It does not include the draw of an
-endpoint. A destination has a small tree. Each node is a question of the decision, each branch an endpoint that can
-be drawn, each leaf a plan. A connection walks the tree with its own draws.
+endpoint. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an
+endpoint that can be drawn, each leaf a plan. Each connection walks the tree with its own random draws.
 
-A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. The
-decisions are made again, and a plan stays if its decision is the same. Each connection looks up facts that change
-independently of the mesh: certificates, endpoints to avoid, pods of this node.
+A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. Decisions
+are then made again, and an old plan is reused if its decision has not changed. Each connection looks up facts that
+change independently of the mesh: certificates, endpoints to avoid, pods of this node.
 
 Decisions that wait or differ per connection have no plan: names to resolve, plain connections, double tunnels, and
 services with several waypoints.
@@ -44,18 +44,18 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 #: The largest number of trees (one per destination) and of plans, per pod.
 _MOST: Final = 4096
-#: How many destinations of a pod are remembered for :meth:`Plans.reachable`.
+#: The number of recent destinations per pod that :meth:`Plans.reachable` remembers.
 _MOST_USED: Final = 64
 
 
 class Plan:
-    """One tunnel that many connections open.
+    """The values shared by all connections that open the same tunnel.
 
     Attributes:
         route: the decision. Its target is ``target``.
         labels: the pod's labels.
         original: the dialled address as text, for the dump.
-        described: the constant part of the connections' records.
+        described: the part of the connections' records that is the same for all.
         here: the key of the destination pod if it can be on this node. ``None`` rules out a node-local tunnel.
     """
 
@@ -88,7 +88,7 @@ class Plan:
         )
 
     def key(self, certificate: WorkloadCertificate) -> TunnelKey:
-        """Return the key of the pool for the pod's current certificate."""
+        """Return the key of this tunnel in the connection pool, for the pod's current certificate."""
         key = self._key
         if key is None or key.credentials is not certificate or key.generation != certificate.generation:
             key = self._key = tunnel_key(self.target, self.route.identities, certificate)
@@ -107,7 +107,7 @@ class Plan:
 
 
 class _Drawn:
-    """A node of a tree: a question, with a branch for each endpoint drawn so far."""
+    """An inner node of a tree: a load-balancing question, with a branch for each endpoint drawn so far."""
 
     __slots__ = ("branches", "candidates")
 
@@ -117,7 +117,7 @@ class _Drawn:
 
 
 class _NoPlan:
-    """A leaf: connections that come here have no plan."""
+    """A leaf for connections that cannot be planned."""
 
 
 _NO_PLAN: Final = _NoPlan()
@@ -125,7 +125,7 @@ _Tree = Plan | _Drawn | _NoPlan
 
 
 class _Weighted(Exception):
-    """The decision depends on a draw among waypoints."""
+    """The decision depends on a random choice among waypoints, so it cannot be planned."""
 
 
 def _draws_no_waypoint(total: int) -> int:
@@ -147,7 +147,7 @@ class Plans:
         self._version = -1
         self._labels: WorkloadLabels | None = None
         self._trees: dict[tuple[str, SocketAddress], _Tree] = {}
-        #: The last destinations that were decided about, for :meth:`reachable`.
+        #: The destinations of the latest decisions, for :meth:`reachable`.
         self._used: OrderedDict[tuple[str, SocketAddress], None] = OrderedDict()
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
 
@@ -179,14 +179,14 @@ class Plans:
         return tree if type(tree) is Plan else None
 
     def _follow(self, labels: WorkloadLabels) -> None:
-        """Drop the trees of another version of the mesh."""
+        """Drop all trees if the mesh or the pod's workload has changed since they were made."""
         version = self._node.mesh.version
         if version != self._version or labels is not self._labels:
             self._version, self._labels = version, labels
             self._trees.clear()
 
     def reachable(self) -> Iterator[Plan]:
-        """Yield a plan for each endpoint that connections to the last destinations could draw now.
+        """Yield a plan for each endpoint that new connections to the pod's recent destinations could be sent to.
 
         If a decision draws twice (a waypoint), only one result of the second draw is used.
         """
@@ -215,7 +215,7 @@ class Plans:
     def _decide(
         self, host: str, destination: SocketAddress, labels: WorkloadLabels, drawn: list[WorkloadUid | None]
     ) -> _Tree:
-        """Decide about a destination, and enter the result into its tree.
+        """Route a connection to a destination, and add the decision to the destination's tree.
 
         Args:
             host: the client's address.
@@ -245,7 +245,7 @@ class Plans:
             except (RouteRefused, _Weighted):
                 pass
             except Missing:
-                return _NO_PLAN  # not kept: the answer does not have to change the mesh
+                return _NO_PLAN  # not stored: the answer need not change the mesh
             else:
                 leaf = self._plan_of(route, destination, labels)
         self._enter((host, destination), asked, leaf)
@@ -285,7 +285,9 @@ class Plans:
 
 
 def _same(one: Tunnel, other: Tunnel) -> bool:
-    """Return whether two decisions for one target and authority are the same, down to the described workload."""
+    """Return whether two decisions for the same target and authority are equal, including the workload's
+    description.
+    """
     return (
         one.workload is other.workload
         and one.service is other.service
@@ -295,10 +297,10 @@ def _same(one: Tunnel, other: Tunnel) -> bool:
 
 
 def enter_route(record: Record, route: Route, target: SocketAddress, labels: WorkloadLabels, node: Node) -> None:
-    """Enter a decision in a record. Each attempt replaces the previous attempt's values.
+    """Write a routing decision to a record, replacing the values of a previous attempt.
 
-    A double tunnel's endpoint is unknown until its far side answers: only the gateway is entered. The control
-    plane's workload beyond the gateway represents the whole network, and has no authenticated identity.
+    The endpoint of a double tunnel is unknown until its far side answers, so only the gateway is written. The
+    control plane's workload behind the gateway stands for the whole network, and has no authenticated identity.
 
     Args:
         record: the connection's record.
@@ -315,7 +317,7 @@ def enter_route(record: Record, route: Route, target: SocketAddress, labels: Wor
     record.hbone_authority = "" if isinstance(route, Direct) else route.authority
     record.secured = not isinstance(route, Direct)
     if workload is not None:
-        # The principal is the destination's whether or not it is proven (like upstream).
+        # The destination's principal is recorded whether or not a handshake has proven it, as in the Rust ztunnel.
         there = node.labels_of(workload)
         record.destination_labels, record.destination_identity = there.secured, there.identity
     if record.secured:

@@ -1,4 +1,6 @@
-"""Assembles the proxy of one pod (both directions, tunnels, tables, sockets), and ends it."""
+"""Assembles the proxy of one pod from its parts (both directions, tunnels, connection groups, sockets), and ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class PodProxy:
             self._inbound = Inbound(context)
             self._outbound = Outbound(context, self._tunnels, resolve)
         else:
-            # Most meshes have no Calico policies here, and save the memory.
+            # Imported here: most proxies have no Calico policies, and save the memory.
             from ztunnel.proxy.istio.path.calico import CalicoInbound, CalicoOutbound
 
             self._inbound = CalicoInbound(context, node.policies)
@@ -102,12 +104,12 @@ class PodProxy:
 
     @property
     def inbound(self) -> Inbound:
-        """Connections that come to the pod."""
+        """The pod's inbound connections."""
         return self._inbound
 
     @property
     def outbound(self) -> Outbound:
-        """Connections that the pod opens."""
+        """The pod's outbound connections."""
         return self._outbound
 
     @property
@@ -117,11 +119,11 @@ class PodProxy:
 
     @property
     def connections(self) -> PodConnections:
-        """The open connections of the pod, for pages."""
+        """The open connections of the pod, for the admin pages."""
         return self._connections
 
     def dump(self) -> dict[str, list[Shown]]:
-        """Return ``connections`` of the dump."""
+        """Return the pod's ``connections`` for the config dump."""
         return self._connections.dump(self._node.clock.monotonic())
 
     @property
@@ -130,10 +132,11 @@ class PodProxy:
         return len(self._connections)
 
     def send_goaway(self) -> int:
-        """Send GOAWAY, so that peers use other endpoints, and keep serving peers without an alternative.
+        """Send GOAWAY, so that peers move to other endpoints, and keep serving peers that have no other.
         Idempotent.
 
-        A terminating pod is notified before the control plane has removed its endpoints everywhere.
+        Called for a terminating pod, which peers may still use until the control plane has removed its endpoints
+        everywhere.
 
         Returns:
             The number of open connections.
@@ -145,7 +148,7 @@ class PodProxy:
     async def leave_ports(self) -> None:
         """Leave new connections to a successor, and accept already queued ones. Idempotent."""
         await self._sockets.hand_over()
-        await asyncio.sleep(0)  # the last accepted connections enter the tables
+        await asyncio.sleep(0)  # lets the last accepted connections be registered
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, wait for connections to end until the deadline, then :meth:`stop`.
@@ -164,9 +167,9 @@ class PodProxy:
         await self.stop()
 
     async def stop(self) -> None:
-        """End all lives at once. Idempotent.
+        """End all connections at once. Idempotent.
 
-        Other pods stop joining tunnels before the tables are ended, because later ones would be missed.
+        First, other pods are kept from opening further node-local tunnels, because nothing would end those.
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()

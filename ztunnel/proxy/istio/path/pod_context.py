@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PodContext:
-    """One pod, for the objects that carry its connections. The pod's proxy owns every part.
+    """One pod's shared objects, used by everything that carries its connections. The pod's proxy owns them.
 
     Attributes:
         node: the shared state of the node's pods.
         local: the pod's own workload.
         sockets: opens sockets in the pod.
         connections: the pod's connections.
-        tasks: run the connections.
-        windows: the shared budget for enlarging its tunnel connections' windows.
+        tasks: the tasks and fibers that carry the connections.
+        windows: the budget for enlarging the flow-control windows of all its tunnel connections.
     """
 
     node: Node
@@ -67,7 +67,7 @@ class PodContext:
         """Return a workload's certificate.
 
         Raises:
-            IdentityError: none can be had.
+            IdentityError: no certificate could be obtained.
         """
         identity = workload.identity
         certificates = self.node.certificates

@@ -34,12 +34,13 @@ from ztunnel.runtime.accepting import Accepted, Gate, ListeningSocket, hand_over
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-#: :data:`tproxy.sidecar.PASSTHROUGH`, without the modules that only those need who write rules.
+#: The same as :data:`tproxy.sidecar.PASSTHROUGH`, repeated to avoid importing the modules that write nftables
+#: rules.
 PASSTHROUGH4, PASSTHROUGH6 = "127.0.0.6", "::6"
 
 
 class Bound(NamedTuple):
-    """A socket for one of a pod's ports, bound and not listening yet.
+    """A socket bound to one of a pod's ports, but not listening yet.
 
     Attributes:
         transparent: whether connections to applications can have the client's address.
@@ -106,7 +107,7 @@ def _bound(node: Node, netns: Netns | None, port: int, *, only_tunnels: bool) ->
                 continue  # a pod without IPv6
             raise
         if port in (OUTBOUND_PORT, PLAINTEXT_PORT) and node.keepalive is not None:
-            sockets.set_keepalive(sock, node.keepalive)  # what it accepts inherits it
+            sockets.set_keepalive(sock, node.keepalive)  # accepted sockets inherit this
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return Bound(sock, SocketAddress(host, port), transparent)
     raise AssertionError("the last host of the list raises")
@@ -123,7 +124,7 @@ def _unheard(
         mark=config.packet_mark if shared else None,
         reuse_port=config.inpod_port_reuse
         if shared
-        else config.moves,  # the successor listens beside this process
+        else config.moves,  # a successor can listen on the port beside this process
         netns=netns,
         backlog=0,
     )
@@ -161,7 +162,7 @@ class PodSockets:
                 + config.socket.keepalive_retries * config.socket.keepalive_interval_s
             )
             self._options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
-        # A function, not a method: with a method, stock and pod would form a reference cycle.
+        # A function, not a method: a method would create a reference cycle between the stock and this object.
         made = partial(sockets.prepared, mark=self._mark, netns=netns, socket_options=self._options)
         self._stock = SocketStock(node.poller, made)
 
@@ -231,16 +232,16 @@ class PodSockets:
         if self.preserves_source[port]:
             return client
         if self._sidecar:
-            # The rules recognise the proxy's connections by this source, in contrast to the pod calling itself
-            # (tproxy/sidecar.py).
+            # By this source address the nftables rules tell the proxy's connections from those of the pod to
+            # itself (tproxy/sidecar.py).
             return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
         return None
 
     async def dial(self, address: SocketAddress, *, source: str | None = None) -> PlainSocket:
-        """Connect for one connection of a user, like :meth:`connect`. The caller closes the end.
+        """Connect to the destination of one user connection, like :meth:`connect`. The caller closes the result.
 
-        Keepalive is enabled after the connection has lasted some seconds. Most end before, and its options are
-        four of about twenty system calls.
+        Keepalive is enabled only after the connection has lasted some seconds: most end before, and setting it
+        takes four of about twenty system calls per connection.
         """
         sock = await self.connect(address, source=source, keepalive=False)
         end = PlainSocket(sock, self._node.poller, fresh=True)
@@ -303,11 +304,11 @@ class PodSockets:
 
         Args:
             address: the address to connect to.
-            source: the address to appear as, if not the pod's.
+            source: the source address to connect from, if it is not the pod's own.
             keepalive: set the node's keepalive.
 
         Raises:
-            TproxyError: refused, unreachable, not within the time limit.
+            TproxyError: the address refused, is unreachable, or did not answer within the time limit.
         """
         if source == address.host:
             source = None  # a pod that talks to itself cannot be impersonated

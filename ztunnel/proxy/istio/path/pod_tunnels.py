@@ -1,4 +1,4 @@
-"""Tunnels that one pod opens, several on a connection."""
+"""Opens the tunnels of one pod; several tunnels share a connection."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
 
-#: Of a pod's tunnels: its certificate, and the identities that the far end may show.
+#: The pool key of a pod's tunnels: its certificate, and the identities accepted from the far end.
 TunnelKey = PoolKey[WorkloadCertificate, tuple[str, ...]]
 
 
 def tunnel_key(target: SocketAddress, identities: tuple[str, ...], certificate: WorkloadCertificate) -> TunnelKey:
-    """Return the key that tunnels of a pod must share to use the same connection."""
+    """Return the pool key of a tunnel: tunnels with equal keys may share a connection."""
     return PoolKey(target, certificate, certificate.generation, identities)
 
 
 class PodTunnels:
-    """The tunnels of one pod; their connections are the pod's own, as their certificate is.
+    """The tunnels of one pod. Their connections use the pod's certificate and are not shared with other pods.
 
     Attributes:
-        pool: the pool of the connections, by :func:`tunnel_key`.
+        pool: the connection pool, keyed by :func:`tunnel_key`.
     """
 
     def __init__(self, pod: PodContext) -> None:
         config = pod.node.config
         self._node = pod.node
         self._connections = pod.connections
-        # A function, not a method: with a method, pool and pod would form a reference cycle.
+        # A function, not a method: a method would create a reference cycle between the pool and this object.
         self.pool = Pool(
             partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
             pod.node.poller,
@@ -61,7 +61,8 @@ class PodTunnels:
         request: Iterable[Header],
         client: PlainSocket | None,
     ) -> Awaitable[Tunnel]:
-        """Open a tunnel, over a shared connection where one has room; await it once, the caller closes it.
+        """Open a tunnel, on an existing connection if one has room. Await the result once; the caller closes the
+        tunnel.
 
         Args:
             target: the address of the tunnel's far end.
@@ -85,7 +86,9 @@ class PodTunnels:
         tunnels: Iterable[Tunnel],
         idle_s: float,
     ) -> None:
-        """Share a connection that another process has dialled: :meth:`hbone.aio.pool.Pool.adopt`, :meth:`open`."""
+        """Add a connection dialled by another process to the pool: :meth:`hbone.aio.pool.Pool.adopt`,
+        :meth:`open`.
+        """
         life = _carrier(self._node, self._connections)
         life.dialled = target, identities
         key = PoolKey(target, certificate, certificate.generation, identities)
@@ -108,10 +111,10 @@ async def _dial(
 async def _dial_key(
     node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: TunnelKey
 ) -> Connection:
-    """Open one connection, which is a life of the pod until it ends.
+    """Open one tunnel connection, and keep it in the pod's connection table until it ends.
 
     Raises:
-        TlsError: its far end was revoked during the handshake, or the handshake failed otherwise.
+        TlsError: the handshake failed, or the peer's certificate was revoked meanwhile.
     """
     life = _carrier(node, connections)
     life.dialled = key.address, key.options

@@ -1,5 +1,5 @@
-"""Plans for requests: decisions shared by a tunnel connection's requests to one authority, per version of the
-mesh.
+"""Plans for requests: one decision serves all requests of a tunnel connection to the same authority, per version
+of the mesh.
 
 All requests of a tunnel connection have the same source address and peer identity. So the target, the policies'
 verdict, the labels and the metric series are the same for each request with the same authority, service and
@@ -33,7 +33,7 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 _NO_CERTIFICATE: Final = PeerCertificate()
-#: Plans of one tunnel connection. Its peer chooses the authorities.
+#: The largest number of plans per tunnel connection. It must be bounded, because the peer chooses the authorities.
 _MOST: Final = 64
 
 
@@ -64,13 +64,13 @@ class _Decision(NamedTuple):
 
 
 class RequestPlan:
-    """One target that many requests have.
+    """The values shared by all requests with the same target.
 
     Attributes:
         version: the mesh's version at the decision.
         decision: the target, the service, the two workloads, and the policy that allows.
         facts: the facts that policies evaluate.
-        described: the constant part of the requests' records.
+        described: the part of the requests' records that is the same for all.
         meant: the service that the client meant, for the dump.
         source: the address to dial the application from. ``None``: the kernel chooses.
     """
@@ -110,11 +110,11 @@ class Peer:
 
 
 class RequestPlans:
-    """Plans requests to one pod.
+    """Makes and caches the plans for requests to one pod.
 
     Args:
         pod: the shared state of the pod.
-        authorizer: judges them.
+        authorizer: checks the requests against policy.
         illegal_ports: the proxy's own ports in the pod.
     """
 
@@ -212,7 +212,7 @@ def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Work
 
 
 def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, node: Node) -> None:
-    """Enter a client in a record.
+    """Write what is known about the client to a request's record.
 
     Args:
         record: the request's record.
@@ -229,7 +229,7 @@ def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, 
 
 
 def enter_pod(record: Record, labels: WorkloadLabels) -> None:
-    """Enter this pod's side of a tunnel in a record."""
+    """Write this pod's side of a tunnel to a record."""
     record.secured = True
     record.destination_workload = labels.workload
     record.destination_labels = labels.secured

@@ -1,7 +1,7 @@
 """Decides where a pod's connection goes in an Istio mesh. Pure.
 
-Spec: a ztunnel's routing of outbound connections. The shell resolves host names and dials. If an attempt fails
-before an answer, it calls again with the failed endpoint in ``avoid``.
+Follows the Rust ztunnel's routing of outbound connections. The caller resolves host names and dials. If an attempt
+fails before the endpoint answers, it calls again with the failed endpoint in ``avoid``.
 
 :func:`route_for` is the table of decisions, row by row. Below it are the parts of the rows: the object at an
 address, the choice of a service's endpoint (``balance.py``) with its port and address, waypoints and gateways. Two
@@ -50,7 +50,7 @@ Target = SocketAddress | Named
 
 @dataclass(slots=True, kw_only=True)
 class Direct:
-    """Plain TCP: passthrough (no workload), or a workload outside the mesh."""
+    """A plain TCP connection, to an unknown address (passthrough) or to a workload outside the mesh."""
 
     target: Target
     workload: Workload | None = None
@@ -141,7 +141,7 @@ class Missing(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Client:
-    """The dialling pod: its workload, its socket's address, and the proxy's own network."""
+    """The pod that dials: its workload, its socket's address, and the proxy's own network."""
 
     workload: Workload
     host: str
@@ -153,7 +153,8 @@ def source_host(workload: Workload, seen: str, towards: str) -> str | None:
 
     Args:
         workload: the pod's workload.
-        seen: the application socket's own address. Preferred if it is the pod's and of that family.
+        seen: the application socket's local address. Preferred if it belongs to the pod and has the family of
+            ``towards``.
         towards: an address of the next hop.
     """
     same_family = [host for host in workload.addresses if _family(host) == _family(towards)]
@@ -179,7 +180,8 @@ def route_for(
         mesh: the current mesh.
         choose: draws a number below its argument.
         avoid: recently failed endpoints, used only if there are no others.
-        known: for on-demand configuration: whether a key was already requested. ``None`` if the mesh is complete.
+        known: returns whether a key was already requested, for on-demand configuration. ``None`` if the mesh is
+            complete.
         prefer: narrows the draw among the dialled service's endpoints; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
         draw: returns the endpoint for each question, instead of a draw by ``choose`` and ``avoid``.
@@ -191,8 +193,9 @@ def route_for(
     search = _Search(client, destination, mesh, choose, avoid, known, prefer, draw)
     source = client.workload
 
-    # A service with a waypoint: the waypoint decides for all workloads of the service. Rows 1 to 3. But a captured
-    # waypoint that dials the service itself has decided (upstream sends it to itself again, for ever).
+    # A service with a waypoint: the waypoint decides for all workloads of the service. Rows 1 to 3. Exception: a
+    # captured waypoint that dials its own service has already decided (the Rust ztunnel would send its connection
+    # back to itself in an endless loop).
     dialled = search.at(client.network, destination.host)
     gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
     if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
@@ -217,7 +220,8 @@ def route_for(
             raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, found.workload)
         return search.through_gateway(found, found.service)
 
-    # Services use their own waypoints only, so a workload's waypoint is for clients that dial the workload. Row 7.
+    # Traffic to a service uses the service's waypoint only; a workload's waypoint serves clients that dial the
+    # workload itself. Row 7.
     gateway = found.workload.waypoint
     if found.service is None and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
@@ -255,11 +259,12 @@ def _with_port(target: Target, port: int) -> Target:
 
 @dataclass(slots=True)
 class _Upstream:
-    """A workload to connect to.
+    """The workload to connect to.
 
     Attributes:
         service: the service that it was chosen for, if any.
-        like: an address. Its family is preferred, and the address itself is used if it is the workload's.
+        like: a preferred address. It is used if the workload has it; otherwise an address of its family is
+            preferred.
     """
 
     workload: Workload
@@ -269,12 +274,14 @@ class _Upstream:
 
     @property
     def service_identities(self) -> tuple[str, ...]:
-        """Identities that the service allows its endpoints to show; names that are no identity are skipped."""
+        """The identities that the service allows for its endpoints; names that are not valid identities are
+        skipped.
+        """
         return tuple(_identities(self.service.subject_alt_names)) if self.service is not None else ()
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """Identities that the workload may show."""
+        """The identities that the workload may present."""
         return (*self.service_identities, str(self.workload.identity))
 
     def target(self) -> Target:
@@ -308,7 +315,7 @@ def _identities(names: Collection[str]) -> list[str]:
         try:
             found.append(str(SpiffeId.parse(name)))
         except ValueError:
-            continue  # one bad name must not keep the others from being right
+            continue  # one malformed name must not invalidate the others
     return found
 
 
@@ -318,7 +325,7 @@ def _family(host: str) -> int:
 
 @dataclass(slots=True)
 class _Search:
-    """The look-ups of one decision."""
+    """The mesh look-ups for one routing decision."""
 
     client: Client
     destination: SocketAddress
@@ -356,7 +363,7 @@ class _Search:
     def _at_address(
         self, network: str, address: SocketAddress, like: str, *, waypoint: bool
     ) -> "_Upstream | None":
-        """Return an endpoint of the service at an address, else the workload there."""
+        """Return an endpoint of the service at an address, or else the workload at that address."""
         service = self._service_at(network, address.host)
         if service is not None:
             if service.mode is BalancerMode.PASSTHROUGH:
@@ -404,7 +411,7 @@ class _Search:
         """Return the workload of a waypoint to use.
 
         Raises:
-            RouteRefused: none.
+            RouteRefused: the waypoint has no usable workload.
         """
         found = self._resolved(gateway, waypoint=True)
         if found is None:
@@ -414,10 +421,10 @@ class _Search:
         return found
 
     def through_gateway(self, remote: _Upstream, service: Service) -> DoubleTunnel:
-        """Return the tunnels to another network.
+        """Return the double tunnel through another network's gateway.
 
         Args:
-            remote: the workload there.
+            remote: the workload in the other network.
             service: the service to request from the gateway.
 
         Raises:
@@ -462,7 +469,7 @@ class _Search:
         return found
 
     def is_client(self, gateway: GatewayAddress) -> bool:
-        """Return whether the client is one of a waypoint's own workloads, by its identity and its address."""
+        """Return whether the client is itself an instance of this waypoint, by its identity and its address."""
         client = self.client
         own = [self.mesh.workload_at(client.workload.network, client.host)]
         if client.host in client.workload.addresses:

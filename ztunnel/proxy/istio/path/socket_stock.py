@@ -22,10 +22,10 @@ Make = Callable[[int, int], list[socket.SocketType]]
 
 
 class SocketStock:
-    """Unconnected sockets by IP version. Close it with the pod.
+    """A stock of unconnected sockets, by IP version. Its owner closes it with the pod.
 
     Args:
-        poller: has the clock and the timer.
+        poller: provides the clock and the timer.
         make: makes sockets. Its errors are raised unchanged by :meth:`take`.
     """
 
@@ -70,6 +70,6 @@ class SocketStock:
                 ready.pop().close()
 
     def close(self) -> None:
-        """Close all, and keep none from now on; idempotent."""
+        """Close all sockets in stock, and stock none from now on; idempotent."""
         self._closed = True
         self._drop()

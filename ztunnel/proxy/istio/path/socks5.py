@@ -43,7 +43,7 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
     Success is answered before the destination is dialled, like in the Rust ztunnel.
 
     Returns:
-        None if the client was refused and that was answered, or if it sent no request in time.
+        None if the client was refused and has been told so, or if it sent no request in time.
 
     Raises:
         OSError: the client is gone.
@@ -74,7 +74,7 @@ def _refuse(client: PlainSocket, answer: bytes) -> None:
 
 
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """Return the requested name (bytes) or address and the port. None if it was refused and answered."""
+    """Return the requested host (a name as bytes, or an address) and port. None if a refusal was sent."""
     version, count = await _exactly(client, 2)
     if version != _VERSION:
         raise _Refused(COMMAND_NOT_SUPPORTED)  # the rest of another protocol cannot be read

@@ -1,6 +1,6 @@
-"""Connections of an Istio mesh as a tap of their pod shows them: addresses, names and notes.
+"""Prepares connections of an Istio mesh for a pod's tap: the addresses, names and comments shown in its packets.
 
-Imported with the first connection of the first tap. Each direction has looked for a tap before
+Imported only for the first tapped connection: the callers check for a tap first
 (:attr:`ztunnel.proxy.istio.path.pod_context.PodContext.tap`).
 """
 
@@ -30,11 +30,11 @@ def observed(
     dialled: SocketAddress,
     headers: Headers = (),
 ) -> End:
-    """Return the application's end with a tap in front, or the end itself if the tap does not concern it.
+    """Return the application's end wrapped by the tap, or unchanged if the tap does not capture this connection.
 
     Args:
         capture: the tap.
-        entry: the connection, with its far side.
+        entry: the connection's entry, with the far side already known.
         application: the pod's own end.
         tunnel: the other end. Only a tunnel is shown.
         dialled: the address that the client dialled (outbound), or the application's (inbound).
@@ -47,8 +47,8 @@ def observed(
 def _client(source: SocketAddress, headers: Headers) -> SocketAddress:
     """Return the client's address, with the port of its own connection if its proxy has sent it.
 
-    The connection that brings tunnels has the client's address and a port of its proxy. The field is only believed
-    about the port: the address is the kernel's.
+    The tunnel connection comes from the client's address, but from a port of its proxy. Only the port is taken
+    from the header field; the address is the one that the kernel reports.
     """
     for part in (first(headers, b"forwarded") or b"").decode("latin-1").split(";"):
         name, _, value = part.strip().partition("=")

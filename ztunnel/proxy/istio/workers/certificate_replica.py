@@ -73,7 +73,7 @@ class ReplicatedCertificates:
         """Return a certificate that is valid now, requested from the main process if need be.
 
         Raises:
-            IdentityError: none can be had.
+            IdentityError: no certificate could be obtained.
         """
         certificate = self.current(identity)
         if certificate is None:
