@@ -1,5 +1,6 @@
 """Type URLs, the gRPC methods that carry them, and how a resource is named inside its message."""
 
+from sys import intern
 from typing import Final
 
 from xds.errors import ConfigError
@@ -79,7 +80,7 @@ def name_of(body: AnyMessage) -> str:
     """
     registry.message_for(body.type_url)
     try:
-        return _first_field(body.value).decode()
+        return intern(_first_field(body.value).decode())  # a cluster's name is that of its endpoints, and others
     except (IndexError, ValueError):
         raise registry.MalformedMessage(body.type_url) from None
 

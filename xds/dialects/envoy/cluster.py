@@ -1,6 +1,7 @@
 """CDS clusters."""
 
 from dataclasses import replace
+from sys import intern
 from typing import Any
 
 from google.protobuf.message import Message
@@ -65,7 +66,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
     shape = _shape(message)
     found = _shapes.get(shape)
     if found is not None and message.name:
-        name = message.name
+        name = intern(message.name)
         eds_name = message.eds_cluster_config.service_name or name
         return replace(found, name=name, eds_name=eds_name, content=digest(message))
     nothing_unknown(message)

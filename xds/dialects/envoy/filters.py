@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from sys import intern
 
 from google.protobuf.message import Message
 
@@ -172,7 +173,7 @@ def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpPr
     found = _tcp_proxies.get(packed)
     if found is not None:
         required(message, "stat_prefix")
-        return replace(found, stat_prefix=message.stat_prefix, clusters=_clusters(message))
+        return replace(found, stat_prefix=intern(message.stat_prefix), clusters=_clusters(message))
     noted, asked = surroundings.noted()
     found = _compiled_tcp_proxy(message, noted)
     if not asked:
@@ -225,7 +226,7 @@ def _clusters(message: tcp.TcpProxy) -> tuple[WeightedCluster, ...]:
     kind = message.WhichOneof("cluster_specifier")
     if kind == "cluster":
         required(message, "cluster")
-        return (WeightedCluster(message.cluster, 1),)
+        return (WeightedCluster(intern(message.cluster), 1),)
     if kind == "weighted_clusters":
         choices = []
         with at(kind):

@@ -1,7 +1,8 @@
 """LDS listeners."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from sys import intern
 
 from xds.dialects.envoy.access_log import compile_access_logs
 from xds.dialects.envoy.filters import compile_chain_filter, compile_filter
@@ -102,14 +103,15 @@ def compile_listener(
     if not message.filter_chains and not message.HasField("default_filter_chain"):
         raise ConfigError(f"error adding listener '{message.name}': no filter chains specified", "filter_chains")
     parts = parts if parts is not None else Parts()
+    noted, asked = surroundings.noted()
     chains = []
     for index, chain in enumerate(message.filter_chains):
         with at("filter_chains", index):
-            chains.append(_chain_or_kept(chain, surroundings, parts))
+            chains.append(_chain_or_kept(chain, noted, asked, parts))
     default = None
     if message.HasField("default_filter_chain"):
         with at("default_filter_chain"):
-            default = _chain_or_kept(message.default_filter_chain, surroundings, parts)
+            default = _chain_or_kept(message.default_filter_chain, noted, asked, parts)
     matcher = _matcher(message, chains, parts)
     filters = []
     for index, entry in enumerate(message.listener_filters):
@@ -239,13 +241,15 @@ def _refuse_overlap(listener: str, chains: Sequence[model.FilterChain]) -> None:
             seen[key] = index
 
 
-def _chain_or_kept(message: proto.FilterChain, surroundings: Surroundings, parts: Parts) -> model.FilterChain:
+def _chain_or_kept(
+    message: proto.FilterChain, noted: Surroundings, asked: Sized, parts: Parts
+) -> model.FilterChain:
     content = digest(message)
     chain = parts.chain(content)
     if chain is None:
-        noted, asked = surroundings.noted()
+        before = len(asked)
         chain = _chain(message, noted, content)
-        if not asked:  # the same bytes may mean something else next time
+        if len(asked) == before:  # the same bytes may mean something else next time
             parts.keep_chain(chain)
     return chain
 
@@ -297,7 +301,7 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
             "a filter chain needs tcp_proxy or http_connection_manager as its last filter", "filters"
         )
     return model.FilterChain(
-        name=message.name,
+        name=intern(message.name),
         match=match_,
         tls=tls,
         rbac=tuple(rbac),

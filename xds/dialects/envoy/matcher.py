@@ -1,5 +1,7 @@
 """``xds.type.matcher.v3.Matcher`` to :mod:`xds.model.matcher`."""
 
+from sys import intern
+
 from xds.dialects.envoy.parts import Parts, key_of
 from xds.dialects.envoy.reading import Shared, at, constraint, network, only, string_match, unpack, unpack_as
 from xds.errors import ConfigError, Unsupported
@@ -63,7 +65,7 @@ def _compiled(message: proto.Matcher.OnMatch, parts: Parts) -> model.OnMatch:
             return model.OnMatch(compile_matcher(message.matcher, parts), message.keep_matching)
     with at("action", "typed_config"):
         action = unpack_as(message.action.typed_config, StringValue, message.action.name)
-    return model.OnMatch(action.value, message.keep_matching)
+    return model.OnMatch(intern(action.value), message.keep_matching)
 
 
 def _tree(
