@@ -1,1 +1,1 @@
-"""What both front ends do to one connection."""
+"""Data-path code that the Istio and the Envoy front end share."""

@@ -22,7 +22,7 @@ Chain = Sequence[x509.Certificate]
 
 
 def none_revoked(chain: Chain) -> bool:
-    """Return that no certificate is revoked: for credentials without revocation lists."""
+    """Return False: no certificate is revoked. Used for credentials without revocation lists."""
     return False
 
 
@@ -34,8 +34,8 @@ class Credentials:
     Attributes:
         chain: its certificates, the leaf first.
         anchors: the roots trusted for the peer's chain. ``None``: the peer is not verified.
-        is_revoked: judges a verified chain, leaf first and root last.
-        names: URI names of the leaf.
+        is_revoked: returns whether a verified chain (leaf first, root last) contains a revoked certificate.
+        names: the URI subject alternative names of the leaf.
     """
 
     chain: tuple[x509.Certificate, ...]
@@ -87,7 +87,7 @@ class Party(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A chain that leads to an anchor, and when it is valid, both ends included."""
+    """A chain verified up to a trust anchor, and its period of validity, both limits included."""
 
     path: Chain
     first: datetime
@@ -95,15 +95,16 @@ class Verified(NamedTuple):
 
 
 def would_shake_hands(client: Party, server: Party, now: datetime) -> bool:
-    """Return whether a handshake of the two would succeed at ``now`` (aware, UTC)."""
+    """Return whether a TLS handshake between two parties would succeed at ``now`` (aware, UTC)."""
     return not disagreement(client, server, now)
 
 
 def disagreement(client: Party, server: Party, now: datetime) -> str:
-    """Return why a handshake of the two would fail at ``now`` (aware, UTC), or the empty string if it would
-    succeed.
+    """Return why a TLS handshake between two parties would fail at ``now`` (aware, UTC), or the empty string if it
+    would succeed.
 
-    A server that verifies no client agrees with none: its policies would judge a peer without identity.
+    A server that does not verify clients never agrees: its policies would have to judge a peer without an
+    identity.
     """
     if server.credentials.anchors is None:
         return "the server verifies no client"

@@ -1,8 +1,7 @@
-"""Runs a part of a connection's work in its own fiber while another fiber awaits the result.
+"""Runs work for a connection in a separate fiber while the calling fiber awaits the result.
 
-The inbound half of a node-local tunnel is such a part. It belongs to the destination pod, so that pod's policy or
-removal can end it separately. The waiting outbound half then gets an error, like over the network, and is not
-cancelled.
+Used for the inbound half of a node-local tunnel. It belongs to the destination pod, whose policy or removal can
+end it separately. The waiting outbound half then gets an error, as over the network, and is not cancelled.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ async def run_apart(
     except asyncio.CancelledError:
         fiber.cancel()
         if answer.done() and not answer.cancelled() and answer.exception() is None:
-            discard(answer.result())  # it came in the same loop iteration
+            discard(answer.result())  # the result arrived in the same loop iteration
         raise
 
 
@@ -52,7 +51,7 @@ async def _answered(
     except asyncio.CancelledError:
         _fail(answer, TunnelBroken("the far end was closed before it answered", unprocessed=True))
         raise
-    except Exception as error:  # noqa: BLE001  the caller gets it
+    except Exception as error:  # noqa: BLE001  passed to the caller
         _fail(answer, error)
     else:
         if answer.done():

@@ -1,7 +1,7 @@
 """Decides after a failed connection attempt whether to try another endpoint or to give up. Pure.
 
-An attempt ends with an upstream or an error. Before the upstream has answered, the client's bytes are in the
-kernel, and another endpoint can be tried. An attempt whose peer has possibly received bytes of the client must
+An attempt ends with an open upstream or an error. Until an upstream answers, the client's bytes stay in the
+kernel, so that another endpoint can be tried. An attempt whose peer has possibly received bytes of the client must
 never be repeated, because they would be delivered twice: :attr:`Attempts.repeatable` judges the error.
 """
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-#: No further endpoint is tried after this time: applications have timeouts of their own.
+#: After this many seconds no further endpoint is tried, because applications have their own timeouts.
 RETRY_WINDOW_S: Final = 15.0
 
 #: The longest wait for the answer to a CONNECT. The peer dials its application first, with a limit of ten seconds
 #: (the Rust ztunnel's and our own). A late answer ends the attempts even within the window, because the
-#: application has possibly received bytes that were sent along with the CONNECT. Not shorter than the window: a
-#: single slow peer gets the time that a series of failing endpoints gets.
+#: application has possibly received bytes that were sent along with the CONNECT. Not shorter than the retry
+#: window, so that a single slow peer gets as much time as a series of failing endpoints.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")
@@ -33,7 +33,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Try again. ``failures`` attempts have failed, which determines a caller's back-off."""
+    """Decision: try another endpoint. ``failures`` is the number of failed attempts, for the caller's back-off."""
 
     failures: int
 

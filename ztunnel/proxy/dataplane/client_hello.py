@@ -1,4 +1,4 @@
-"""Tells whether the first bytes of a connection hold a whole ClientHello (RFC 8446, 4.1.2 and 5.1)."""
+"""Detects whether a complete TLS ClientHello has arrived on a connection (RFC 8446, 4.1.2 and 5.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MESSAGE_HEADER: Final = 4
 class FirstBytes(Enum):
     """The kind of a connection's first bytes.
 
-    ``OTHER`` is not TLS, or not a ClientHello. Its reader will refuse it.
+    ``OTHER`` is not TLS, or not a ClientHello. The TLS handshake will refuse it.
     """
 
     PART = "part"

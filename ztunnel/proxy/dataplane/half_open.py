@@ -1,17 +1,18 @@
-"""Limits unauthenticated connections by source and by pod, and starts their handshakes one at a time.
+"""Limits connections that have not completed their TLS handshake, by source and by pod, and starts handshakes one
+at a time.
 
 An accepted connection stays here as one small object until the kernel has received its whole ClientHello, which is
-peeked at and not read. Only then a handshake begins: a TLS object, a fiber, some 80 KiB. One handshake starts per
-loop iteration, round-robin over pods and over the sources within a pod. A storm on one pod therefore delays
-neither the bytes of established connections nor other pods' handshakes.
+peeked at and not read. Only then its handshake begins, which needs a TLS object and a fiber, some 80 KiB. One
+handshake starts per loop iteration, round-robin over pods and over the sources within a pod. A storm on one pod
+therefore delays neither the bytes of established connections nor other pods' handshakes.
 
 ::
 
     accepted --> waiting for a ClientHello --> queued --> handshake --> established, or over
                  (timeout, limits: closed)     (limits: oldest closed)
 
-Every unfinished handshake is charged to its source, its pod and the process. A source with many unfinished
-handshakes waits. A stalled handshake keeps its place for a second while others wait.
+Every unfinished handshake is charged to its source, its pod and the process. A source that left many handshakes
+unfinished must wait. While others wait, a stalled handshake is ended after a second.
 
 The first response to overload is waiting. If that is not enough, the oldest connection of the same source is
 closed, else the oldest of the same pod, else the oldest of the pod with the most.
@@ -40,7 +41,8 @@ _RETRY_S: Final = 0.02
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 4.0
 _FORGIVEN_S: Final = 40.0
-#: Sources that have no connection here and are remembered for their debts, per pod.
+#: The number of sources per pod that are remembered, without any open connection, for their past unfinished
+#: handshakes.
 _KEPT_SOURCES: Final = 256
 
 TOO_MANY_OF_SOURCE: Final = "too many half-open connections of this source"
@@ -69,7 +71,7 @@ class HalfOpenLimits:
     handshakes_per_pod: int = 128
     handshakes: int = 256
     patience_s: float = 1.0
-    """The age after which a handshake gives its place to a waiting one."""
+    """The age in seconds after which a running handshake is ended if another one waits."""
     hello_bytes: int = 16_384
     timeout_s: float = 10.0
     unfinished_of_source: tuple[float, float] = (100.0, 50.0)
@@ -106,7 +108,7 @@ Rejected = Callable[["PendingHandshake", str], None]
 
 
 class _Source:
-    """What one address has half-open at one pod."""
+    """The half-open connections of one source address to one pod."""
 
     __slots__ = ("offences", "pending_handshakes", "queue", "running", "unfinished", "waits_until_s")
 
@@ -117,7 +119,8 @@ class _Source:
         self.unfinished = Budget(burst=limits.unfinished_of_source[0], rate=limits.unfinished_of_source[1])
         self.offences = 0
         self.waits_until_s = 0.0
-        """Until when no handshake of it begins, because limits of the protocol have ended its connections."""
+        """No handshake from this source begins before this time, because its connections exceeded protocol limits.
+        """
 
 
 class PendingHandshake:
@@ -157,7 +160,7 @@ class PendingHandshake:
         self.owner = owner
         self.source = source
         self.since_s = 0.0
-        """When it came, or when its handshake began."""
+        """When the connection was accepted or, if later, when its handshake began."""
         self.over = self.queued = False
         self._limiter = limiter
         self._registered = False
@@ -169,11 +172,11 @@ class PendingHandshake:
         return self._running is not None
 
     def proved(self) -> None:
-        """Take note that the handshake has proved who the peer is; idempotent."""
+        """Record that the handshake has authenticated the peer; idempotent."""
         self._limiter.leave(self, proved=True)
 
     def offended(self) -> None:
-        """Take note that a limit of the protocol has ended the connection: its source waits for the next one."""
+        """Record that the connection exceeded a protocol limit: its source must wait before its next handshake."""
         self._limiter.offended(self.source)
 
     def ended(self) -> None:
@@ -183,10 +186,10 @@ class PendingHandshake:
     # For the limiter
 
     def watch(self, poller: Poller) -> None:
-        """Have the poller report bytes.
+        """Let the poller report received bytes.
 
         Raises:
-            OSError: the poller cannot watch one socket more.
+            OSError: the poller cannot watch any more sockets.
         """
         poller.register(self.sock.fileno(), self)
         self._registered = True
@@ -204,7 +207,7 @@ class PendingHandshake:
         self._running = begin(self)
 
     def stop(self) -> None:
-        """Close it, and its handshake if started."""
+        """Close the connection, and end its handshake if it has started."""
         if self._running is not None:
             self._running.cancel()
         else:
@@ -221,19 +224,19 @@ class PendingHandshake:
         self._limiter.reject(self, GONE)
 
 
-#: Takes the seconds of a handshake, and whether it succeeded.
+#: Called with a handshake's duration in seconds, and whether it succeeded.
 Finished = Callable[[float, bool], object]
 
 
 def _not_counted(seconds: float, succeeded: bool) -> None:
-    """The default counter, without effect."""
+    """Do nothing; the default if handshakes are not counted."""
 
 
 class HalfOpen:
     """All half-open connections of a process, by pod. There is one per poller.
 
     Attributes:
-        rejected: how many were closed by a limit, ever.
+        rejected: the total number of connections closed by a limit.
         handshakes: under way.
         finished: called with the seconds of each handshake that ends, and whether it succeeded.
     """
@@ -280,7 +283,7 @@ class HalfOpen:
         self._limiters.pop(limiter, None)
 
     def pump(self) -> None:
-        """Begin queued handshakes, one in each further loop iteration."""
+        """Schedule the queued handshakes to begin, one per loop iteration."""
         self.poller.requeue(self)
 
     def may_begin(self, now_s: float) -> bool:
@@ -288,9 +291,11 @@ class HalfOpen:
         return self._unfinished.affords(now_s)
 
     def gives_way(self, now_s: float) -> bool:
-        """End the oldest handshake of the pod that has most, if it has had its time; return whether it had."""
+        """End the oldest handshake of the pod with the most handshakes, if it is older than ``patience_s``. Return
+        whether it was.
+        """
         fullest = max(self._limiters, key=lambda each: len(each.running), default=None)
-        # Possibly none: handshakes of a pod that has ended are counted until their fibers end.
+        # There may be none: handshakes of a stopped pod are counted until their fibers end.
         return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
     def refund(self) -> None:
@@ -365,7 +370,7 @@ class HandshakeLimiter:
         self._closed = False
         self._pending: dict[PendingHandshake, None] = {}
         self._sources: dict[str, _Source] = {}
-        self._ready: deque[_Source] = deque()  # each once, in turns
+        self._ready: deque[_Source] = deque()  # each source at most once, served in turn
         self.running: dict[PendingHandshake, None] = {}
         self._unfinished = Budget(burst=self._limits.unfinished_of_pod[0], rate=self._limits.unfinished_of_pod[1])
 
@@ -378,7 +383,7 @@ class HandshakeLimiter:
         return bool(self._ready)
 
     def enter(self, sock: socket.SocketType, peer: tuple[str, int], owner: Any = None) -> PendingHandshake:
-        """Take an accepted, non-blocking socket. At a limit, this or an older connection is closed."""
+        """Add an accepted, non-blocking socket. If a limit is reached, this or an older connection is closed."""
         limits = self._limits
         source = self._source(peer[0])
         if self._closed:
@@ -401,7 +406,7 @@ class HandshakeLimiter:
         if not pending.over:
             try:
                 pending.watch(self._poller)
-            except OSError as error:  # epoll has no room for it (max_user_watches): nothing would ever wake it up
+            except OSError as error:  # epoll cannot watch it (max_user_watches), so nothing would ever wake it up
                 self.reject(pending, f"cannot be watched: {plain_reason(error)}")
         return pending
 
@@ -415,7 +420,7 @@ class HandshakeLimiter:
                 self.reject(pending, GONE)
             return
         most = self._limits.hello_bytes
-        room = self._poller.ciphertext[: 2 * most]  # headers of records come on top
+        room = self._poller.ciphertext[: 2 * most]  # TLS record headers need additional room
         try:
             size = pending.sock.recv_into(room, 0, socket.MSG_PEEK)
         except BlockingIOError:
@@ -430,7 +435,7 @@ class HandshakeLimiter:
         elif found is FirstBytes.TOO_LONG:
             self.reject(pending, TOO_LONG)
         else:
-            # Bytes that are not TLS also get their error from the handshake.
+            # Bytes that are not TLS are queued too: the handshake reports their error.
             pending.queued = True
             source = pending.source
             if not source.queue:
@@ -439,7 +444,7 @@ class HandshakeLimiter:
             self._all.pump()
 
     def begin_one(self, now_s: float) -> bool:
-        """Begin the handshake of the next source that may; return whether there was one."""
+        """Begin one handshake, of the next source that may start one. Return whether there was such a source."""
         if not self._unfinished.affords(now_s):
             return False
         if not self._all.may_begin(now_s):
@@ -481,7 +486,7 @@ class HandshakeLimiter:
         return self._all.handshakes < limits.handshakes or self._all.gives_way(now_s)
 
     def gives_way(self, running: dict[PendingHandshake, None], now_s: float) -> bool:
-        """End the oldest of some handshakes if it has had its time; return whether it had."""
+        """End the oldest of some handshakes if it is older than ``patience_s``. Return whether it was."""
         pending = next(iter(running))
         if now_s - pending.since_s < self._limits.patience_s:
             return False
@@ -489,9 +494,9 @@ class HandshakeLimiter:
         return True
 
     def offended(self, source: _Source) -> None:
-        """Have a source wait before its next handshake, for twice as long each time, within limits.
+        """Make a source wait before its next handshake, each time twice as long, within limits.
 
-        It is forgiven when it has offended no more for ten times as long.
+        The waiting time is reset after ten times its length without another violation.
         """
         now_s = self._poller.loop.time()
         if now_s - source.waits_until_s > _FORGIVEN_S:
@@ -554,7 +559,7 @@ class HandshakeLimiter:
         Started handshakes end with their fibers.
         """
         self._closed = True
-        self._begin = _begins_nothing  # nothing begins here any more; without this the pod could not be freed
+        self._begin = _begins_nothing  # drops the reference that would keep the pod alive
         self._all.removed(self)
         for pending in list(self._pending):
             if not pending.in_handshake:

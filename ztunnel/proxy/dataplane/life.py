@@ -1,4 +1,4 @@
-"""The life of a connection as one table: an action for each pair of state and event. Pure.
+"""Defines the states of a connection and what each external event does to it in each state, as one table. Pure.
 
 A *life* is any live part of a connection: an accepted socket, a tunnel connection in either direction, a request
 on one, each half of a tunnel within the node, a relay. It moves through :class:`State` from top to bottom and
@@ -24,43 +24,43 @@ from hbone.enums import Key
 
 
 class State(Key):
-    """The progress of a life."""
+    """The states of a life, in order."""
 
     ACCEPTED = "accepted"
     """A socket was accepted. Its destination is not known yet: listener filters, SOCKS, the pod's workload."""
     FILTERED = "filtered"
     """The destination is known and, in Envoy's dialect, the filter chain; the handshake waits for its turn."""
     HANDSHAKE = "handshake"
-    """TLS with the peer is under way, so that the peer's identity is unknown."""
+    """The TLS handshake with the peer is running, so that the peer's identity is unknown."""
     IDENTIFIED = "identified"
-    """All facts are known. The first verdict waits for a policy that has not arrived."""
+    """All facts that policies need are known. The first verdict waits for a policy that has not arrived."""
     HELD = "held"
-    """The verdict of policy allows it, or policy judges later. An addon's answer or its delay is awaited."""
+    """Policy allows it, or will judge it later. It waits for an addon's answer, or during an addon's delay."""
     DIALING = "dialing"
-    """The verdict allows it; the next hop is being opened."""
+    """Policy allows it; the connection to the next hop is being opened."""
     OPEN = "open"
     """Bytes flow, or a tunnel connection serves requests."""
     JOINED = "joined"
-    """As open, for the inbound half of a tunnel within the node: no wire is in between."""
+    """Like open, for the inbound half of a node-local tunnel, which does not use the network."""
     DRAINING = "draining"
-    """As open; the peer has been asked to leave (GOAWAY), and a grace period runs."""
+    """Like open; the peer has been sent GOAWAY, and a grace period runs."""
     CLOSED = "closed"
-    """Over. Everything that it owned is released, and no table has it."""
+    """The connection has ended. All its resources are released, and it is in no table."""
 
 
 class Event(Key):
-    """An external event that concerns a life."""
+    """An external event that can affect connections."""
 
     POLICIES = "policies"
-    """Policies that may concern it have changed: of the mesh, of Calico, of a chain's filter from ECDS."""
+    """Policies that may apply have changed: those of the mesh, of Calico, or of a filter received by ECDS."""
     REVOCATIONS = "revocations"
     """The revocation lists have changed."""
     CERTIFICATE = "certificate"
-    """The certificate that this side shows was renewed."""
+    """The certificate that this side presents was renewed."""
     WORKLOAD_REMOVED = "workload removed"
     """The control plane does not describe the pod any more."""
     WORKLOAD_RESTORED = "workload restored"
-    """It describes the pod again, or differently."""
+    """The control plane describes the pod again, or differently."""
     CONFIGURATION = "configuration"
     """The listener, or the filter chain, was replaced by a new version."""
     DRAIN = "drain"
@@ -77,11 +77,11 @@ class Action(Enum):
     KEEP = "keep"
     """No action: the life continues unchanged."""
     AWAIT_FACTS = "judge when the facts are complete"
-    """Nothing now. The step that completes the facts judges by what is current then."""
+    """Nothing now. Once the facts are complete, the connection is judged by the policies current then."""
     JUDGE = "judge now"
-    """Judge by what is current; end it with the verdict's reason, or keep it until the verdict's time."""
+    """Judge by the current policies: end it with the verdict's reason, or keep it until the verdict's time."""
     LEAVE = "ask to leave"
-    """Send GOAWAY where the protocol has it; the life may end by itself until the deadline."""
+    """Send GOAWAY if the protocol has it. The connection may end by itself before the deadline."""
     FINISH = "close in order"
     """Close with END_STREAM, close_notify and FIN, so that an application can distinguish this from a crash."""
     CLOSE = "close"
@@ -102,7 +102,7 @@ _BEFORE_FACTS: Final = {
 _WITH_FACTS: Final = _BEFORE_FACTS | {
     Event.POLICIES: Action.JUDGE,
     Event.REVOCATIONS: Action.JUDGE,
-    Event.WORKLOAD_REMOVED: Action.KEEP,  # judged as it was last described; new connections are refused
+    Event.WORKLOAD_REMOVED: Action.KEEP,  # judged by the workload's last description; new connections are refused
     Event.WORKLOAD_RESTORED: Action.JUDGE,
     Event.CONFIGURATION: Action.JUDGE,
 }
@@ -115,7 +115,7 @@ TABLE: Final[dict[tuple[State, Event], Action]] = {
         State.ACCEPTED: _BEFORE_FACTS,
         State.FILTERED: _BEFORE_FACTS,
         State.HANDSHAKE: _BEFORE_FACTS,
-        # Its verdict is pending: the waiting step judges when the policy arrives, or when its time is over.
+        # Its verdict is pending: it is judged when the missing policy arrives or the grace period ends.
         State.IDENTIFIED: _BEFORE_FACTS,
         State.HELD: _WITH_FACTS,
         State.DIALING: _WITH_FACTS,
@@ -129,7 +129,7 @@ TABLE: Final[dict[tuple[State, Event], Action]] = {
 
 
 class Verdict(NamedTuple):
-    """Whether a life is allowed now.
+    """Whether policy allows a connection now.
 
     Attributes:
         reason: why it must end, in the words of its access line. Empty if it is allowed.

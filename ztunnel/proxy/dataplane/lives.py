@@ -1,13 +1,14 @@
-"""Every connection of this process that is open or being opened, in one table. Entries own what they opened.
+"""One table of all connections of this process that are open or being opened. Each entry owns the resources it
+opened.
 
 :class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction. Changes
 reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`: they look up
 :data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies only
-:meth:`Life.judge` and the ways to end a life.
+:meth:`Life.judge` and the functions that end a life.
 
-A life is registered when it is made, before policy judges it: a policy change in between must still find it. The
-way to end a life changes over time (first cancel the dialling fiber, later abort the relay). The entry holds the
-current way. If there is none, it stores the reason until one is set.
+A life is registered on construction, before policy judges it, so that a policy change in between still finds it.
+How a life is ended changes over time (first by cancelling the dialling fiber, later by aborting the relay): the
+entry holds the current function for that. Without one, it stores the reason until one is set.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ Abort = Callable[[str], object]
 
 LifeT = TypeVar("LifeT", bound="Life")
 
-#: The number of lives in one slice of a review. Other connections wait about a millisecond for a slice
+#: How many lives a review checks at a time. Other connections wait about a millisecond meanwhile
 #: (``bench/review.py``).
 SLICE: Final = 128
-#: The reason of a life whose verdict could not be found because of a bug: fail closed.
+#: The reason for ending a connection if judging it raised an unexpected error: fail closed.
 UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
 
 
 class Life:
-    """One entry of a :class:`LiveTable`; registered on construction, until :meth:`close`.
+    """One connection's entry in a :class:`LiveTable`, registered from construction until :meth:`close`.
 
     Args:
         group: the group to register in.
-        abort: ends it before :meth:`opened` has named another way.
+        abort: ends the connection until :meth:`opened` sets another function for that.
 
     Attributes:
         state: the step that the connection has reached. Front ends move it forward.
         reason: why this side ended it, or empty.
-        leaving: whether it was asked to leave. During a handshake the request waits for the handshake's end.
+        leaving: whether the peer is to be sent GOAWAY. During a handshake this waits for the handshake's end.
     """
 
     __slots__ = ("_abort", "_finish", "_group", "_leave", "_owned", "leaving", "reason", "state")
@@ -72,7 +73,7 @@ class Life:
         """
         return ALLOWED
 
-    # Its way
+    # How it ends
 
     def own(self, release: Callable[[], object]) -> None:
         """Call ``release`` when the life closes, in reverse order of registration."""
@@ -81,7 +82,7 @@ class Life:
         self._owned.append(release)
 
     def aborts_by(self, abort: Abort | None) -> None:
-        """Have the life end by ``abort`` from now on; calls it at once if the life was ended before."""
+        """Use ``abort`` to end the connection from now on; called at once if the connection was already ended."""
         self._abort = abort
         if self.reason and abort is not None:
             abort(self.reason)
@@ -96,7 +97,7 @@ class Life:
     ) -> None:
         """Enter :attr:`State.OPEN` or :attr:`State.JOINED`.
 
-        An earlier request to leave or to end is carried out at once.
+        An earlier call of :meth:`leave` or :meth:`end` takes effect at once.
 
         Args:
             abort: ends it at once.
@@ -111,7 +112,7 @@ class Life:
         self.aborts_by(abort)
 
     def leave(self) -> None:
-        """Ask the peer to leave, now or when the life is open; idempotent."""
+        """Ask the peer to end the connection (GOAWAY), now or once it is open; idempotent."""
         if self.leaving:
             return
         self.leaving = True
@@ -121,7 +122,7 @@ class Life:
             self._leave()
 
     def end(self, reason: str) -> None:
-        """End it at once. The first reason is kept, and later calls have no effect."""
+        """End the connection at once. The first reason is kept, and later calls have no effect."""
         if self.reason or self.state is State.CLOSED:
             return
         self.reason = reason
@@ -129,7 +130,7 @@ class Life:
             self._abort(reason)
 
     def finish(self, reason: str) -> None:
-        """End it in order, or like :meth:`end` if it has no such way."""
+        """End the connection gracefully, or like :meth:`end` if it cannot be ended gracefully."""
         if self._finish is not None:
             self._abort = self._finish
         self.end(reason)
@@ -151,7 +152,7 @@ class Life:
 
 
 def cancels_current_task(poller: Poller) -> Abort:
-    """Return an abort for a life that does not relay yet: it cancels the current fiber or task."""
+    """Return an abort function for a connection that does not relay yet: it cancels the current fiber or task."""
     return current(poller).cancel
 
 
@@ -180,7 +181,7 @@ class Lives(Generic[LifeT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[LifeT]:
-        """Iterate over a snapshot: ending a life may remove it."""
+        """Iterate over a copy, because ending an entry may remove it."""
         return iter(list(self._entries))
 
     def _add(self, life: LifeT) -> None:
@@ -201,12 +202,12 @@ class Lives(Generic[LifeT]):
             await self._emptied.wait()
 
     def review(self, event: Event, reason: str = "", *, concerned: Callable[[LifeT], bool] | None = None) -> None:
-        """Apply the table's action for an event to each life. The first :data:`SLICE` lives are done before this
-        returns.
+        """Apply the table's action for an event to each entry. The first :data:`SLICE` entries are handled before
+        this returns.
 
         Args:
             event: the event that occurred.
-            reason: the reason of lives that the event ends. A verdict has its own reason.
+            reason: the reason given to connections that the event ends. A verdict has its own reason.
             concerned: returns whether the event concerns a life. ``None``: it concerns all.
         """
         self._table._start(self._walk(event, reason, concerned))
@@ -246,7 +247,7 @@ class Lives(Generic[LifeT]):
             self._look_again(verdict.until_s)
 
     def _look_again(self, until_s: float) -> None:
-        """Judge all again at this time. An earlier time replaces a later one."""
+        """Schedule all entries to be judged again at a time. An earlier time replaces a later one."""
         self._stop_timer()
         self._until_s = until_s
         self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)
@@ -269,7 +270,7 @@ class Lives(Generic[LifeT]):
 
 
 class LiveTable:
-    """All lives of one process."""
+    """The table of all connections of one process."""
 
     def __init__(self) -> None:
         self._groups: dict[Lives[Any], None] = {}
@@ -292,7 +293,7 @@ class LiveTable:
 
     async def reviewed(self) -> None:
         """Wait until every running review has visited all its lives."""
-        while self._walks:  # noqa: ASYNC110  the walk needs exactly the turns that this gives up
+        while self._walks:  # noqa: ASYNC110  each sleep lets the review continue
             await asyncio.sleep(0)
 
     def _start(self, walk: Iterator[None]) -> None:
@@ -314,7 +315,7 @@ class LiveTable:
         self._handle = asyncio.get_running_loop().call_soon(self._continue)
 
     def _step(self) -> bool:
-        """Look at one life; return whether there was one."""
+        """Handle the next entry of a running review. Return whether there was one."""
         while self._walks:
             try:
                 next(self._walks[0])

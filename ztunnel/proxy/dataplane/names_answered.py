@@ -18,18 +18,18 @@ _NAMES: Final = 8
 
 
 class NamesAnswered:
-    """The resolved names by pod (namespace and name) and address."""
+    """The names that pods have resolved, by pod (namespace and name) and address."""
 
     def __init__(self) -> None:
         self._pods: OrderedDict[PodKey, OrderedDict[str, tuple[str, ...]]] = OrderedDict()
 
     @property
     def known(self) -> bool:
-        """Whether there is any."""
+        """Whether any pod has resolved a name."""
         return bool(self._pods)
 
     def note(self, pod: PodKey, name: str, addresses: Iterable[str]) -> None:
-        """Remember that a pod got these addresses for a name."""
+        """Remember that a name resolved to these addresses for a pod."""
         known = self._pods.get(pod)
         if known is None:
             known = self._pods[pod] = OrderedDict()

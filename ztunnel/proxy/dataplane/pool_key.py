@@ -1,4 +1,6 @@
-"""Which tunnels may share a connection, and how such a connection is dialled."""
+"""The key of a connection pool (tunnels with equal keys may share a connection), and the function that dials a
+connection.
+"""
 
 import socket
 from collections.abc import Awaitable, Callable
@@ -40,7 +42,7 @@ async def dial_connection(
     poller: Poller,
     finished: Callable[[float, bool], object],
 ) -> Connection:
-    """Open one connection for tunnels: TCP, TLS, the client's side of HTTP/2. The pools' dial functions call it.
+    """Open one tunnel connection: TCP, TLS, the client side of HTTP/2. Called by the pools' dial functions.
 
     Args:
         context_for: makes the TLS context, or ``None`` for cleartext.

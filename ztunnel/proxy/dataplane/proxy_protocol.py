@@ -7,9 +7,9 @@ from typing import Final
 from xds.model.address import SocketAddress, canonical
 
 SIGNATURE_2 = b"\r\n\r\n\x00\r\nQUIT\n"
-_LONGEST_1 = 107  # of a version 1 line, its CRLF included
+_LONGEST_1 = 107  # the longest version 1 line, including its CRLF
 LONGEST = 16 + 4096
-"""The longest header that is read, a bound of ours: addresses and TLVs."""
+"""The longest accepted header in bytes, with addresses and TLVs. The limit is this project's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class ProxyHeader:
 
     Attributes:
         version: 1 or 2.
-        size: bytes it took.
-        source: ``None`` for LOCAL and UNKNOWN: the socket's own addresses hold.
-        destination: likewise.
+        size: its length in bytes.
+        source: the original source. ``None`` for LOCAL and UNKNOWN: use the socket's own addresses.
+        destination: the original destination, or ``None`` likewise.
     """
 
     version: int
@@ -30,19 +30,19 @@ class ProxyHeader:
 
 
 class NoHeader(Exception):
-    """The bytes begin with something else."""
+    """The bytes do not begin with a PROXY header."""
 
 
 class NeedMore(Exception):
-    """The bytes are a proper beginning of a header."""
+    """The bytes are the beginning of a PROXY header that is not complete yet."""
 
 
 class BadHeader(Exception):
-    """A header that breaks its own rules."""
+    """The PROXY header is malformed."""
 
 
 def parse_header(data: bytes) -> ProxyHeader:
-    """Read a header from the first bytes of a connection.
+    """Parse the PROXY header at the beginning of a connection.
 
     Raises:
         NeedMore, NoHeader, BadHeader: the header is incomplete, missing or invalid.
@@ -111,10 +111,10 @@ _VERSION_2_PROXY = 0x21
 def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: str | None) -> bytes:
     """Return a version 2 header like the Rust ztunnel's to a sandwiched waypoint (``application_tunnel``).
 
-    One header has no room for addresses of two families. It has AF_UNSPEC and no addresses then.
+    One header cannot hold addresses of two families: it then has AF_UNSPEC and no addresses.
 
     Args:
-        source: peer of the tunnel's TCP connection.
+        source: the peer address of the tunnel's TCP connection.
         destination: the destination of the tunnel.
         spiffe_id: the SPIFFE id of the tunnel's client, for TLV 0xD0. ``None`` leaves it out.
     """

@@ -1,7 +1,7 @@
-"""Names why connections fail and how far they came: the labels of ``ztunnel_connection_errors_total``.
+"""Names why connections fail, and at which stage: the labels of ``ztunnel_connection_errors_total``.
 
-Front ends' errors carry their reason. For libraries' errors, :func:`reason_of` returns it. docs/troubleshooting.md
-explains each value.
+Errors raised by the front ends carry their reason. For errors raised by libraries, :func:`reason_of` returns it.
+docs/troubleshooting.md explains each value.
 """
 
 import errno
@@ -14,7 +14,7 @@ from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused
 
 
 class Stage(StrEnum):
-    """How far a connection came."""
+    """The stage at which a connection failed."""
 
     EARLY = "early"  # before it counted as opened
     CONNECT = "connect"
@@ -54,14 +54,14 @@ class Reason(StrEnum):
     OTHER = "other"
 
 
-#: The reasons of deliberate refusals, here or by the peer.
+#: The reasons that are deliberate refusals, by this proxy or by the peer.
 REFUSALS: Final = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.POLICY_CHANGE, Reason.PEER_DENIED),
         *(Reason.ADDON, Reason.REVOKED),
     }
 )
-#: The prefix of the reason when an addon cuts a connection.
+#: The prefix of the reason of connections that an addon has cut.
 CUT_BY_ADDON: Final = "connection cut by addon"
 _BY_CODE: Final = {
     errno.ECONNREFUSED: Reason.REFUSED,

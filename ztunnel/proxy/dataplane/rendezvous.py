@@ -1,8 +1,8 @@
-"""Messages with file descriptors over a Unix stream socket, between two generations of one proxy.
+"""Sends messages with file descriptors over a Unix stream socket, between a proxy process and its successor.
 
 A frame is its length (4 bytes), the number of its descriptors (2 bytes) and the message. Descriptors travel beside
-the bytes and in order: they cannot overtake their frame. The kernel passes at most 253 with one call, so that a
-frame with more takes several.
+the bytes and in order: they cannot overtake their frame. The kernel passes at most 253 descriptors per call, so a
+frame with more needs several calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from ztunnel.runtime.sockets import PeerProcess, ready
 
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""The longest message: more than all windows of a connection with its output."""
+"""The longest message in bytes: more than all flow-control windows of a connection and its output buffer."""
 MAX_DESCRIPTORS: Final = 4096
 _HEADER: Final = struct.Struct("!IH")
 _PER_CALL: Final = 250
@@ -33,7 +33,7 @@ class RendezvousError(Exception):
 
 
 class Parcel:
-    """A message with its descriptors. :meth:`close` closes the descriptors that were not taken."""
+    """A received message with its file descriptors. :meth:`close` closes the descriptors that were not taken."""
 
     def __init__(self, data: bytes, descriptors: Sequence[int]) -> None:
         self.data = data
@@ -51,13 +51,13 @@ class Parcel:
 
 
 class Rendezvous:
-    """A connected Unix stream socket, non-blocking; owns it.
+    """Exchanges messages over a connected, non-blocking Unix stream socket, which it owns.
 
     Args:
         sock: the socket.
 
     Raises:
-        RendezvousError: the process at the other end has another user.
+        RendezvousError: the process at the other end runs as another user.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -83,7 +83,7 @@ class Rendezvous:
             while left:
                 batch, size = waiting[:_PER_CALL], len(left)
                 if len(waiting) > len(batch):
-                    size = 1  # the rest of the descriptors needs bytes of the same frame
+                    size = 1  # keep bytes of this frame to send the remaining descriptors with
                 try:
                     if batch:
                         sent = socket.send_fds(self._socket, [left[:size]], batch, socket.MSG_NOSIGNAL)
@@ -140,8 +140,8 @@ class Rendezvous:
         return Parcel(data, [self._descriptors.popleft() for _ in range(count)])
 
     def end(self) -> None:
-        """Have both sides read the end of the connection; idempotent. :meth:`close` releases the socket."""
-        with contextlib.suppress(OSError):  # the other side was quicker
+        """Shut the connection down, so that both sides read EOF; idempotent. :meth:`close` releases the socket."""
+        with contextlib.suppress(OSError):  # the other side has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

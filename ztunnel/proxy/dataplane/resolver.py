@@ -1,7 +1,7 @@
-"""Names to addresses with their time to live, for STRICT_DNS and LOGICAL_DNS clusters.
+"""Resolves host names to addresses with their time to live, for STRICT_DNS and LOGICAL_DNS clusters.
 
-The library is loaded when a name is resolved for the first time: ambient configurations have none, and it
-takes 2 MiB.
+The DNS library is imported when a name is resolved for the first time: it takes 2 MiB, and configurations of
+ambient meshes have no such clusters.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from dns.resolver import Answer as DnsAnswer
 
 
-#: A hosts file has no times to live. Changes are noticed after this time.
+#: The time to live, in seconds, of names found in a hosts file, which has none itself.
 _HOSTS_TTL_S: Final = 5.0
 #: Envoy's value for answers of getaddrinfo(3).
 _NO_TTL_S: Final = 60.0
-#: From Envoy's documentation of ``CaresDnsResolverConfig``. They matter if only one of both is set.
+#: Defaults from Envoy's documentation of ``CaresDnsResolverConfig``, used if only one of the two is set.
 _QUERY_TIMEOUT_S: Final = 5.0
 _TRIES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Addresses in the order of the answer, and how many seconds they hold."""
+    """The resolved addresses in the order of the answer, and their time to live in seconds."""
 
     addresses: tuple[str, ...]
     ttl_s: float
@@ -45,8 +45,8 @@ class ResolveFailed(Exception):
     """A name could not be resolved.
 
     Attributes:
-        absent: servers answered that the name, or its address, does not exist. Otherwise earlier results can be
-        kept.
+        absent: whether the servers answered that the name, or its address, does not exist. If not, earlier results
+            can be kept.
     """
 
     def __init__(self, reason: str, *, absent: bool = False) -> None:
@@ -88,7 +88,7 @@ class Resolver:
         self._lifetime_s = lifetime_s
 
     def with_settings(self, settings: DnsResolver) -> Resolver:
-        """Return another resolver of the same host with settings of its own."""
+        """Return a resolver for the same host with other settings."""
         return Resolver(
             self._hosts, self._resolv_conf, port=self._port, lifetime_s=self._lifetime_s, settings=settings
         )
@@ -97,7 +97,7 @@ class Resolver:
         """Look up ``name``.
 
         Args:
-            name: a DNS name, or an IP address, which is its own answer.
+            name: a DNS name, or an IP address, which is returned unchanged.
             family: ``V4_ONLY``, ``V6_ONLY``, ``AUTO`` (IPv6 first, IPv4 if there is none), ``V4_PREFERRED`` or
                 ``ALL``.
 

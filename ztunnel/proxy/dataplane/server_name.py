@@ -1,4 +1,4 @@
-"""Parses server name and ALPN of a TLS ClientHello (RFC 8446, 4.1.2; RFC 6066; RFC 7301)."""
+"""Parses the server name (SNI) and ALPN protocols of a TLS ClientHello (RFC 8446, 4.1.2; RFC 6066; RFC 7301)."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ _SERVER_NAME, _ALPN = 0, 16
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The extensions that filter chains match by."""
+    """The ClientHello extensions by which filter chains are selected."""
 
     server_name: str = ""
     alpn: tuple[str, ...] = ()
 
 
 class NotTls(Exception):
-    """The bytes are no ClientHello."""
+    """The bytes are not a ClientHello."""
 
 
 class NeedMore(Exception):
@@ -34,7 +34,7 @@ def parse_client_hello(data: bytes) -> ClientHello:
 
 
 def _handshake(data: bytes) -> bytes:
-    """Return the ClientHello message from its records."""
+    """Return the ClientHello message, reassembled from its TLS records."""
     message = b""
     position = 0
     while True:

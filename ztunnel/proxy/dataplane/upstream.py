@@ -1,4 +1,4 @@
-"""An open upstream: the end for the relay, and the resources that must close afterwards."""
+"""An open connection to an upstream host: the end for the relay, and the resources to release afterwards."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,7 +12,7 @@ LifeT = TypeVar("LifeT", bound=Life)
 
 
 class Upstream(Generic[LifeT]):
-    """One open upstream of one connection. The function that opened it closes it.
+    """The upstream side of one proxied connection. The function that opened it closes it.
 
     Closing works like ``contextlib.ExitStack``: first the end, which the peer observes, then the callbacks of
     :meth:`on_close` in reverse order.
@@ -22,11 +22,12 @@ class Upstream(Generic[LifeT]):
 
     Attributes:
         end: the end for the relay.
-        hops: this process's further lives of the same connection, outermost first. They end with this upstream.
+        hops: the further connection-table entries of the same connection in this process, outermost first. They
+            end with this upstream.
         ended_by_peer: whether the host ended last, or reset, rather than this side. Set before the upstream
             closes.
         in_use: whether the upstream was still carrying a request when it ended.
-        moved: whether it continues in another process, which counts its end.
+        moved: whether the connection continues in another process, which counts its end.
     """
 
     __slots__ = ("_closed", "_closing", "end", "ended_by_peer", "hops", "in_use", "moved")
@@ -45,7 +46,7 @@ class Upstream(Generic[LifeT]):
         self._closing.append(callback)
 
     def relayed(self, ended: RelayEnd, downstream: End) -> bool:
-        """Note who ended its relay with ``downstream``; return whether a request was still in use then.
+        """Record which side ended the relay with ``downstream``. Return whether a request was still in progress.
 
         Like in Envoy's counters, a host has closed its connection by a reset, or by ending after we did. A request
         is over if the client and we ended both directions, and did not leave the host with an open one.

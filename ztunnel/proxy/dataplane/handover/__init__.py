@@ -1,5 +1,5 @@
-"""The hand-over of open connections to the process that replaces this one: what both dialects share.
+"""Hands open connections over to the process that replaces this one: the code that both dialects share.
 
-Each front end supplies its units (:class:`~ztunnel.proxy.dataplane.handover.giver.Unit`), a message type for their
-state, and a receiver (:class:`~ztunnel.proxy.dataplane.handover.taker.Pending`).
+Each front end supplies the units that move together (:class:`~ztunnel.proxy.dataplane.handover.giver.Unit`), a
+message type for their state, and a receiver (:class:`~ztunnel.proxy.dataplane.handover.taker.Pending`).
 """

@@ -8,10 +8,10 @@ PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 
 
 class HandoverCounts:
-    """The connections that moved and stayed since the start of the process.
+    """The numbers of connections that moved to another process, and that stayed, since this process started.
 
     Attributes:
-        connections: connections of pods, and tunnel connections without one, by result and reason: ``given`` or
+        connections: pod connections, and tunnel connections without any, by result and reason: ``given`` or
             ``kept`` by this process, ``taken`` or ``declined``.
         paused_s: the sum of all pauses.
     """
@@ -19,10 +19,10 @@ class HandoverCounts:
     def __init__(self) -> None:
         self.connections: dict[tuple[str, str], int] = {}
         self.paused_s = 0.0
-        self._pauses = [0] * (len(PAUSE_BUCKETS) + 1)  # the last: longer ones
+        self._pauses = [0] * (len(PAUSE_BUCKETS) + 1)  # the last bucket counts longer pauses
 
     def count(self, result: str, reason: str, number: int) -> None:
-        """Count connections. Only a reason's part before a colon counts, so that there are few reasons."""
+        """Count connections by result and reason. A reason is cut at its first colon, so that there are few."""
         key = result, reason.partition(":")[0]
         self.connections[key] = self.connections.get(key, 0) + number
 
@@ -47,7 +47,7 @@ class HandoverCounts:
 
     @property
     def offers(self) -> int:
-        """How many offers were answered."""
+        """The number of answered offers."""
         return sum(self._pauses)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:

@@ -32,11 +32,13 @@ from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 
-#: The time limit for an answer. The unit is paused meanwhile. A taker needs about a millisecond.
+#: The time limit for the taker's answer to an offer, in seconds. The unit is paused meanwhile. A taker needs about
+#: a millisecond.
 ANSWER_S: Final = 2.0
-#: The pause between two walks over units that could not move yet: opening requests, incomplete TLS records.
+#: The pause before units that could not move yet (opening requests, incomplete TLS records) are offered again, in
+#: seconds.
 _AGAIN_S: Final = 0.02
-#: Unanswered offers after which the taker counts as stuck.
+#: The number of unanswered offers after which the taker is considered stuck.
 _MOST_UNANSWERED: Final = 3
 
 
@@ -45,29 +47,31 @@ class TakerGone(Exception):
 
 
 class Unit(Protocol):
-    """The connections that move together: a tunnel connection with its relays, or a relay of two plain sockets."""
+    """Connections that can only move together: a tunnel connection with its relays, or a relay of two plain
+    sockets.
+    """
 
     @property
     def entries(self) -> int:
-        """How many connections of pods it has."""
+        """The number of pod connections in this unit."""
 
     @property
     def key(self) -> int:
-        """The same in each survey while it lives."""
+        """A key that identifies the unit in every survey while it exists."""
 
     def freeze(self) -> Frozen:
         """Stop it and read its state.
 
         Raises:
-            Unmovable: it cannot move, or not now.
-            OSError: its socket is about to end.
+            Unmovable: the unit cannot move, or not now.
+            OSError: the unit's socket is being closed.
         """
 
     def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
         """Return the offer of a frozen unit; ``now_s`` is monotonic."""
 
     def went(self) -> None:
-        """Complete the accounting of this process's share. The other process writes the lines."""
+        """Complete this process's share of the accounting. The other process writes the access log lines."""
 
 
 #: Returns the current units, and the number of connections without a unit, by reason.
@@ -76,7 +80,7 @@ Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 @dataclass(slots=True)
 class Result:
-    """The result of an offer: moved pod connections and tunnel connections, and why the rest stayed."""
+    """The result of a hand-over: which pod and tunnel connections moved, and why the others stayed."""
 
     given: int = 0
     carriers: int = 0
@@ -85,7 +89,7 @@ class Result:
 
     @property
     def left(self) -> int:
-        """How many stayed."""
+        """The number of connections that stayed."""
         return self.stays.total()
 
     def pause_ms(self, part: float) -> float:
@@ -130,7 +134,7 @@ class Giver:
         self.gone = False
 
     def answered(self, message: FromTaker) -> None:
-        """Process the taker's answer. An answer to a withdrawn offer is ignored."""
+        """Process an answer from the taker. An answer to a withdrawn offer is ignored."""
         if isinstance(message, Taken | Declined):
             future = self._answers.pop(message.number, None)
             if future is not None and not future.done():
@@ -147,10 +151,10 @@ class Giver:
     async def give(self, again_s: float) -> Result:
         """Offer every movable unit once, then offer the rest repeatedly for ``again_s``.
 
-        The time begins after the first walk, which takes longer with many connections.
+        The time is counted from the end of the first pass, which takes longer with many connections.
 
         Returns:
-            The moved connections, and the ones that stay after the last walk.
+            The connections that moved, and those that stay after the last pass.
         """
         loop, result = asyncio.get_running_loop(), Result()
         declined: set[int] = set()
@@ -170,7 +174,7 @@ class Giver:
                     reason = await self._offer(unit, result)
                 except TakerGone:
                     self.gone = True
-                    # The taker can hold descriptors of units that stay here. It closes them when it reads the end.
+                    # The taker can hold descriptors of units that stay here. It closes them when it reads EOF.
                     self._channel.end()
                     reason = "no taker"
                 if reason:
@@ -185,12 +189,12 @@ class Giver:
             await asyncio.sleep(_AGAIN_S)
 
     async def finish(self, result: Result) -> None:
-        """Say that no offer follows for now."""
+        """Tell the taker that no more offers follow for now."""
         if not self.gone:
             await self._send(Finished(given=result.given, left=result.left))
 
     async def _offer(self, unit: Unit, result: Result) -> str:
-        """Offer one unit. Return why it stays, or an empty text if it was given.
+        """Offer one unit to the taker. Return why the unit stays, or an empty text if it was handed over.
 
         Raises:
             TakerGone: the taker is gone. This unit and all others stay.
@@ -238,7 +242,7 @@ class Giver:
                 reason = await future
         except TimeoutError:
             if not sent:
-                raise TakerGone from None  # it has a part of a message
+                raise TakerGone from None  # the taker has received only a part of a message
             self._unanswered += 1
             if self._unanswered >= _MOST_UNANSWERED:
                 raise TakerGone from None
@@ -257,10 +261,10 @@ class Giver:
 
 
 async def read_message(channel: Rendezvous) -> FromTaker | None:
-    """Return the next message of a taker, or ``None`` at its end.
+    """Return the next message from the taker, or ``None`` if it has disconnected.
 
     Raises:
-        RendezvousError: it is none.
+        RendezvousError: the bytes are not a message from a taker.
     """
     parcel = await channel.receive()
     if parcel is None:

@@ -27,9 +27,9 @@ from msgspec import Struct
 from hbone.aio.handover import UnitState
 
 SCHEMA: Final = 1
-"""Of all messages. It grows when a process of the version before would misread a message."""
+"""The schema version of all messages. It is increased when the previous version would misread a message."""
 OLDEST_SCHEMA: Final = 1
-"""The oldest that this version reads."""
+"""The oldest schema version that this version can read."""
 
 
 class Greeting(Struct, frozen=True, kw_only=True, tag=True):
@@ -50,7 +50,7 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TakeNow(Struct, frozen=True, tag=True):
-    """The taker replaces the giver now: hand over, and end."""
+    """Tells the giver that the taker replaces it now: it hands over its connections and ends."""
 
 
 class Busy(Struct, frozen=True, kw_only=True, tag=True):
@@ -90,7 +90,7 @@ class Declined(Struct, frozen=True, tag=True):
 
 
 class Go(Struct, frozen=True, tag=True):
-    """The unit is the taker's."""
+    """The unit now belongs to the taker."""
 
     number: int
 
@@ -142,10 +142,10 @@ def reader_of(offer: type[Offer]) -> ReadGiver:
 
 
 def from_taker(data: bytes) -> FromTaker:
-    """Read a message of the taker.
+    """Parse a message from the taker.
 
     Raises:
-        Unreadable: it is none.
+        Unreadable: the bytes are not a message from the taker.
     """
     try:
         return _from_taker.decode(data)

@@ -1,4 +1,4 @@
-"""``/handover`` of the admin servers: whether open connections can move, and with POST have them move."""
+"""``/handover`` of the admin servers: shows whether open connections can be handed over; POST hands them over."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ class Shown(Protocol):
     """Moves open connections between processes; see :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
 
     def status(self) -> dict[str, Any]:
-        """The state, as a page shows it."""
+        """The hand-over state, as the admin page shows it."""
 
     @property
     def successor_waits(self) -> bool:

@@ -47,7 +47,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: How long unmovable connections are offered again before they drain.
+#: How long connections that cannot move yet are offered again before they are drained, in seconds.
 GIVE_S: Final = 2.0
 _GREETING_S: Final = 5.0
 #: The delay before a busy predecessor is asked again.
@@ -60,7 +60,7 @@ _BACKLOG: Final = 4
 
 
 def protect_secrets() -> None:
-    """Keep the keys of connections that can move out of core dumps of this process."""
+    """Exclude the TLS keys of movable connections from core dumps of this process."""
     try:
         forbid_core_dumps()
     except OSError as error:
@@ -87,15 +87,15 @@ class Kinds:
 
 
 class Handover:
-    """Runs from :meth:`begin` to :meth:`close`.
+    """Runs both roles of a hand-over, from :meth:`begin` to :meth:`close`.
 
     Args:
-        folder: where the processes meet.
+        folder: the shared folder with the Unix socket where the processes meet.
         kinds: the front end's functions.
         clock: measures pauses and ages.
         version: this program's version, for the other process's log.
         replace: have the predecessor hand over and end as soon as this process is ready.
-        on_take_now: called when a successor demands that of this process.
+        on_take_now: called when a successor demands an immediate hand-over.
         statistics: receives the counts. ``None``: a new object.
         worker: the index of this worker process, which meets only workers of the same index. ``None``: the main
             process.
@@ -128,7 +128,9 @@ class Handover:
         self._last = ""
 
     def begin(self) -> None:
-        """Take from the predecessor, then wait for the successor. Called when this process carries its pods."""
+        """Take over connections from the predecessor, then wait for a successor. Called when this process carries
+        its pods.
+        """
         self._tasks.keep(self._run, "rendezvous")
 
     async def close(self) -> None:
@@ -166,7 +168,7 @@ class Handover:
     # As the successor
 
     async def _run(self) -> None:
-        while not await self._take_from_predecessor():  # noqa: ASYNC110  it is another process
+        while not await self._take_from_predecessor():  # noqa: ASYNC110  waits for another process
             await asyncio.sleep(_BUSY_S)
         self._listener = await self._listening()
         try:
@@ -176,7 +178,7 @@ class Handover:
             self._listener = None
 
     async def _listening(self) -> UnixListener:
-        """Return the socket for successors, once it can be made."""
+        """Return the socket on which to listen for successors, retrying until it can be created."""
         while True:
             try:
                 return UnixListener(self.path, socket.SOCK_STREAM, _BACKLOG)
@@ -193,7 +195,7 @@ class Handover:
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()
             return True
-        except OSError as error:  # its queue is full, or the path is too long
+        except OSError as error:  # the socket's queue is full, or its path is too long
             sock.close()
             log.warning("no hand-over from a predecessor path=%s error=%s", self.path, plain_reason(error))
             return False

@@ -15,25 +15,27 @@ log = logging.getLogger(__name__)
 
 
 class Declining(Exception):
-    """A unit cannot be continued here. The text has the reason."""
+    """This process cannot continue an offered unit. The text gives the reason."""
 
 
 class Pending(Protocol):
-    """A unit that was offered and does not begin yet. Either :meth:`start` or :meth:`discard` is called, once."""
+    """An offered unit that has been rebuilt but not started. Either :meth:`start` or :meth:`discard` is called,
+    once.
+    """
 
     @property
     def entries(self) -> int:
-        """How many connections of pods it has."""
+        """The number of pod connections in this unit."""
 
     def start(self) -> None:
         """Continue the unit: it belongs to this process from now on."""
 
     def discard(self) -> None:
-        """Forget the unit: the other process keeps it."""
+        """Discard the unit, because the other process keeps it."""
 
 
-#: Makes the unit of an offer with its non-blocking sockets. They belong to it, unless this raises ``Declining``,
-#: ``ValueError``, ``OSError`` or ``KeyError``.
+#: Builds the unit described by an offer from its non-blocking sockets. The unit owns them, unless this raises
+#: ``Declining``, ``ValueError``, ``OSError`` or ``KeyError``.
 Make: TypeAlias = Callable[[Offer, list[socket.socket]], Awaitable[Pending]]
 
 
@@ -41,11 +43,11 @@ class Taker:
     """Answers the offers of one giver.
 
     Args:
-        make: makes units.
-        statistics: counts.
+        make: builds the unit described by an offer.
+        statistics: receives the counts.
 
     Attributes:
-        taken: connections of pods that continue here.
+        taken: the number of pod connections that continue here.
     """
 
     def __init__(self, make: Make, statistics: HandoverCounts) -> None:
@@ -55,10 +57,10 @@ class Taker:
         self.taken = 0
 
     async def consider(self, offer: Offer, parcel: Parcel) -> str:
-        """Make the unit of an offer, which then waits for the giver's word.
+        """Build the unit described by an offer. It then waits until the giver releases it.
 
         Returns:
-            Why that is not possible. Empty if it is.
+            The reason why the unit cannot be built, or empty if it was.
         """
         socks: list[socket.socket] = []
         try:

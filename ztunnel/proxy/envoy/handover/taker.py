@@ -157,10 +157,10 @@ def _discard(unit: Resumed, socks: list[socket.socket]) -> None:
 
 
 def _check(offer: Offer) -> None:
-    """Refuse an offer with contradictory parts.
+    """Check that the parts of an offer do not contradict each other.
 
     Raises:
-        ValueError: they do.
+        ValueError: parts of the offer contradict each other.
     """
     carrier, unit = offer.carrier, offer.unit
     if len(offer.relays) != len(unit.relays) or (carrier is None) != (unit.carrier is None):
@@ -260,7 +260,9 @@ def _key(cluster: LiveCluster, carrier: DialledValue, connection: Connection) ->
 
 
 class Pending:
-    """A unit that was offered and does not begin yet. Either :meth:`start` or :meth:`discard` is called, once."""
+    """An offered unit that has been rebuilt but not started. Either :meth:`start` or :meth:`discard` is called,
+    once.
+    """
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class Pending:
 
     @property
     def entries(self) -> int:
-        """How many connections of pods it has."""
+        """The number of pod connections in this unit."""
         return len(self._hops)
 
     def _route_of(self, hop: Hop) -> Route | None:
@@ -309,7 +311,7 @@ class Pending:
         return proxy.model.idle_timeout_s or None
 
     def discard(self) -> None:
-        """Forget the unit: the other process keeps it."""
+        """Discard the unit, because the other process keeps it."""
         self._unit.discard()
 
     def start(self) -> None:

@@ -36,19 +36,19 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """The same in each survey while it lives."""
+        """A key that identifies the unit in every survey while it exists."""
         return id(self.connection or self.relays[0][0])
 
     @property
     def entries(self) -> int:
-        """How many connections of pods it has."""
+        """The number of pod connections in this unit."""
         return len(self.relays)
 
     def freeze(self) -> Frozen:
         """Stop it and read its state.
 
         Raises:
-            Unmovable: it cannot move, or not now.
+            Unmovable: the unit cannot move, or not now.
         """
         for relay, _ in self.relays:
             progress = relay.progress

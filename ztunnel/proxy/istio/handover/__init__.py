@@ -1,1 +1,1 @@
-"""Open connections that move to the process which replaces this one."""
+"""Hands the open connections of an Istio node proxy over to the process that replaces it."""

@@ -1,4 +1,4 @@
-"""Converts a pod's connection to a value, and a value to a connection in this process's mesh."""
+"""Serializes a pod's connection for another process, and restores a received one in this process's mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ztunnel.proxy.istio.path.pod import PodProxy
 
 
 def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
-    """Return a connection as a value.
+    """Return a connection as a serializable value.
 
     Args:
         pod: the connection's pod.
@@ -41,7 +41,7 @@ def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
 
 
 def record_value(record: Record, now_s: float) -> RecordValue:
-    """Return a record as a value, without byte counts: the relay's value has them."""
+    """Return a record as a serializable value, without the byte counts, which are sent with the relay."""
     source, destination = record.source_workload, record.destination_workload
     return RecordValue(
         direction=str(record.direction),
@@ -81,7 +81,8 @@ def _peer_value(certificate: WorkloadCertificate) -> PeerValue:
 
 
 def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
-    """Return a record that continues here. Workloads and service are looked up in this process's mesh.
+    """Restore a record received from another process. Workloads and the service are looked up in this process's
+    mesh.
 
     Raises:
         ValueError: an identity, a direction or labels cannot be read.
@@ -105,8 +106,8 @@ def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
 
 
 def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[Abort], PodConnection]:
-    """Return a function that registers a connection in the pod's table and continues its record. Nothing fails
-    there any more.
+    """Return a function that registers a connection in the pod's table and continues its record. That function
+    does not fail.
 
     Args:
         value: the value from the previous process.
@@ -146,7 +147,7 @@ def _facts_of(value: FactsValue) -> ConnectionFacts:
 
 
 def _peer_of(value: PeerValue) -> WorkloadCertificate:
-    """Return a certificate that is only compared with revocation lists: its key has stayed where it was."""
+    """Restore a peer's certificate without its key, which is only used to check it against revocation lists."""
     issued = IssuedCertificate(
         identity=value.identity,
         chain=tuple(map(x509.load_der_x509_certificate, value.chain)),

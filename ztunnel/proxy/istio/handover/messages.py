@@ -17,7 +17,7 @@ PodKey: TypeAlias = tuple[str, str, str]
 
 
 class FactsValue(Struct, frozen=True, kw_only=True):
-    """The input of policies for an inbound connection. ``names`` is ``None`` for plain text."""
+    """What policies evaluate about an inbound connection. ``names`` is ``None`` for plain text."""
 
     source: SocketAddress
     destination: SocketAddress
@@ -33,7 +33,7 @@ class PeerValue(Struct, frozen=True, kw_only=True):
 
 
 class RecordValue(Struct, frozen=True, kw_only=True):
-    """The account of a connection (:class:`ztunnel.proxy.istio.accounting.record.Record`) without its bytes."""
+    """The record of a connection (:class:`ztunnel.proxy.istio.accounting.record.Record`) without its bytes."""
 
     direction: str
     source: SocketAddress
@@ -72,8 +72,8 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
     Attributes:
         pod: the pod of the connection.
         dialled: for a dialled connection, its address and the accepted identities. ``None``: it was accepted.
-        idle_s: the seconds that a dialled connection has had no tunnels. With a reset to 0, frequent replacements
-            would keep every idle connection open.
+        idle_s: the seconds that a dialled connection has had no tunnels. Kept, because frequent replacements of
+            the process would otherwise keep idle connections open for ever.
         source, local: for an accepted connection, the peer's address and ours.
     """
 
@@ -88,8 +88,8 @@ class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
     """One unit.
 
     Attributes:
-        carrier: about its tunnel connection, if it has one.
-        entries: for each relay its entries: one, or of a node-local tunnel the outbound and the inbound half.
+        carrier: the state of the unit's tunnel connection, if it has one.
+        entries: the entries of each relay: one, or the outbound and the inbound half of a node-local tunnel.
     """
 
     carrier: CarrierValue | None

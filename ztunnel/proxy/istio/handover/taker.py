@@ -34,7 +34,9 @@ Pods = Mapping[PodKey, PodProxy]
 
 
 class Pending:
-    """A unit that was offered and does not begin yet. Either :meth:`start` or :meth:`discard` is called, once."""
+    """An offered unit that has been rebuilt but not started. Either :meth:`start` or :meth:`discard` is called,
+    once.
+    """
 
     def __init__(
         self,
@@ -56,11 +58,11 @@ class Pending:
 
     @property
     def entries(self) -> int:
-        """How many connections of pods it has."""
+        """The number of pod connections in this unit."""
         return sum(map(len, self._halves))
 
     def discard(self) -> None:
-        """Forget the unit: the other process keeps it."""
+        """Discard the unit, because the other process keeps it."""
         self._unit.discard()
 
     def start(self) -> None:
@@ -135,7 +137,7 @@ def _count_socket(pod: PodProxy, entry: PodConnection) -> None:
 
 
 async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, End], relay: Relay | None) -> None:
-    """Wait for the end of a relay, close its ends and complete its entries' records, like the paths do."""
+    """Wait until a relay ends, close its ends and complete the records, as the inbound and outbound paths do."""
     (_, entry), near = halves[0], ends[0]
     failure: Failed | None = None
     try:
@@ -202,10 +204,10 @@ async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) ->
 
 
 def _check_entries(offer: Offer) -> None:
-    """Refuse an offer with contradictory parts.
+    """Check that the parts of an offer do not contradict each other.
 
     Raises:
-        ValueError: they do.
+        ValueError: parts of the offer contradict each other.
     """
     if len(offer.entries) != len(offer.unit.relays) or (offer.carrier is None and len(offer.entries) != 1):
         raise ValueError("another number of entries than of relays")

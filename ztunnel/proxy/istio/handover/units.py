@@ -1,4 +1,4 @@
-"""What of a process's live connections moves together: :func:`survey` walks the tables of its pods."""
+"""Groups a process's open connections into units that move together; see :func:`survey`."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class Unit:
         return Offer(number=number, unit=state, carrier=self._carrier_value, entries=entries)
 
     def went(self) -> None:
-        """Complete the accounting of this process's share here: the other process writes the lines."""
+        """Complete this process's share of the accounting. The other process writes the access log lines."""
         for _, halves in self.relays:
             for _, entry in halves:
                 entry.record.went()
 
 
 def survey(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
-    """Return the units of all pods, and the number of connections that belong to none, by reason."""
+    """Return the units of all pods, and the number of connections that cannot move, by reason."""
     pods, stays = list(pods), Counter[str]()
     carriers: dict[int, Unit] = {}
     for pod in pods:
@@ -112,7 +112,7 @@ def survey(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
 
 
 def _relays(pods: list[PodProxy], stays: Counter[str]) -> Iterator[tuple[Relay, list[Half]]]:
-    """Iterate over the relays that run, each with its entries, the outbound one first."""
+    """Yield the running relays, each with its table entries, the outbound one first."""
     relays: dict[int, tuple[Relay, list[Half]]] = {}
     groups = [(pod, pod.connections.outbound) for pod in pods] + [(pod, pod.connections.inbound) for pod in pods]
     for pod, group in groups:
@@ -125,7 +125,7 @@ def _relays(pods: list[PodProxy], stays: Counter[str]) -> Iterator[tuple[Relay, 
             else:
                 relays.setdefault(id(relay), (relay, []))[1].append((pod, entry))
     for relay, halves in relays.values():
-        # Either half of a node-local tunnel can be of a pod that is not among these.
+        # Either half of a node-local tunnel can belong to a pod that is not in ``pods``.
         if len(halves) == 1 and halves[0][1].peer is not None:
             stays["half of a node-local tunnel"] += 1
         else:

@@ -1,6 +1,6 @@
-"""More cores for the connections of pods: child processes carry them, the main process keeps the state and
-decides.
+"""Uses several CPU cores: worker processes carry the pods' connections, and the main process keeps the state they
+share.
 
-START HERE: ``main.py`` is the main process's half, ``worker.py`` the child's, ``messages.py`` defines their
+START HERE: ``main.py`` runs in the main process, ``worker.py`` in a worker, ``messages.py`` defines their
 messages. Control plane, certificates, ZDS, DNS, admin, metrics and the log stay in the main process.
 """

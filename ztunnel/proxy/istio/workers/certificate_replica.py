@@ -41,7 +41,7 @@ class ReplicatedCertificates:
 
     Args:
         channel: the channel to the main process.
-        policy: TLS versions and groups of tunnels.
+        policy: the TLS versions and key-exchange groups for tunnels.
         revocations: the revocation lists, if configured.
         clock: used to detect expired certificates.
     """
@@ -70,7 +70,7 @@ class ReplicatedCertificates:
         return certificate
 
     async def fetch(self, identity: SpiffeId) -> WorkloadCertificate:
-        """Return a certificate that is valid now, requested from the main process if need be.
+        """Return a certificate that is valid now, requesting it from the main process if necessary.
 
         Raises:
             IdentityError: no certificate could be obtained.
@@ -109,7 +109,7 @@ class ReplicatedCertificates:
         self._certificates[wanted] = WorkloadCertificate(issued, self._generation, self._policy, revoked)
 
     def forget(self, identities: set[SpiffeId]) -> None:
-        """Drop certificates of identities that have no pod here any more."""
+        """Drop the certificates of identities that no pod of this node has any more."""
         for identity in identities:
             self._certificates.pop(identity, None)
 

@@ -1,4 +1,4 @@
-"""Either end of the channel between the main process and a worker: notifications, requests and responses.
+"""The channel between the main process and a worker, used at both ends: notifications, requests and responses.
 
 Notifications are applied in sending order, each before the next is read. A request runs in its own task,
 started in the same order, so that a slowly draining pod does not delay other requests.
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 256 * 1024
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-#: The most queued messages for the other process: a mesh of five million workloads. Above it the process counts as
-#: stuck.
+#: The largest number of messages queued for the other process, enough for a mesh of five million workloads. If
+#: more are queued, the other process is considered stuck.
 MAX_QUEUED: Final = 20_000
 
 RequestBody = RequestToWorker | RequestToMain
@@ -201,7 +201,7 @@ class IpcChannel:
             self.disconnect()
 
     def disconnect(self) -> None:
-        """End the link for both sides: :meth:`run` returns, pending requests raise; idempotent."""
+        """Close the channel for both sides: :meth:`run` returns, and pending requests raise. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -209,11 +209,11 @@ class IpcChannel:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other end was quicker
+            pass  # the other end has closed it
         for future, _ in self._responses.values():
             if not future.done():
                 future.set_exception(ChannelClosed())
-                future.exception()  # read here, for the caller may have stopped waiting
+                future.exception()  # retrieved here because the caller may have stopped waiting
         while self._queue:
             self._queue.popleft().close()
 
@@ -277,7 +277,7 @@ class IpcChannel:
                 await asyncio.sleep(0)
         except (IdentityError, TproxyError, OSError, Refused) as error:
             refused = plain_reason(error)
-        except Exception as error:  # a bug of ours; the other process must not wait for ever
+        except Exception as error:  # a bug in this program; the other process must still get an answer
             log.exception("a request between processes failed: %s", type(body).__name__)
             refused = repr(error)
         finally:
@@ -309,7 +309,7 @@ class IpcChannel:
             try:
                 if descriptors:
                     sent = socket.send_fds(self._socket, [left], descriptors, socket.MSG_NOSIGNAL)
-                    descriptors = []  # they went with the first of these bytes
+                    descriptors = []  # already sent with the first bytes of the frame
                 else:
                     sent = self._socket.send(left, socket.MSG_NOSIGNAL)
                 left = left[sent:]

@@ -1,9 +1,9 @@
-"""Spreads connections over workers, by shared memory with each worker's number of connections.
+"""Distributes connections evenly over workers, using shared memory that holds each worker's number of connections.
 
 All workers accept from the same listening socket, whose queue wakes every worker. Without these counts the first
 worker to wake would take nearly all connections under light load, and a few bulk connections would share one core.
-A worker with more connections than another leaves a new one to that other, and takes it if it is still queued
-shortly afterwards, so no worker depends on another being alive.
+A worker that has more connections than another leaves a new connection to the other, but accepts it if it is still
+queued shortly afterwards, so no connection depends on one worker being alive.
 """
 
 import mmap
@@ -11,16 +11,16 @@ import os
 from typing import Final, Self
 
 _ENTRY_BYTES: Final = 8
-#: The count of a worker that does not run: never the smallest.
+#: The count stored for a worker that is not running, so high that it is never the smallest.
 _ABSENT: Final = 2**62
 
 
 class ConnectionCounts:
-    """The shared memory, as one process maps it.
+    """One process's mapping of the shared memory with the connection counts.
 
     Args:
         descriptor: the shared memory's descriptor. The caller keeps ownership.
-        workers: number of entries.
+        workers: the number of workers, each with one entry.
     """
 
     def __init__(self, descriptor: int, workers: int) -> None:
@@ -29,7 +29,9 @@ class ConnectionCounts:
 
     @classmethod
     def create(cls, workers: int) -> tuple[Self, int]:
-        """Return new memory without running workers, and its descriptor, which the caller owns."""
+        """Create the shared memory, with all workers marked as not running. Also return its descriptor, owned by
+        the caller.
+        """
         descriptor = os.memfd_create("ztunnel-workers", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, workers * _ENTRY_BYTES)
         counts = cls(descriptor, workers)
@@ -42,7 +44,7 @@ class ConnectionCounts:
         self._counts[index] = _ABSENT
 
     def set(self, index: int, count: int) -> None:
-        """Publish the number of a worker's connections. Call it at every change.
+        """Publish a worker's number of connections. Call this at every change.
 
         Publishing only when accepting is not enough: an idle worker is not woken to publish 0, and would count as
         busy for ever.
@@ -50,7 +52,7 @@ class ConnectionCounts:
         self._counts[index] = count
 
     def is_turn_of(self, index: int) -> bool:
-        """Return whether the next connection is for this worker: none has fewer."""
+        """Return whether this worker should accept the next connection: no other worker has fewer."""
         return self._counts[index] <= min(self._counts)
 
     def close(self) -> None:

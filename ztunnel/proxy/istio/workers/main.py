@@ -1,9 +1,9 @@
-"""The main process's half: starts workers, keeps their state current, and gives them the pods.
+"""Runs in the main process: starts the worker processes, keeps their state current, and assigns the pods to them.
 
 **Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. With a socket per
 worker (SO_REUSEPORT), a dying worker would lose its queue, and the kernel has no preference between several
-sockets of a predecessor and a successor (:func:`tproxy.aio.sockets.leave_to_newer`). Connections that wait while
-workers die are accepted by the next free worker. ``connection_counts.py`` spreads them.
+sockets of a predecessor and a successor (:func:`tproxy.aio.sockets.leave_to_newer`). Connections queued when a
+worker dies are accepted by another worker. ``connection_counts.py`` spreads them.
 
 **State.** A worker that starts gets a snapshot of one instant, then each change, in order. Messages are queued as
 references to values until they can be sent. A worker that does not read, or does not answer within
@@ -88,18 +88,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIRST_RESTART_S: Final = 0.1
-#: Longest time a page waits for a worker.
+#: The longest time that an admin page waits for a worker's answer, in seconds.
 _PAGE_S: Final = 1.0
-#: The time limit for applying a snapshot. 200,000 workloads take ten seconds.
+#: The time limit for a worker to apply its first snapshot, in seconds. 200,000 workloads take ten seconds.
 _SYNC_S: Final = 300.0
 
 
 class WorkerPod:
-    """A pod whose connections workers carry, see :class:`ztunnel.proxy.istio.zds.pods.RunningPod`.
+    """A pod whose connections the workers carry; see :class:`ztunnel.proxy.istio.zds.pods.RunningPod`.
 
     Args:
         workers: all workers.
-        number: this pod's number, in messages.
+        number: identifies the pod in messages to workers.
         bound: its sockets. This object becomes the owner.
         dns: serves the pod's DNS in this process. ``None`` without a DNS proxy.
     """
@@ -122,7 +122,7 @@ class WorkerPod:
         self.leaving = False
 
     def start(self) -> tuple[StartPod, list[int]]:
-        """Return the request that starts it in a worker, with its descriptors."""
+        """Return the request that starts this pod in a worker, with the descriptors to send along."""
         listening = tuple(
             Listening(port=each.address.port, host=each.address.host, transparent=each.transparent)
             for each in self._bound
@@ -134,16 +134,16 @@ class WorkerPod:
         return request, namespace + [each.sock.fileno() for each in self._bound]
 
     def close_listeners(self) -> None:
-        """Close our sockets; workers keep theirs."""
+        """Close the main process's copies of the pod's listening sockets; the workers keep theirs."""
         for each in self._bound:
             each.sock.close()
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Look a name up as the pod's DNS proxy would."""
+        """Resolve a name as the pod's DNS proxy would."""
         return None if self.dns is None else await self.dns.resolve(name, ipv6=ipv6)
 
     async def stop(self) -> None:
-        """End at once; idempotent."""
+        """End the pod's proxy in all workers at once; idempotent."""
         self._workers.forget(self)
         self.close_listeners()
         await self._workers.request_of_all(StopPod(self.number))
@@ -151,7 +151,9 @@ class WorkerPod:
             await self.dns.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Drain in all workers at once, see :meth:`ztunnel.proxy.istio.path.pod.PodProxy.drain`."""
+        """Drain the pod's connections in all workers concurrently; see
+        :meth:`ztunnel.proxy.istio.path.pod.PodProxy.drain`.
+        """
         self.leaving = True
         self.close_listeners()
         await self._workers.request_of_all(DrainPod(self.number, timeout_s), timeout_s + ANSWER_S)
@@ -159,7 +161,7 @@ class WorkerPod:
 
 
 class Workers:
-    """Runs the workers while entered.
+    """A context manager that runs the worker processes.
 
     Args:
         count: the number of workers.
@@ -235,16 +237,18 @@ class Workers:
         os.close(self._memory)
 
     def settle(self) -> None:
-        """Allow workers to serve: the mesh is complete as first described by the control plane."""
+        """Allow workers to serve, because the control plane's first description of the mesh is complete."""
         self._settled.set()
 
     async def meet_successor(self) -> None:
-        """Have workers take open connections from a predecessor's, and wait for a successor's; later ones, too."""
+        """Make the workers, including later ones, take over open connections from the predecessor's workers and
+        wait for a successor's.
+        """
         self._meeting = True
         await self.request_of_all(MeetSuccessor())
 
     async def hand_over(self, seconds: float) -> None:
-        """Leave all ports to a successor, and have workers give it their open connections."""
+        """Stop accepting in favour of a successor, and make the workers hand their open connections over to it."""
         for pod in self._pods.values():
             pod.leaving = True
             pod.close_listeners()
@@ -269,10 +273,10 @@ class Workers:
             await asyncio.sleep(wait_s)
 
     async def _run(self, index: int) -> None:
-        """Start one worker and serve its link; return when it has ended.
+        """Start one worker and serve its channel. Return when the worker has ended.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the worker process cannot be started.
         """
         ours, process, output = await spawn(self._node.logs, self._node.log_pressure)
 
@@ -303,7 +307,7 @@ class Workers:
             self._node.metrics.add(part, lost=True, now_s=now_s)
 
     async def _sync(self, worker: WorkerProcess) -> None:
-        """Send a new worker the snapshot, then the pods; see to it from then on that it does not hang."""
+        """Send a new worker the snapshot, then the pods. Then monitor it, and kill it if it hangs."""
         node, channel = self._node, worker.channel
         channel.notify(
             Begin(
@@ -316,7 +320,7 @@ class Workers:
         )
         if node.revocations is not None:
             channel.notify(RevocationsChanged(node.revocations.current.encoded()))
-        # Without an await in between: later changes queue behind the snapshot.
+        # There must be no await in between, so that later changes are queued behind the snapshot.
         for message in snapshot(node.mesh):
             channel.notify(message)
         for wanted, state in self._certificates.states().items():
@@ -347,7 +351,7 @@ class Workers:
         await worker.watch()
 
     def _carries(self, identity: SpiffeId) -> bool:
-        """Return whether a pod of this node has an identity."""
+        """Return whether an identity belongs to a pod of this node."""
         mesh = self._node.mesh
         if identity in mesh.local_identities:
             return True
@@ -374,7 +378,7 @@ class Workers:
         match request:
             case GetCertificate(identity):
                 if not self._carries(identity):
-                    # A worker that was taken over must not get certificates of workloads elsewhere.
+                    # A compromised worker must not get certificates of workloads on other nodes.
                     raise Refused(f"no pod of this node has the identity {identity}")
                 certificate = await self._certificates.fetch(identity)
                 worker.notify(_certificate(identity, certificate))
@@ -411,11 +415,11 @@ class Workers:
         self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
 
     def names_given(self, pod: tuple[str, str], name: str, addresses: Sequence[str]) -> None:
-        """Send workers the addresses that a pod got for a name, for their addons."""
+        """Tell the workers' addons which addresses a pod's DNS query for a name returned."""
         self._notify(NamesGiven(namespace=pod[0], pod=pod[1], name=name, addresses=tuple(addresses)))
 
     def log_filter_changed(self) -> None:
-        """Pass a changed log filter on to the workers."""
+        """Send the changed log filter to the workers."""
         self._notify(LogFilterChanged(str(self._node.logs.levels)))
 
     async def request_of_all(self, request: RequestBody, within_s: float = ANSWER_S) -> None:
@@ -428,17 +432,19 @@ class Workers:
                 raise outcome
 
     def carriers(self) -> list[Carry]:
-        """Return a capture carrier for each serving worker. A worker that starts later is not captured."""
+        """Return one packet-capture function (``Carry``) per serving worker. Workers started later are not
+        captured.
+        """
         return [partial(self._tap, worker) for worker in self._running.values() if worker.serves]
 
     @staticmethod
     async def _tap(worker: WorkerProcess, request: TapRequest, sink: socket.socket) -> Totals:
-        """Have a worker capture; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
+        """Capture packets in a worker; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
         from ztunnel.proxy.tap.taps import CannotTap
 
         with sink:
             try:
-                # Without a limit of time: the answer comes when the tap has ended.
+                # No time limit: the worker answers only when the tap has ended.
                 (found,) = await worker.channel.request(TapPod(request), [sink.fileno()])
             except ChannelClosed:
                 raise CannotTap("a worker has ended") from None
@@ -454,7 +460,7 @@ class Workers:
         """Start a pod in every synced worker, at least one; return when they accept its connections.
 
         Raises:
-            TproxyError: a port is taken, or a worker could not.
+            TproxyError: a port is in use, or a worker could not start the pod.
         """
         bound = bind(self._node, netns)
         try:
@@ -477,7 +483,7 @@ class Workers:
     def _serve_dns(self, name: PodName, netns: Netns | None) -> Dns | None:
         if not self._node.config.dns_proxy:
             return None
-        from ztunnel.proxy.istio.dns.pod_dns import PodDns  # 2 MiB, with dnspython, that a node without it saves
+        from ztunnel.proxy.istio.dns.pod_dns import PodDns  # takes 2 MiB, which a node without DNS saves
 
         return PodDns(self._node, name, netns)
 
@@ -498,7 +504,7 @@ class Workers:
                 return
 
     def forget(self, pod: WorkerPod) -> None:
-        """Stop giving a pod to new workers; idempotent."""
+        """Do not start this pod in new workers any more; idempotent."""
         pod.leaving = True
         self._pods.pop(pod.number, None)
 
@@ -507,7 +513,7 @@ class Workers:
     async def metrics(self) -> Metrics:
         """Return the sum of this process's and the workers' counts, for one page."""
         await asyncio.gather(*(self._count(worker) for worker in self._running.values() if worker.synced))
-        # No await between these lines: a dying worker must be counted exactly once.
+        # There must be no await in these lines: a dying worker must be counted exactly once.
         page = self._node.metrics.page_with()
         parts = [part for worker in self._running.values() for part in worker.counts]
         for part in parts:
@@ -527,14 +533,14 @@ class Workers:
             worker.counts = [part.counts for part in found if isinstance(part, CountsPart)]
 
     async def flows(self, after_ns: int, last: int) -> list[tuple[int, str]]:
-        """Return time and JSON line of the last connections that ended in workers, by time."""
+        """Return the last connections that ended in workers as (time in nanoseconds, JSON line), oldest first."""
         wanted = GetFlows(after_ns=after_ns, last=last)
         running = [worker for worker in self._running.values() if worker.synced]
         found = await asyncio.gather(*(_flows_of(worker, wanted) for worker in running))
         return sorted(line for lines in found for line in lines)
 
     async def connections(self) -> dict[RunningPod, Connections]:
-        """Return live connections by pod. A late worker's connections are missing."""
+        """Return the open connections by pod, without those of workers that do not answer in time."""
         found: dict[int, Connections] = {number: {"inbound": [], "outbound": []} for number in self._pods}
         pods = dict(self._pods)
 
@@ -556,7 +562,7 @@ class Workers:
 
 
 async def _flows_of(worker: WorkerProcess, request: GetFlows) -> list[tuple[int, str]]:
-    """Return a worker's lines, or none if the worker is late or has ended."""
+    """Return a worker's flow lines, or an empty list if the worker does not answer in time or has ended."""
     try:
         async with asyncio.timeout(_PAGE_S):
             parts = await worker.channel.request(request)

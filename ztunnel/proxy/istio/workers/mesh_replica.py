@@ -1,4 +1,6 @@
-"""The main process's mesh, replicated in a worker: changes are sent in parts and applied as one batch. Pure."""
+"""Replicates the main process's mesh in a worker: a batch of changes is sent in parts, and applied as a whole.
+Pure.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -6,12 +8,13 @@ from typing import Final
 from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.istio.workers.messages import MeshChange, Resource, pickled
 
-#: The resources and names in a part, which takes two milliseconds on average to encode, decode or apply.
+#: The number of resources and names per message part: it takes two milliseconds on average to encode, decode or
+#: apply.
 BATCH: Final = 250
 
 
 def snapshot(mesh: Mesh) -> Iterator[MeshChange]:
-    """Yield the whole mesh: all policies in one batch first, then services and workloads in parts."""
+    """Yield the whole mesh as messages: first all policies in one batch, then services and workloads in parts."""
     yield from _parts(list(mesh.policies()), (), ())
     for values in (list(mesh.services()), list(mesh.workloads())):
         for start in range(0, len(values), BATCH):
@@ -19,7 +22,7 @@ def snapshot(mesh: Mesh) -> Iterator[MeshChange]:
 
 
 def delta(changes: Changes, mesh: Mesh) -> Iterator[MeshChange]:
-    """Yield a batch that has just been applied to ``mesh``."""
+    """Yield the messages for a batch of changes that has just been applied to ``mesh``."""
     put: list[Resource] = []
     removed: list[str] = []
     removed_policies: list[str] = []
@@ -53,7 +56,7 @@ def _parts(
 
 
 class MeshReplica:
-    """Applies batches to a worker's mesh.
+    """Applies the received batches of changes to a worker's mesh.
 
     Args:
         mesh: the worker's mesh.
@@ -64,7 +67,7 @@ class MeshReplica:
         self._parts: list[MeshChange] = []
 
     def receive(self, part: MeshChange) -> None:
-        """Keep a part. The last part applies the batch."""
+        """Store one part of a batch. The last part makes the batch apply."""
         self._parts.append(part)
         if part.more:
             return

@@ -32,16 +32,19 @@ from ztunnel.proxy.tap.request import TapRequest, Totals
 Resource = Workload | Service | AuthorizationPolicy
 
 _HEADER = struct.Struct("!IB")
-#: Longest frame to a worker: far beyond one batch of :data:`ztunnel.proxy.istio.workers.mesh_replica.BATCH`.
+#: The longest frame sent to a worker, in bytes: far more than one batch of
+#: :data:`ztunnel.proxy.istio.workers.mesh_replica.BATCH`.
 MAX_BYTES: Final = 64 * 1024 * 1024
-#: Longest frame of a worker, which sends its pages in parts.
+#: The longest frame sent by a worker, in bytes. Workers split long answers into parts.
 MAX_WORKER_BYTES: Final = 4 * 1024 * 1024
-#: Most descriptors of one frame: a network namespace and its listeners.
+#: The most file descriptors in one frame: a network namespace and its listening sockets.
 MAX_DESCRIPTORS: Final = 8
 
 
 class ProtocolViolation(Exception):
-    """The other process sent no valid frame, or a message of the wrong direction. Later data cannot be trusted."""
+    """The other process sent an invalid frame, or a message that only this side may send. Later data cannot be
+    trusted.
+    """
 
 
 # Notifications to a worker, without an answer
@@ -64,7 +67,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def config(self) -> IstioConfig:
-        """The configuration. Only a worker reads it."""
+        """The configuration, unpickled. Only a worker may read this."""
         loaded = pickle.loads(self.pickled_config)
         assert isinstance(loaded, IstioConfig)
         return loaded
@@ -87,7 +90,7 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def put(self) -> tuple[Resource, ...]:
-        """New and changed resources. Only a worker reads them."""
+        """The new and changed resources, unpickled. Only a worker may read this."""
         loaded = pickle.loads(self.pickled) if self.pickled else ()
         assert isinstance(loaded, tuple)
         return loaded
@@ -108,7 +111,7 @@ class CertificateIssued(Struct, frozen=True, kw_only=True, tag=True):
     key_pem: bytes
 
     def __repr__(self) -> str:
-        return f"CertificateIssued(wanted={self.wanted})"  # the key belongs in no log
+        return f"CertificateIssued(wanted={self.wanted})"  # a private key must not be logged
 
 
 class RevocationsChanged(Struct, frozen=True, tag=True):
@@ -118,7 +121,7 @@ class RevocationsChanged(Struct, frozen=True, tag=True):
 
 
 class LogFilterChanged(Struct, frozen=True, tag=True):
-    """The whole current log filter."""
+    """The log filter has changed; carries the complete current filter."""
 
     text: str
 
@@ -139,11 +142,11 @@ Notification = NamesGiven | Begin | MeshChange | CertificateIssued | Revocations
 
 
 class Barrier(Struct, frozen=True, tag=True):
-    """Answered once all earlier notifications are applied. No value."""
+    """Wait until the worker has applied all earlier notifications. The answer has no value."""
 
 
 class Turn(Struct, frozen=True, tag=True):
-    """Answered by the worker's poller, which proves that it is not hanging. No value."""
+    """Check that the worker's event loop is not hanging: its poller answers. The answer has no value."""
 
 
 class Listening(Struct, frozen=True, kw_only=True):
@@ -155,7 +158,7 @@ class Listening(Struct, frozen=True, kw_only=True):
 
 
 class StartPod(Struct, frozen=True, kw_only=True, tag=True):
-    """Carry the connections of a pod. No value.
+    """Start carrying the connections of a pod. The answer has no value.
 
     Descriptors: the pod's network namespace, if ``has_namespace``, then the sockets of ``listening``.
     """
@@ -167,41 +170,46 @@ class StartPod(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopPod(Struct, frozen=True, tag=True):
-    """End a pod's proxy at once. No value."""
+    """End a pod's proxy at once. The answer has no value."""
 
     number: int
 
 
 class DrainPod(Struct, frozen=True, tag=True):
-    """Drain a pod's connections within a time. No value. The response comes after the last one has ended."""
+    """Drain a pod's connections within a time limit. The answer has no value, and comes after the last connection
+    has ended.
+    """
 
     number: int
     timeout_s: float
 
 
 class MeetSuccessor(Struct, frozen=True, tag=True):
-    """Take open connections from the worker of the same index in the predecessor, then wait for the successor's.
+    """Take over open connections from the predecessor's worker with the same index, then wait for the successor's
+    worker.
 
     No value.
     """
 
 
 class HandOver(Struct, frozen=True, tag=True):
-    """Leave the pods' ports to the successor, and give it open connections within some seconds. No value."""
+    """Stop accepting in favour of the successor, and hand open connections over to it within some seconds. The
+    answer has no value.
+    """
 
     seconds: float
 
 
 class GetCounts(Struct, frozen=True, tag=True):
-    """Everything counted so far, in parts (:class:`CountsPart`)."""
+    """Return all counters of the worker, in parts (:class:`CountsPart`)."""
 
 
 class GetConnections(Struct, frozen=True, tag=True):
-    """Live connections, in parts (:class:`ConnectionsPart`), several per pod."""
+    """Return the worker's open connections, in parts (:class:`ConnectionsPart`), several per pod."""
 
 
 class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
-    """Requests the last ended connections, in parts (:class:`FlowsPart`).
+    """Return the worker's last ended connections, in parts (:class:`FlowsPart`).
 
     Attributes:
         after_ns: only entries that ended later.
@@ -213,7 +221,7 @@ class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TapPod(Struct, frozen=True, tag=True):
-    """Capture a pod's new connections until the socket's other end sends EOF: :class:`TapTotals`.
+    """Capture a pod's new connections until the other end of the socket sends EOF. Answered by :class:`TapTotals`.
 
     Descriptors: the socket that packets go to.
     """
@@ -240,19 +248,21 @@ RequestToWorker = (
 
 
 class GetCertificate(Struct, frozen=True, tag=True):
-    """Request a certificate. No value: the certificate is notified before the response."""
+    """Request a certificate. The answer has no value: :class:`CertificateIssued` is sent before it."""
 
     identity: SpiffeId
 
 
 class FetchResource(Struct, frozen=True, tag=True):
-    """On demand: request a resource from the control plane. Whether it answered in time; changes come before."""
+    """Request a resource from the control plane (on demand). The answer tells whether it arrived in time; the
+    changes are sent before.
+    """
 
     key: str
 
 
 class ResolveName(Struct, frozen=True, kw_only=True, tag=True):
-    """Look a name up as the pod's DNS proxy would: an address or ``None``."""
+    """Resolve a name as the pod's DNS proxy would. The answer is an address or ``None``."""
 
     number: int
     name: str
@@ -272,7 +282,7 @@ class CountsPart(Struct, frozen=True, tag=True):
 
 
 class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
-    """Entries of one pod in the dump."""
+    """Some open connections of one pod, as entries of the config dump."""
 
     number: int
     direction: Literal["inbound", "outbound"]
@@ -280,13 +290,13 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FlowsPart(Struct, frozen=True, tag=True):
-    """Connections that ended: time in nanoseconds, and a line of JSON."""
+    """Some ended connections, each as a time in nanoseconds and a line of JSON."""
 
     lines: tuple[tuple[int, str], ...]
 
 
 class TapTotals(Struct, frozen=True, tag=True):
-    """A tap's totals in a worker."""
+    """The totals of a finished packet capture in a worker."""
 
     totals: Totals
 
@@ -296,7 +306,7 @@ BodyT = TypeVar("BodyT")
 
 
 class Request(Struct, Generic[BodyT], frozen=True, tag=True):
-    """A request; its number is the sender's."""
+    """A request, with a number chosen by the sender that its answer repeats."""
 
     number: int
     body: BodyT
@@ -333,10 +343,10 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, descriptors: int = 0) -> bytes:
-    """Return one frame that ``descriptors`` descriptors accompany.
+    """Return the frame of a message that is sent with ``descriptors`` file descriptors.
 
     Raises:
-        ValueError: it is more than a frame may hold.
+        ValueError: the message is too long for a frame.
     """
     body = _encoder.encode(message)
     if len(body) > MAX_BYTES or descriptors > MAX_DESCRIPTORS:
@@ -363,10 +373,10 @@ class FrameDecoder:
         self._buffer += data
 
     def __iter__(self) -> Iterator[tuple[Message, int]]:
-        """Remove and yield the complete messages, each with the number of its descriptors.
+        """Remove and yield the complete messages, each with the number of descriptors sent with it.
 
         Raises:
-            ProtocolViolation: no more can be read from here on.
+            ProtocolViolation: the bytes are invalid; nothing more can be read.
         """
         while len(self._buffer) >= _HEADER.size:
             length, descriptors = _HEADER.unpack_from(self._buffer)

@@ -1,4 +1,4 @@
-"""One worker process as the main process sees it: started, requested of, read from, ended."""
+"""Controls one worker process from the main process: starts it, sends requests, reads its output, ends it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HUNG_S: Final = 30.0
 
 
 class OutputReader:
-    """Copies a worker's output to our log in whole lines.
+    """Copies a worker's output to the main process's log, in whole lines.
 
     Args:
         descriptor: the pipe's descriptor. This object becomes the owner.
@@ -80,7 +80,7 @@ class OutputReader:
         if self.ended.is_set():
             return
         self.ended.set()
-        if self._begun:  # it died in the middle of a line
+        if self._begun:  # the worker died in the middle of a line
             self._logs.pass_on(self._begun + b"\n")
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
@@ -90,10 +90,10 @@ class WorkerProcess:
     """One worker, from its start to its end.
 
     Attributes:
-        notified: it gets changes, because it has got the snapshot they are based on.
-        synced: it has applied that snapshot, and gets pods.
-        serves: it has every pod.
-        counts: its last reported counts.
+        notified: whether it gets changes, because it was sent the snapshot that they are based on.
+        synced: whether it has applied that snapshot, and so can be given pods.
+        serves: whether it has been given all pods.
+        counts: the counters that it reported last.
     """
 
     def __init__(self, index: int, channel: IpcChannel, process: Process, output: OutputReader) -> None:
@@ -109,10 +109,10 @@ class WorkerProcess:
     async def request(
         self, body: RequestBody, descriptors: Sequence[int] = (), within_s: float = ANSWER_S
     ) -> None:
-        """Have something done.
+        """Send the worker a request and wait for its answer.
 
         Raises:
-            Refused: it cannot be.
+            Refused: the worker cannot carry out the request.
             ChannelClosed: the worker has ended, or was killed because it did not answer in time.
         """
         try:
@@ -127,7 +127,9 @@ class WorkerProcess:
             raise
 
     async def watch(self, beat_s: float = _BEAT_S, hung_s: float = _HUNG_S) -> None:
-        """Ping its event loop repeatedly. Return when it has ended, or was killed for hanging."""
+        """Ping the worker's event loop repeatedly. Return when the worker has ended, or was killed because it
+        hung.
+        """
         try:
             while True:
                 await asyncio.sleep(beat_s)
@@ -136,14 +138,14 @@ class WorkerProcess:
             return
 
     def kill(self) -> None:
-        """End it now; idempotent."""
+        """Kill the worker now; idempotent."""
         self.synced = False
         if self.process.returncode is None:
             self.process.kill()
         self.channel.disconnect()
 
     async def ended(self) -> None:
-        """Wait until it has ended, which it does when the link closes; report how."""
+        """Wait until the worker has ended, which it does when its channel closes, and log how it ended."""
         process = self.process
         try:
             async with asyncio.timeout(_END_S):
@@ -170,7 +172,7 @@ async def spawn(
         logs, pressure: see :class:`OutputReader`.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the worker process cannot be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -195,7 +197,9 @@ async def spawn(
 
 
 def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without possible credentials. Workers get their configuration by the channel."""
+    """Return a copy of an environment without variables that can hold credentials. Workers get their configuration
+    over the channel.
+    """
     return {
         name: value
         for name, value in env.items()

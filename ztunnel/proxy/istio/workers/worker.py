@@ -85,12 +85,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Entries of the dump in one part of an answer.
+#: The number of connections in one part of an answer to :class:`GetConnections`.
 _ENTRIES_PER_PART: Final = 500
 
 
 class _MainDns:
-    """A pod's name resolution, requested from the main process."""
+    """Resolves names for a pod by asking the main process."""
 
     def __init__(self, channel: IpcChannel, number: int) -> None:
         self._channel = channel
@@ -104,7 +104,7 @@ class _MainDns:
         return str(address) if address is not None else None
 
     async def close(self) -> None:
-        """No effect: the main process ends the name service."""
+        """Do nothing: the main process stops the DNS proxy."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Pod:
 
 
 class _Carrier:
-    """A worker's state, from its configuration on."""
+    """A worker's state, created once its configuration has arrived."""
 
     def __init__(self, begin: Begin, connection_counts: ConnectionCounts, channel: IpcChannel) -> None:
         config = self.config = begin.config
@@ -188,7 +188,7 @@ class _Carrier:
         connection_counts.set(begin.index, 0)
 
     async def start(self) -> None:
-        """Start the parts that need the loop."""
+        """Start the parts that need a running event loop."""
         if self._addons is not None:
             await self._addons.__aenter__()
 
@@ -204,7 +204,7 @@ class _Carrier:
         from ztunnel.proxy.istio.accounting.exports import Exports  # most proxies have no collector
 
         async def page() -> Metrics:
-            return self.metrics  # not asked for: the main process exports the metrics of all
+            return self.metrics  # never called: the main process exports the metrics of all processes
 
         return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
 
@@ -220,10 +220,10 @@ class _Carrier:
             self.node.addons.mesh_changed(self.mesh)
 
     async def change_revocations(self, encoded: tuple[bytes, ...]) -> None:
-        """Replace the revocation lists; connections of revoked peers end."""
+        """Replace the revocation lists, and end the connections of revoked peers."""
         if self.revocations is None:
             return
-        # In a thread: lists of large authorities take seconds to read.
+        # In a thread: parsing the revocation lists of a large CA takes seconds.
         lists = await asyncio.to_thread(RevocationLists.decoded, encoded)
         self.revocations.change(lists)
         self.node.live.review(Event.REVOCATIONS)
@@ -235,7 +235,9 @@ class _Carrier:
     # Requests
 
     async def start_pod(self, request: StartPod, descriptors: Descriptors) -> None:
-        """Take a pod's connections. Idempotent, because a newly started worker can get the request twice."""
+        """Start carrying a pod's connections. Idempotent, because a newly started worker can get the request
+        twice.
+        """
         if request.number in self.pods:
             return
         netns = Netns.from_fd(descriptors.take(), f"pod {request.name.name}") if request.has_namespace else None
@@ -272,13 +274,15 @@ class _Carrier:
             await self.stop_pod(number)
 
     def meet_successor(self) -> None:
-        """Take from the predecessor's worker, then wait for the successor's, if connections move. Idempotent."""
+        """If connections can move between processes, take over those of the predecessor's worker, then wait for
+        the successor's. Idempotent.
+        """
         if self._handover is not None and not self._met:
             self._met = True
             self._handover.begin()
 
     async def hand_over(self, seconds: float) -> None:
-        """Give open connections to the successor's worker, now and until this process ends."""
+        """Hand open connections over to the successor's worker, now and until this process ends."""
         handover = self._handover
         if handover is None:
             return
@@ -324,10 +328,10 @@ class _Carrier:
 
 
 class Worker:
-    """Serves the link to the main process until it closes.
+    """Serves the channel to the main process until it closes.
 
     Args:
-        sock: our end of the pair.
+        sock: the worker's end of the socket pair.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -335,7 +339,7 @@ class Worker:
         self._carrier: _Carrier | None = None
 
     async def run(self) -> None:
-        """Serve until the main process closes the link."""
+        """Serve until the main process closes the channel."""
         try:
             await self._channel.run()
         finally:
@@ -425,7 +429,7 @@ def run(descriptor: int) -> int:
     # Both signals reach every process of a foreground group. The main process handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    ignore_rotation()  # a worker's lines go to the main process's files
+    ignore_rotation()  # a worker's log lines are written by the main process
     descriptors.raise_limit()
     heap.expect_growth()
 
