@@ -11,7 +11,7 @@ from hbone.events import Header, Headers, RequestHead
 
 # RFC 9113, 8.2.1: no upper case, no controls, no space in names; no NUL, CR, LF inside values.
 _NAME: Final = re.compile(rb"[!-9;-@[-`{-~a-z]+\Z")
-#: #: Matches the allowed characters: five times as fast as a search for a forbidden one at each position.
+#: Matches the allowed characters: five times as fast as a search for a forbidden one at each position.
 _VALUE: Final = re.compile(rb"(?:[^\x00\r\n\t ](?:[^\x00\r\n]*[^\x00\r\n\t ])?)?\Z")
 _CONNECTION_SPECIFIC: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")

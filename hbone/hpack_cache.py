@@ -30,7 +30,7 @@ LONG_BLOCK_BYTES = 1024
 #: Fields whose values never recur (a trace's identifier, a client's port) or are secrets. Blocks with such a field
 #: are not cached.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
-#: #: Fields whose values recur only within a second: of the blocks with such a field, the cache keeps the last.
+#: Fields whose values recur only within a second: of the blocks with such a field, the cache keeps the last.
 _OF_THE_MOMENT = b"date"
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# # The costs of the peer's actions, in units of work.
+# The costs of the peer's actions, in units of work.
 
 SMALL_DATA_BYTES: Final = 1024
 """DATA of this length on is free: its bytes cost more to send than its header to read."""

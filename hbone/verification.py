@@ -17,7 +17,7 @@ from hbone.openssl import lib as _lib
 from hbone.settings import Role
 
 _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h
-#: #: The least security strength at OpenSSL's security level 2, which handshakes use: 112 bits.
+#: The least security strength at OpenSSL's security level 2, which handshakes use: 112 bits.
 _RSA_BITS, _EC_BITS, _DIGEST_BYTES = 2048, 224, 28
 
 

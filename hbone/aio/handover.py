@@ -179,8 +179,7 @@ class Frozen:
             self._connection.wake_up()
 
     def leave(self) -> None:
-        """Release the unit's resources without sending a byte. Owners find their relay over, and close inert
-        ends."""
+        """Release the unit without sending a byte. Its relays end, and their callers close the unusable ends."""
         for relay in self._relays:
             relay.move_away()
         for end in self._plain:

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Final
 
 LINGER_S: Final = 1.0
-#: #: The largest number of kept sockets in a process. Beyond it, the oldest is closed first.
+#: The largest number of kept sockets in a process. Beyond it, the oldest is closed first.
 MOST: Final = 256
 
 

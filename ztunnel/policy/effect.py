@@ -20,8 +20,9 @@ NO_RULES: Final = "it has no rules"
 
 
 def without_effect(policy: Mapping[str, Any]) -> str:
-    """Return why a policy never matches. The text is empty if it can match, and for an ALLOW, which then refuses
-    all connections.
+    """Return why a policy never matches, else an empty text.
+
+    Also empty for an ALLOW: one that never matches refuses all connections.
 
     Args:
         policy: an entry of ``policies`` in a dump, ours or the Rust ztunnel's.
@@ -38,7 +39,7 @@ def without_effect(policy: Mapping[str, Any]) -> str:
 
 
 def _never(rule: Any) -> str:
-    """Return why a rule cannot match: one of its clauses has no match that can."""
+    """Return why a rule cannot match: in one of its clauses, no match can ever hold."""
     for clause in rule if isinstance(rule, list) else ():
         matches = clause if isinstance(clause, list) else ()
         reasons = [_impossible(match) for match in matches if isinstance(match, Mapping)]

@@ -102,7 +102,7 @@ class _Index:
 
 
 def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
-    """Return the decision of one list about a connection.
+    """Return the decision of one policy list about a connection.
 
     Tiers are evaluated in order. Inside a tier the first policy whose condition holds decides, else the tier's
     default. ``PASS`` continues with the next tier, and after the last one with the list's end verdict.
@@ -124,7 +124,7 @@ def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
 
 
 def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
-    """Return a connection's values for a kind of look-up."""
+    """Return the values of a connection for one kind of look-up."""
     kind, how, length = shape
     if kind is p.SourceIp or kind is p.DestinationIp:
         version, number = _number((facts.source if kind is p.SourceIp else facts.destination).host)
@@ -296,7 +296,7 @@ def attributes(facts: ConnectionFacts) -> p.Attributes:
             connection["uri_san_peer_certificate"] = certificate.uri_sans[0]
         if certificate.dns_sans:
             connection["dns_san_peer_certificate"] = certificate.dns_sans[0]
-        connection["subject_peer_certificate"] = certificate.subject  # empty without one
+        connection["subject_peer_certificate"] = certificate.subject  # empty if the certificate has no subject
     return {
         "source": {"address": str(facts.source), "port": facts.source.port},
         "destination": {"address": str(facts.destination), "port": facts.destination.port},
@@ -374,7 +374,7 @@ def _any_of(tests: list[_Test]) -> _Test:
 
 
 def _contains(network: IpNetwork) -> Callable[[str], bool]:
-    """Return a check whether an address, as text, is in a network; 20 times as fast as :mod:`ipaddress`."""
+    """Return a test whether an address (text) is in a network; 20 times as fast as :mod:`ipaddress`."""
     version, start, mask = network.version, int(network.network_address), int(network.netmask)
 
     def contains(host: str) -> bool:

@@ -21,9 +21,9 @@ from enum import IntEnum
 from operator import add
 from typing import Final, Generic, NamedTuple, TypeVar
 
-#: Policies of one table. Those of a mesh come and go.
+#: The most policies in one table; a mesh adds and removes policies over time.
 MOST_POLICIES: Final = 10_000
-#: Pairs that are kept. A stranger can make pairs, by ports for example.
+#: The most pairs that are kept: an unauthenticated client can create pairs at will, for example by ports.
 MOST_PAIRS: Final = 500
 
 PolicyT = TypeVar("PolicyT")
@@ -36,9 +36,9 @@ class Use(IntEnum):
     ALLOWED = 0
     DENIED = 1
     ENDED = 2
-    """A live connection was judged again after a change, and ended."""
+    """A live connection was ended when it was evaluated again after a change."""
     WOULD_ALLOW = 3
-    """By a policy in dry run, in a shadow, or staged."""
+    """The decision of a policy that is not enforced: dry-run, shadow or staged."""
     WOULD_DENY = 4
     WOULD_NOT_ALLOW = 5
     """ALLOW policies are in dry run, and none of them matched."""
@@ -71,7 +71,7 @@ class PolicyUse(NamedTuple, Generic[PolicyT]):
 
 
 class UsesCopy(NamedTuple, Generic[PolicyT]):
-    """The entries of :class:`Uses` as values, for another process; ``others`` have made room."""
+    """The entries of :class:`Uses` as values, for another process; ``others`` sums the evicted ones."""
 
     uses: tuple[PolicyUse[PolicyT], ...]
     others: PolicyUse[str]
@@ -136,7 +136,7 @@ class Uses(Generic[PolicyT]):
         self._make_room(MOST_POLICIES)
 
     def clear(self) -> None:
-        """Forget all decisions."""
+        """Remove all entries."""
         self._by_policy.clear()
         self._others = _Counted()
 
@@ -151,9 +151,8 @@ class Denial(NamedTuple, Generic[PairT]):
 
     Attributes:
         pair: a front end's own words for who was denied what; hashable.
-        times: connections.
-        last_s: the last one's time, in seconds of the wall clock.
-        address: the last one's source.
+        times: number of connections. last_s: the last one's time, in seconds of the wall clock.
+        address: the source address of the last one.
     """
 
     pair: PairT
@@ -163,7 +162,7 @@ class Denial(NamedTuple, Generic[PairT]):
 
 
 class Denials(Generic[PairT]):
-    """Counts by pair, at most :data:`MOST_PAIRS`; iterates from the newest to the oldest."""
+    """Counts of denials by pair, at most :data:`MOST_PAIRS`; iterates from the newest to the oldest."""
 
     def __init__(self) -> None:
         self._by_pair: dict[PairT, Denial[PairT]] = {}
@@ -175,7 +174,7 @@ class Denials(Generic[PairT]):
         return reversed(list(self._by_pair.values()))
 
     def note(self, pair: PairT, address: str, now_s: float) -> None:
-        """Count a connection."""
+        """Count a denied connection."""
         known = self._by_pair.pop(pair, None)
         self._by_pair[pair] = Denial(pair, known.times + 1 if known else 1, now_s, address)
         if len(self._by_pair) > MOST_PAIRS:

@@ -1,1 +1,1 @@
-"""What any process of this project needs: clocks, tasks, accepted sockets, the heap, readers of settings."""
+"""Shared by all processes of this project: clocks, tasks, accepted sockets, the heap, readers of settings."""

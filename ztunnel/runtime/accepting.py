@@ -13,11 +13,11 @@ from xds.model.address import SocketAddress
 
 log = logging.getLogger(__name__)
 
-#: Accepts per event and listener, so that a storm on one does not starve the other sockets.
+#: The most connections accepted per event and listener, so that a storm on one does not starve other sockets.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: The time for another process to accept a connection first. A guess between the need of an idle process, a tenth
-#: of this, and a delay that clients would notice.
+#: How long a process out of turn waits for another process to accept a connection first. A guess between the need
+#: of an idle process, a tenth of this, and a delay that clients would notice.
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
@@ -172,7 +172,8 @@ class ListeningSocket:
             try:
                 self._accepted(client, peer[:2])
             except Exception:
-                # The connections behind this one have had their edge and would wait for the next client's.
+                #                 The poller has already reported the connections queued behind this one. Without
+                # this call they would wait for the next client.
                 log.exception("a connection accepted on %s was not taken", self.address)
                 client.close()
         return True

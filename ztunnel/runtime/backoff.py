@@ -1,4 +1,4 @@
-"""Exponential back-off, like the Rust ztunnel's for the node agent."""
+"""Exponential back-off with random deviation, like the Rust ztunnel's for the node agent."""
 
 from dataclasses import dataclass
 
@@ -25,5 +25,5 @@ class Backoff:
         return wait * (1 + self.spread * (2 * random - 1))
 
     def reset(self) -> None:
-        """Start again at the first wait; idempotent."""
+        """Return to the first wait; idempotent."""
         self._next_s = 0.0

@@ -8,10 +8,10 @@ class Clock(Protocol):
     """A monotonic clock for durations, and the wall clock."""
 
     def monotonic(self) -> float:
-        """Seconds that only go forward."""
+        """Return monotonic seconds, for durations."""
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
 
 
 class SystemClock:
@@ -23,7 +23,7 @@ class SystemClock:
 
 
 def utc(pattern: str, second: int) -> str:
-    """Format a second since the epoch by ``strftime``, in UTC; names are English, as long as no locale is set.
+    """Format seconds since the epoch by ``strftime``, in UTC; names are English, as long as no locale is set.
 
     Code that formats every second uses this, not ``datetime``. An aware ``datetime`` looks up its zone's offset by
     a newly created name. Python keeps that name in its method cache, and the allocator keeps the megabyte around

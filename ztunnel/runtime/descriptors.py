@@ -18,20 +18,20 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 _UNLIMITED: Final = 1 << 20
-#: Above these many used descriptors, in parts of all, they are counted before each accept.
+#: Above this fraction of descriptors in use, they are counted before each accept.
 _WATCHED: Final = 0.5
 #: The initial size of the kernel's table, with 8 bytes per entry. It grows by itself.
 _TABLE: Final = 16_384
 
 
 def limit_of_process() -> int:
-    """Return how many descriptors the process can have, once it has raised its limit as far as it may."""
+    """Return the limit on descriptors that the process has after raising it to the hard limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return _UNLIMITED if hard == resource.RLIM_INFINITY else min(hard, _UNLIMITED)
 
 
 def raise_limit() -> None:
-    """Raise the process's limit as far as it may, and make the kernel's table of descriptors large.
+    """Raise the process's limit to the hard limit, and enlarge the kernel's descriptor table.
 
     Called before the process starts its first thread. The table doubles with the first descriptor that does not
     fit: the 65th, the 257th, the 513th and so on. In a process with threads, the system call then waits for 5 to
@@ -85,7 +85,7 @@ class Descriptors:
         self.crowded = False
 
     def share(self, name: str, used: Callable[[], int]) -> DescriptorShare:
-        """Return the share of one pod, which its owner closes.
+        """Return a new share for one pod; the caller closes it.
 
         Args:
             name: for logs.
@@ -96,12 +96,12 @@ class Descriptors:
         return share
 
     def has_most(self, used: int, users: int) -> bool:
-        """Return whether one of some users has an equal share, or more."""
+        """Return whether a user has at least an equal share of the descriptors."""
         return used * users >= self.limit - self.reserve
 
     @property
     def short(self) -> bool:
-        """Whether some pod may not accept now."""
+        """Whether any pod may not accept connections now."""
         return any(share.waiting for share in self._users)
 
     def note(self, number: int) -> None:
@@ -131,8 +131,8 @@ class DescriptorShare:
     """One pod's share, checked before each accept (:class:`ztunnel.runtime.accepting.Gate`).
 
     Attributes:
-        used: how many it has.
-        waiting: it was refused, and has not been admitted since.
+        used: number of descriptors that the pod has. waiting: the pod was refused, and has not been admitted
+            since.
     """
 
     def __init__(self, descriptors: Descriptors, name: str, used: Callable[[], int]) -> None:
@@ -161,10 +161,10 @@ class DescriptorShare:
         return admitted
 
     def accepted(self, number: int) -> None:
-        """Take note of an accepted connection's descriptor."""
+        """Record the descriptor of an accepted connection."""
         self._descriptors.note(number)
 
     def close(self) -> None:
-        """Give it up; idempotent."""
+        """Give up the share; idempotent."""
         self.waiting = False
         self._descriptors.forget(self)

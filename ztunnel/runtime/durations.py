@@ -1,13 +1,13 @@
-"""Histograms of seconds. Observing costs one bisection and two additions."""
+"""Histograms of durations in seconds. An observation costs one bisection and two additions."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 DNS_BUCKETS: Final = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
-#: From accept to the 200 of a tunnel, or to the application's answer: within a node to the timeout of dialling.
+#: Buckets for the time from accept to a tunnel's 200 or the application's answer, up to the dial timeout.
 CONNECT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
-#: From accept to end: one request to a day.
+#: Buckets for the lifetime of a connection: from one request to a day.
 LENGTH_BUCKETS: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 
 
@@ -33,13 +33,13 @@ class Durations:
         self.total_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count something that took ``seconds``."""
+        """Count an observation of ``seconds``."""
         self._numbers[bisect_left(self._bounds, seconds)] += 1
         self.total_s += seconds
 
     @property
     def count(self) -> int:
-        """How many were observed."""
+        """The number of observations."""
         return sum(self._numbers)
 
     def counts(self) -> DurationCounts:

@@ -26,7 +26,7 @@ _GONE: Final = 0.75
 #: Up to this number of open sockets a full collection takes about 3 ms. It finds no garbage (see :func:`settle`),
 #: but empties the interpreter's free lists, whose objects can be the last ones in their megabytes.
 _FEW: Final = 500
-#: The part of the time that trimming can take. Collections take longer in a mesh that has changed much.
+#: The largest fraction of time spent on trimming. Collections take longer in a mesh that has changed much.
 _SHARE: Final = 0.001
 
 
@@ -66,7 +66,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def trim() -> bool:
-    """Return free pages to the system if the C library can; return whether there were any.
+    """Give free pages back to the system if the C library can. Return whether there were any.
 
     glibc by itself returns only memory at the top of the heap. Messages of a big mesh temporarily take tens of
     megabytes, and the gaps between small blocks would stay. malloc_trim(3) returns their pages. After the start

@@ -1,4 +1,4 @@
-"""The parent of a proxy, which starts it again when it dies and keeps its listening sockets meanwhile.
+"""The parent process of a proxy: keeps its listening sockets open, and restarts it after a crash.
 
     python -I -S holder.py PROGRAM ARG...
 
@@ -33,11 +33,11 @@ import sys
 import time
 
 VARIABLE = "ZTUNNEL_HOLDER_FD"
-#: How often the proxy was started again, for its metrics.
+#: Tells the proxy how often it was restarted, for its metrics.
 CRASHES_VARIABLE = "ZTUNNEL_HOLDER_CRASHES"
 MOST_CRASHES = 5
 WINDOW_S = 60.0
-#: Between the crash of a proxy that did not become ready and its next start.
+#: Pause before restarting a proxy that crashed before it was ready.
 PAUSE_S = 0.5
 MOST_BYTES = 256
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -45,7 +45,7 @@ _INT_BYTES = 4
 
 
 class Holder:
-    """One proxy after the other.
+    """Runs one proxy process at a time, and restarts it after a crash.
 
     Args:
         command: the proxy's command.
@@ -53,7 +53,7 @@ class Holder:
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
-        self._held: dict[bytes, int] = {}  # sockets, and sealed memory
+        self._held: dict[bytes, int] = {}  # descriptors of sockets and of sealed memory, by name
         self._pid = 0
         self._was_ready = self._is_ready = self._stops = False
         self._crashes: list[float] = []
@@ -85,7 +85,7 @@ class Holder:
         return _Channel(here)
 
     def _watch(self, channel: _Channel) -> int:
-        """Serve one proxy to its end, and return its status."""
+        """Start one proxy and serve its channel until it ends; return its exit status."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         poll.register(channel.fileno(), select.POLLIN)
@@ -95,10 +95,10 @@ class Holder:
                 os.read(self._woken, 4096)
                 self._pass_on()
             if channel.fileno() in ready and not self._receive(channel):
-                poll.unregister(channel.fileno())  # its end is closed, and its process ends, too
+                poll.unregister(channel.fileno())  # the proxy closed its end of the channel, and is about to exit
             status = self._ended()
             if status is not None:
-                self._receive(channel)  # what it has sent before its end
+                self._receive(channel)  # packets that the proxy sent before it ended
                 return status
 
     def _pass_on(self) -> None:
@@ -140,7 +140,7 @@ class Holder:
             os.close(number)
 
     def _ended(self) -> int | None:
-        """Reap; return the status of the proxy if it has ended, as a shell has it."""
+        """Reap children. Return the proxy's exit status, as a shell reports it, if the proxy has ended."""
         status = None
         while True:
             try:
@@ -223,7 +223,7 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # The limit of the proxy's sockets.
+    #     The proxy's limit on listening sockets.
     _, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_most, _most))
     sys.exit(Holder(sys.argv[1:]).run())

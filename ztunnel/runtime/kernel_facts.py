@@ -20,7 +20,7 @@ _MOST_DEVICES: Final = 512
 
 
 def kernel_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any]:
-    """Return the facts as values of JSON.
+    """Return the facts as JSON values.
 
     Args:
         proc: the file system of processes.
@@ -47,7 +47,7 @@ def kernel_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any]
 
 
 def process_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any]:
-    """Return what this process uses, and its limits."""
+    """Return the resources that this process uses, and its limits."""
     status = {name: value for name, _, value in _fields(proc / "self/status")}
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resident = status.get("VmRSS", "").split()
@@ -120,7 +120,7 @@ def _fields(path: Path) -> Iterator[tuple[str, str, str]]:
 
 def _entries(folder: Path) -> int | None:
     try:
-        return len(os.listdir(folder)) - 1  # that of the listing itself
+        return len(os.listdir(folder)) - 1  # without the descriptor of this listing
     except OSError:
         return None
 

@@ -1,4 +1,4 @@
-"""Has new connections wait while the log is written too slowly, for a limited time. Pure.
+"""Pauses accepting connections, for a limited time, while the log is written too slowly. Pure.
 
 Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy configured to lose no lines stops
 accepting at half of that, and clients wait in the accept queue. A blocked log must not stop the node, so after a
@@ -15,7 +15,7 @@ class LogPressure:
     """A :class:`~ztunnel.runtime.accepting.Gate` that is closed while the log is behind.
 
     Args:
-        is_behind: whether too much of the log is not written.
+        is_behind: returns whether too many log lines are unwritten.
         limit_s: the longest time without accepting.
         now: a monotonic clock.
     """

@@ -35,7 +35,7 @@ class Count(Protocol):
 
 @dataclass(slots=True)
 class PlainCount:
-    """A counter that no page of statistics shows."""
+    """A counter that is not part of any statistics."""
 
     value: int = 0
 
@@ -130,7 +130,7 @@ def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-#: An order for the thread: write bytes, reopen a file, set an event, or (``None``) end.
+#: A command for the writer thread: write bytes, reopen a file, set an event, or (``None``) end.
 _Order = tuple[LogFile, bytes] | LogFile | threading.Event | None
 
 

@@ -1,4 +1,4 @@
-"""The process's name and settings in the kernel, and the start of its successor."""
+"""Sets this process's name and kernel settings, and starts its successor."""
 
 import ctypes
 import errno
@@ -23,7 +23,7 @@ _HOLD_SOCKETS: Final = "ZTUNNEL_HOLD_SOCKETS"
 
 
 def forbid_core_dumps() -> None:
-    """Keep this process's memory out of core dumps; if it is root's, also of processes without CAP_SYS_PTRACE.
+    """Keep this process's memory out of core dumps; as root, also from processes without CAP_SYS_PTRACE.
 
     Raises:
         OSError: the kernel refuses.
@@ -51,14 +51,14 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
 
     Args:
         environment: this process's environment.
-        wanted: requested by a flag; ``ZTUNNEL_HOLD_SOCKETS`` requests it, too.
+        wanted: a flag requests the holder; ``ZTUNNEL_HOLD_SOCKETS`` requests it, too.
         serves: this process is to serve, and not only to check its configuration.
 
     Returns:
         The environment without what this has read.
 
     Raises:
-        ValueError: a variable has no such value, or the holder is none.
+        ValueError: a variable has an invalid value, or the descriptor it names is not a holder's channel.
     """
     text = environment.get(_HOLD_SOCKETS, "")
     try:
@@ -75,7 +75,7 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
     if holder is not None:
         for name in own:
             os.environ.pop(name, None)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # without its holder it would be nobody's to stop
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with the holder, as no other process would stop this one
         try:
             holder.take()
         except OSError as error:
@@ -98,7 +98,7 @@ def start_again(*more: str) -> int:
         The id of the new process, which is a session of its own, and outlives this one.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
     command = [sys.executable, *sys.orig_argv[1:]]
     command += [each for each in more if each not in command]

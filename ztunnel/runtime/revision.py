@@ -59,7 +59,7 @@ def _checked_out(git: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text without surrounding spaces, or the empty string if it is unreadable."""
+    """Return a file's text without surrounding whitespace, or an empty string if it is unreadable."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -16,7 +16,7 @@ _SIGNALS: Final = (signal.SIGUSR1, signal.SIGHUP)
 
 
 def ignore_rotation() -> None:
-    """Ignore the signals: in the time before :func:`reopen_on_rotation`, and in processes without log files."""
+    """Ignore the rotation signals: before :func:`reopen_on_rotation`, and in processes without log files."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""Parses the kinds of values that settings of both front ends have, in flags and environment variables."""
+"""Parses values of flags and environment variables, for the settings of both dialects."""
 
 import re
 from typing import Final
@@ -53,10 +53,10 @@ class SettingsError(Exception):
 
 
 def plain_reason(error: Exception) -> str:
-    """Return what went wrong, for a person: of a file or socket its name and the kernel's words, no number."""
+    """Return an error as text for people: the file or socket and the kernel's message, without an errno."""
     if not isinstance(error, OSError):
         return str(error)
-    inner = getattr(error, "reason", None)  # of urllib.error.URLError
+    inner = getattr(error, "reason", None)  # the cause of a urllib.error.URLError
     if isinstance(inner, OSError):
         return plain_reason(inner)
     words = (error.strerror or str(error) or "no answer in time").lower()

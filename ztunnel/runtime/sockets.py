@@ -1,4 +1,4 @@
-"""Waits for sockets that asyncio's streams do not support, and makes Unix sockets for one user."""
+"""Waits for sockets that asyncio's streams do not support, and creates Unix sockets for one user."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ def socket_mode(text: str) -> int:
     """Return the mode of a Unix socket, for ``argparse``: three octal digits.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a mode.
     """
     if not re.fullmatch("0?[0-7]{3}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no mode such as 770")

@@ -1,4 +1,4 @@
-"""Gives background tasks and fibers an owner, which closes them."""
+"""Groups background tasks and fibers under an owner, which closes them."""
 
 import asyncio
 import logging
@@ -14,7 +14,8 @@ from ztunnel.runtime.log_writer import PlainCount
 
 log = logging.getLogger(__name__)
 
-#: The waits before a kept task starts again; guesses between a blind minute and a full log.
+#: The waits before a failed task restarts; guesses: short enough for a proxy that depends on it, long enough not
+#: to fill the log.
 _FIRST_RESTART_S: Final = 0.1
 _LONGEST_RESTART_S: Final = 15.0
 #: How often kept tasks of this process failed and were started again.

@@ -1,4 +1,4 @@
-"""Text files that a person has written."""
+"""Reads text files that people have written."""
 
 import errno
 from pathlib import Path
@@ -12,7 +12,7 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
         newline: the parameter of :func:`open`. Empty keeps the line ends of the file.
 
     Raises:
-        OSError: it cannot be read; ``EILSEQ`` when it is no text, so that who reports an unreadable file has both.
+        OSError: the file cannot be read; ``EILSEQ`` if it is not UTF-8, so that callers handle both alike.
     """
     try:
         with path.open(encoding="utf-8", newline=newline) as file:

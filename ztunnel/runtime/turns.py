@@ -1,4 +1,4 @@
-"""Waits for a turn of the poller: the proof that the data path, which has an epoll of its own, still moves."""
+"""Waits for an iteration of the poller, which proves that the data path, with its own epoll, still runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hbone.aio.poller import Poller
 
 
 async def turned(poller: Poller) -> None:
-    """Return in the next turn of ``poller``; never, if it has none."""
+    """Return in the next iteration of ``poller``; never if the poller is stuck."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     poller.call_soon(_Step(future))
     await future
@@ -21,6 +21,6 @@ class _Step:
         self._turned = turned
 
     def step(self) -> None:
-        """Settle the future, unless its waiter has given up."""
+        """Resolve the future, unless its waiter was cancelled."""
         if not self._turned.done():
             self._turned.set_result(None)

@@ -26,13 +26,13 @@ from ztunnel.runtime.log_writer import Count, PlainCount
 
 log = logging.getLogger(__name__)
 
-#: Between two beats, and between two checks.
+#: Seconds between two beats, and between two checks.
 BEAT_S: Final = 0.5
-#: A delay that is reported. Envoy calls it a mega miss and has the same default.
+#: The delay from which a stall is reported. Envoy calls it a mega miss and has the same default.
 STALL_S: Final = 1.0
-#: A delay that is counted only; Envoy's watchdog_miss.
+#: The delay from which a miss is counted; Envoy's watchdog_miss.
 MISS_S: Final = 0.2
-#: The innermost frames of the stack that the report has.
+#: The number of innermost stack frames in a report.
 _FRAMES: Final = 25
 #: The fraction of the thread's delay during which the process must have used a processor in order to count as
 #: running.
@@ -41,7 +41,7 @@ _RAN: Final = 0.5
 
 @dataclass(slots=True)
 class LoopDelays:
-    """How late the beats of one loop were.
+    """Counts and sums the delays of one loop's beats.
 
     Attributes:
         misses: beats more than ``MISS_S`` late.
@@ -61,7 +61,7 @@ class Watchdog:
         delays: receives the counts.
         flush: called by the thread after a report. Log lines that wait for a timer of the loop would wait for the
             end of the stall, which may never come.
-        culprit: names what runs on the loop that is not the proxy's own code. Empty if nothing does.
+        culprit: returns the name of foreign code, such as an addon, that runs on the loop. Empty if none does.
         stall_s, beat_s: see the constants; tests give shorter ones.
     """
 
@@ -143,7 +143,7 @@ class Watchdog:
 
 
 class _Check:
-    """Decides for each check of the thread whether a stall begins that is to be reported. Pure.
+    """Decides at each check of the thread whether to report a new stall. Pure.
 
     Attributes:
         beat_s_at: time of the last beat, written by the loop.
@@ -157,7 +157,7 @@ class _Check:
         self._last_s = self._last_cpu_s = 0.0
 
     def begin(self, now_s: float, cpu_s: float) -> None:
-        """Take this for the first beat and the first check."""
+        """Start: treat ``now`` as the first beat and the first check."""
         self.beat_s_at = self._last_s = now_s
         self._last_cpu_s = cpu_s
 

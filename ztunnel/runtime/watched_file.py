@@ -1,4 +1,4 @@
-"""Tells whether a file has changed since it was read."""
+"""Detects whether a file has changed since it was read."""
 
 from pathlib import Path
 from typing import TypeAlias

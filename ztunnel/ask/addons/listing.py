@@ -1,6 +1,6 @@
 """The command ``ztunnel addons``: lists the addons of running proxies with calls, time, denials and faults.
 
-Exit status: 0; 1 if an addon is suspended or its changed file is not used; 2 if there is no answer.
+Exit status: 0; 1 if an addon is suspended or its changed file is not used; 2 if a proxy does not answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command ``ztunnel addon``: ``new`` writes an addon with its test, ``check`` imports, types and times one.
 
-Exit status: 0; 1 if the addon has a fault or a file exists already; 2 of a wrong command line.
+Exit status: 0; 1 if the addon has a fault or a file exists already; 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ztunnel.proxy.addons.load import AddonError, LoadedAddon, find_class, load_
 from ztunnel.proxy.addons.settings import OPTION, addon_settings, parse_spec
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-#: Calls of each hook whose times are measured, and calls before.
+#: The number of measured calls of each hook, and of warm-up calls before.
 _CALLS: Final = 500
 _WARM_UP: Final = 20
 
@@ -139,7 +139,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the faults of an addon; print what was found."""
+    """Yield the faults of an addon, and print the results of the checks."""
     settings, faults = addon_settings({"ZTUNNEL_ADDONS": args.file, OPTION: "\n".join(args.addon_option)})
     if faults or settings is None:
         yield from faults

@@ -1,4 +1,4 @@
-"""``ztunnel check``: is the cluster fit for the mesh, before and after installation."""
+"""``ztunnel check``: checks whether the cluster is fit for the mesh, before and after installation."""
 
 from ztunnel.ask.check.command import add_arguments
 

@@ -19,7 +19,7 @@ from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_source, failed
 from ztunnel.runtime.console.output import Answer, Silent, emit
 from ztunnel.runtime.settings import duration_s
 
-#: Between two attempts of ``--wait``.
+#: Seconds between two attempts of ``--wait``.
 _AGAIN_S: Final = 5.0
 
 
@@ -69,7 +69,7 @@ def run_command(args: argparse.Namespace) -> int:
             for check in checks
         ]
         return emit(Answer(kind=CHECK_RESULT, items=results), args.output)
-    # Without a choice all nodes are meant.
+    #     By default all nodes are checked.
     chose_one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.no_cluster
     args.all_nodes = args.all_nodes or not (chose_one or args.file is not None)
     while True:
@@ -87,7 +87,7 @@ def _names(text: str) -> list[str]:
 
 
 def checked(args: argparse.Namespace, checks: Sequence[Check]) -> Answer[CheckResult]:
-    """Gather facts and judge them.
+    """Gather facts and run the checks on them.
 
     Raises:
         AskFailed: ``--file`` cannot be read.
@@ -98,7 +98,7 @@ def checked(args: argparse.Namespace, checks: Sequence[Check]) -> Answer[CheckRe
 
 
 def answer_of(results: Sequence[CheckResult], silent: Any = (), *, fail_on: str = "error") -> Answer[CheckResult]:
-    """Return the answer of results, with one sentence that sums up."""
+    """Return the results as an answer, with a sentence that summarizes them."""
     counted = Counter(result.severity for result in results)
     bad = counted["error"] > 0 or (fail_on == "warning" and counted["warning"] > 0)
     ids = len({result.id for result in results})

@@ -56,7 +56,7 @@ _ACCESS: Final = Kind(
 _VERBS: Final = (("create", "", "pods", "portforward"), ("get", "", "pods", "log"))
 #: The longest wait for the API server.
 _API_S: Final = 5.0
-#: Nodes that one node tries to reach.
+#: The most nodes that one node tries to reach.
 _MOST_REACHED: Final = 20
 _NOT_FOUND: Final = 404
 _NO_CLUSTER: Final = "--no-cluster"
@@ -102,7 +102,7 @@ async def _cluster(args: argparse.Namespace) -> Facts:
             return await client.list_all(Selection(kind))
         except ApiRefused as error:
             if error.status == _NOT_FOUND:
-                return []  # the custom resource is not installed: there are none
+                return []  # the custom resource is not installed, so no objects exist
             return str(error)
         except KubeError as error:
             return str(error)
@@ -115,7 +115,7 @@ async def _cluster(args: argparse.Namespace) -> Facts:
         try:
             answer = await client.create(_ACCESS, "", body)
         except KubeError:
-            return name, True  # not known: the lists will say
+            return name, True  # unknown: the requests for lists will show it
         return name, bool((answer.get("status") or {}).get("allowed", True))
 
     kubeconfig = Path(args.kubeconfig) if args.kubeconfig else None
@@ -167,7 +167,7 @@ def _agent(args: argparse.Namespace, node: str) -> dict[str, Any]:
 
 
 def ask_agents(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return ``/check`` and ``/audit`` of every node agent by node. There are none without agents."""
+    """Return ``/check`` and ``/audit`` of every node agent, by node; empty without agents."""
 
     def pages(agent: Pages) -> dict[str, Any]:
         return {"agent": _page(agent, "/check"), "audit": _page(agent, "/audit")}
@@ -188,7 +188,7 @@ def _page(pages: Pages, path: str) -> Any:
 
 
 class Shared:
-    """Keeps equal lists of different nodes once: all proxies of a mesh describe the same workloads."""
+    """Stores equal lists of different nodes once, because all proxies of a mesh describe the same workloads."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, Any] = {}
@@ -208,7 +208,7 @@ class Shared:
 
 
 def look(pages: Pages) -> NodeFacts:
-    """Return one proxy's facts, and have it try port 15008 on other nodes.
+    """Return one proxy's facts, after it has tried port 15008 on other nodes.
 
     Raises:
         AskFailed: it does not answer.
@@ -238,7 +238,7 @@ def _seconds(time_: object) -> float:
 
 
 def targets(dump: Mapping[str, Any], most: int = _MOST_REACHED) -> list[tuple[str, str]]:
-    """Return what is tried: one pod that takes tunnels on each other node, and gateways of other networks.
+    """Return the targets to try: on each other node a pod that accepts tunnels, and other networks' gateways.
 
     Each is described (``node N``, ``the gateway of network N``), with its address.
     """

@@ -1,4 +1,4 @@
-"""``ztunnel flows``: the connections that ended last, of one proxy or of all, and new ones as they end."""
+"""``ztunnel flows``: prints recently ended connections of one or all proxies, and further ones as they end."""
 
 from ztunnel.ask.flows.command import add_arguments
 

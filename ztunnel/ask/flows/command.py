@@ -23,9 +23,9 @@ from ztunnel.runtime.console.arguments import whole_number
 from ztunnel.runtime.console.output import Answer, Format, emit, table
 from ztunnel.runtime.settings import duration_s
 
-#: Flows without another bound, as ``hubble observe`` has it.
+#: The default number of flows, as in ``hubble observe``.
 _LAST: Final = 20
-#: Between two questions of ``--follow``.
+#: Seconds between two requests of ``--follow``.
 _AGAIN_S: Final = 1.0
 JSONPB: Final = "jsonpb"
 
@@ -87,7 +87,7 @@ class _Add(argparse.Action):
 
 
 class _Not(argparse.Action):
-    """Notes that the next filter is turned round."""
+    """Records that the next filter is negated."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         namespace.filters = [*(namespace.filters or []), None]
@@ -95,7 +95,7 @@ class _Not(argparse.Action):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The request of a command line: a test, bounds in nanoseconds, and the number per proxy."""
+    """The flows that a command line selects: a test, time bounds in nanoseconds, and the number per proxy."""
 
     test: Test
     since_ns: int
@@ -192,7 +192,10 @@ def _read(page: str, wanted: Wanted, name: str) -> Iterator[Line]:
 
 
 def _explained(pages: Pages, lines: list[Line]) -> list[Line]:
-    """Add the deciding clause of the present policies to refused inbound flows; each question is asked once."""
+    """To each refused inbound flow, add the clause of the current policies that decides it.
+
+    Flows with the same source, destination and identity share one ``/explain`` request.
+    """
     answers: dict[tuple[str, str, str], str | None] = {}
 
     def clause(flow: Flow) -> str | None:
@@ -220,7 +223,7 @@ def _given(**values: str) -> dict[str, str]:
 
 
 def clause_of(answer: Any) -> str | None:
-    """Return the clause of an answer with a refusal: of a matching DENY, or the reason why no ALLOW matches."""
+    """Return the clause behind a refusal: that of a matching DENY, or the reason why no ALLOW matches."""
     inbound = answer.get("inbound") or {} if isinstance(answer, Mapping) else {}
     policies = inbound.get("policies") or ()
     denies = [each for each in policies if each.get("action") == "Deny" and each.get("holds")]
@@ -230,7 +233,7 @@ def clause_of(answer: Any) -> str | None:
 
 
 def time_ns(text: str) -> int:
-    """Return a time of a flow in nanoseconds, which ``datetime`` does not have."""
+    """Parse a flow's time in nanoseconds, which ``datetime`` cannot represent."""
     whole, _, rest = text.rstrip("Z").partition(".")
     seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
     return int(seconds) * 1_000_000_000 + int(rest.ljust(9, "0")[:9] or 0)

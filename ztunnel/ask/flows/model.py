@@ -1,6 +1,6 @@
-"""A flow as commands print it, read from a line of ``/flows``, and the filters that choose some. Pure.
+"""Flows read from lines of ``/flows``, as commands print them, and the filters that select flows. Pure.
 
-Filters mean what Hubble's mean: ``NAMESPACE/PREFIX`` of pods, where an empty namespace is any, and a prefix alone
+Filters work like Hubble's: ``NAMESPACE/PREFIX`` of pods, where an empty namespace is any, and a prefix alone
 is in namespace default. Filters of one kind are alternatives; filters of different kinds must all hold.
 """
 
@@ -143,7 +143,7 @@ Test = Callable[[Flow], bool]
 
 
 class BadFilter(ValueError):
-    """The value of a filter cannot be read; the text says why."""
+    """The value of a filter is invalid; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

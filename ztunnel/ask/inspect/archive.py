@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from ztunnel.ask.inspect.source import AskFailed
 
-#: The most that is read of one file in an archive, and of all: archives come from other people.
+#: The most bytes read from one file of an archive, and from all files: archives are untrusted input.
 MAX_FILE: Final = 256 << 20
 MAX_ARCHIVE: Final = 2 << 30
 _FOLDER: Final = "nodes"
 
 
 class BadArchive(ValueError):
-    """It is no archive of ours, or too big; the text says which."""
+    """The file is not an archive of ``ztunnel bug-report``, or is too big; the text says which."""
 
 
 def file_of(path: str) -> str:
@@ -39,7 +39,7 @@ class Archive:
         """Read an archive.
 
         Raises:
-            BadArchive: it is not one of ours, or too big.
+            BadArchive: the file is not an archive of ``ztunnel bug-report``, or is too big.
             OSError: it cannot be read.
         """
         files: dict[str, bytes] = {}

@@ -1,6 +1,6 @@
 """``ztunnel audit``: the node agent's comparison of each pod with its expected state.
 
-Exit status: 0 without findings, 1 with findings (after a repair: remaining ones), 2 without an answer.
+Exit status: 0 without findings, 1 with findings (after a repair: remaining ones), 2 if an agent does not answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def _cell(item: PodAudit, check: str) -> str:
-    """Return an answer; of the annotation its value, which says more."""
+    """Return the table cell of one check; for the annotation its value, which says more."""
     answer = item.checks.get(check, "-")
     if check == "annotation" and answer != "-":
         return f"{item.annotation or 'none'}{', wrong' if answer == 'wrong' else ''}"
@@ -49,7 +49,7 @@ def _cell(item: PodAudit, check: str) -> str:
 
 
 class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A difference of a pod; ``repairable`` by ``--repair``."""
+    """A difference between a pod and its expected state; ``repairable`` by ``--repair``."""
 
     check: str
     reason: str
@@ -113,7 +113,7 @@ def _items(answer: Any) -> Iterator[PodAudit]:
 
 
 def _lines(answer: Any) -> Iterator[str]:
-    """Yield what was repaired, each difference, and a line that sums up."""
+    """Yield lines about repairs, about each difference, and a summary."""
     pods = answer["pods"]
     for each in answer["repaired"]:
         yield f"repaired: {each['pod']}: {each['reason']}: {each['text']}"

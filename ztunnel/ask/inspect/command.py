@@ -118,7 +118,7 @@ def _answer(args: argparse.Namespace) -> Answer[Any]:
 
 
 def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return what proxies say about the mesh, equal items once, with the nodes that say so if not all do."""
+    """Merge the proxies' items about the mesh. An item that not all report has the names of the nodes that do."""
     seen: dict[bytes, tuple[Any, list[str]]] = {}
     for node, items in by_node.items():
         for item in items:
@@ -130,7 +130,7 @@ def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
 
 
 def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any]]:
-    """Return the items of one proxy, and their kind. A proxy in Envoy's dialect has some.
+    """Return the items of one proxy, and their kind. In Envoy's dialect, only some tables exist.
 
     Raises:
         AskFailed: there is no answer.
@@ -163,7 +163,7 @@ def _asked_pages(
 
 
 def _saved_pages(args: argparse.Namespace, pages: Pages, dump: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a dump of Envoy's dialect has for a table, and say what it has not.
+    """Return the table's items from a dump of Envoy's dialect, and report what the dump lacks.
 
     Raises:
         AskFailed: the file has no such part, or cannot be read.
@@ -202,7 +202,7 @@ def _refuse_namespace(args: argparse.Namespace, pages: Pages) -> None:
 
 
 def page_or_none(pages: Pages, path: str) -> Any:
-    """Return a page that only our proxies have; ``None`` of an Envoy.
+    """Return a page that only our proxies have; ``None`` from an Envoy.
 
     Raises:
         AskFailed: there is no answer.
@@ -249,7 +249,7 @@ def _asked(address: str, key: str | None, entry: str) -> Any:
     except (NoSuchPart, AskFailed) as error:
         if isinstance(error, AskFailed) and error.status != _NOT_FOUND:
             raise
-    return part(ask_json(address, "/config_dump"), key, entry)  # which says what there is
+    return part(ask_json(address, "/config_dump"), key, entry)  # the error lists the existing entries
 
 
 def _log(args: argparse.Namespace) -> int:

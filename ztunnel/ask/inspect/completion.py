@@ -1,4 +1,4 @@
-"""Completion in a shell: ``ztunnel completion bash`` prints what makes the shell ask this program at each TAB.
+"""Shell completion: ``ztunnel completion bash`` prints a script that calls this program at each TAB.
 
 The words come back to ``ztunnel completion --words``, which answers with the candidates for the last one, a line
 each: commands and flags from their parsers, names from a running proxy and from kubectl.
@@ -17,7 +17,7 @@ from ztunnel.runtime.formats.entries import names_of
 _NAMES_S: Final = 1.0
 
 SCRIPTS: Final[Mapping[str, str]] = {
-    # The line is parted again: the shell's own words end at colons, which addresses and services have.
+    #     Split the line again: the shell's own words end at colons, which occur in addresses and services.
     "bash": r"""_ztunnel() {
     local line=${COMP_LINE:0:COMP_POINT} words last
     read -ra words <<< "$line"
@@ -85,7 +85,7 @@ def candidates(
 def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[str]]:
     """Return the source of names for :func:`candidates`: the proxy that a line addresses, and kubectl's cluster.
 
-    None where there is no answer within :data:`_NAMES_S`. A proxy behind ``--pod`` or ``--node`` is not asked: to
+    No names if there is no answer within :data:`_NAMES_S`. A proxy behind ``--pod`` or ``--node`` is not asked: to
     reach it takes longer than that.
     """
     command = words[0] if words else ""
@@ -108,13 +108,13 @@ def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[st
                 return ()
             return list(read(ask_json(address, "/config_dump", limit_s=_NAMES_S), words))
         except (AskFailed, NoSuchPart, TypeError, AttributeError, KeyError):
-            return ()  # a TAB prints no error, whatever answers there
+            return ()  # a TAB must not print an error, whatever answers at that address
 
     return names
 
 
 def _of_cluster(kind: str, words: Sequence[str]) -> list[str]:
-    from ztunnel.ask.inspect.kubectl import Kubectl, Unreachable  # what starts processes takes a while to import
+    from ztunnel.ask.inspect.kubectl import Kubectl, Unreachable  # slow to import
 
     context = words[words.index("--context") + 1] if "--context" in words[:-2] else ""
     try:
@@ -174,10 +174,10 @@ def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
         yield from list(names_of(each))[:1]
 
 
-#: What kubectl lists for a flag.
+#: The kind of object that kubectl lists for a flag's value.
 _OF_CLUSTER: Final[Mapping[str, str]] = {"pod": "pods", "node": "nodes"}
 _LEVELS: Final = ("error", "warn", "info", "debug", "trace", "off")
-#: What of a dump names a command's argument; without a command, that of any.
+#: Where a dump has the names for a command's argument; without a command, for any command's.
 _OF_DUMP: Final[Mapping[tuple[str, str], Callable[[Any, Sequence[str]], Iterator[str]]]] = {
     ("explain", "source"): _pods,
     ("explain", "destination"): _services,

@@ -51,7 +51,7 @@ from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
 from ztunnel.runtime.clock import Clock
 
-#: What no dump has.
+#: The facts that no dump contains.
 _LACKS: Final = ("the proxy's flags: --tunnel-source is taken for its default", "Calico's policies")
 _NO_ENDPOINTS: Final = "endpoints: save it from /config_dump?include_eds"
 _MOST_TOLD: Final = 8
@@ -60,7 +60,7 @@ Made = TypeVar("Made", bound=Message)
 
 
 class _NoSecrets(SecretStore):
-    """Has no secret, and asks for none."""
+    """A source of secrets that has none."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -75,7 +75,7 @@ class _NoSecrets(SecretStore):
 
 
 class _NoLogs(AccessLogs):
-    """Opens no file."""
+    """A sink of access logs that opens no file."""
 
     def __init__(self) -> None:
         pass
@@ -85,7 +85,7 @@ class _NoLogs(AccessLogs):
 
 
 class _NoProbes:
-    """Asks no endpoint for its health."""
+    """A health checker that sends no probes."""
 
     async def ask(self, *_: object) -> Any:
         raise AssertionError("nothing starts health checks")
@@ -97,7 +97,7 @@ def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configura
     An unreadable resource is left out by name: it can come from a later Envoy, or need files of the proxy's node.
 
     Raises:
-        ConfigError: it is no dump of Envoy's dialect.
+        ConfigError: it is not a dump of Envoy's dialect.
     """
     sections = dump.get("configs")
     if not isinstance(sections, list) or not all(isinstance(each, dict) for each in sections):
@@ -220,7 +220,7 @@ class _Reader:
             except ConfigError as error:
                 self._unread("cluster", value, error)
                 continue
-            # The dump's come first: of names that DNS resolved it has the addresses.
+            #             The dump's endpoints come first: they include the addresses that DNS returned.
             assignment = assignments.get(model.eds_name) or assignments.get(model.name) or model.assignment
             if assignment is not None and model.discovery is not Discovery.ORIGINAL_DST:
                 cluster.preset(assignment)

@@ -1,4 +1,4 @@
-"""Tables of a proxy in Envoy's dialect, made from its admin pages. An Envoy has some. Pure.
+"""Tables of a proxy in Envoy's dialect, made from its admin pages, some of which an Envoy has, too. Pure.
 
 Pages are JSON of any origin: missing values are shown as ``-``, and rows about a page that the proxy does not have
 are left out.
@@ -28,10 +28,10 @@ from ztunnel.ask.inspect.tables import (
 )
 from ztunnel.runtime.console.output import Kind
 
-#: Pages by path; ``None``: the proxy does not have it.
+#: Admin pages by path; ``None`` if the proxy does not have the page.
 Pages = Mapping[str, Any]
 
-#: Names of one kind in the status; of more, only their number.
+#: The most names of one kind that the status lists; of more, only the number is given.
 _MOST_TOLD: Final = 8
 _CONNECTED: Final = "control_plane.connected_state"
 _LISTENERS, _CLUSTERS, _SECRETS = "ListenersConfigDump", "ClustersConfigDump", "SecretsConfigDump"
@@ -123,7 +123,7 @@ def _place(each: kinds.Denial) -> str:
 
 
 def _connected(stats: Any) -> bool | None:
-    """Return the value of a statistic that a proxy with an ADS stream has; ``None``: it has none."""
+    """Return the statistic about the connected ADS stream; ``None`` if the proxy has no such stream."""
     for each in (stats or {}).get("stats") or []:
         if each.get("name") == _CONNECTED:
             return bool(each.get("value"))
@@ -188,8 +188,8 @@ class EnvoyTable:
     """A table that comes from admin pages.
 
     Attributes:
-        paths: that it needs.
-        optional: that an Envoy does not have; their rows are left out then.
+        paths: the pages that it needs. optional: pages that an Envoy does not have; without them their rows are
+            left out.
         items: makes them.
         kind: the items' kind.
     """

@@ -1,4 +1,4 @@
-"""``ztunnel explain``: asks what would become of a connection, or why one became what it did.
+"""``ztunnel explain``: how a proxy would handle a connection, or why it handled one as it did.
 
 Exit status: 0: every connection asked about would be allowed; 1: one would be refused; 2: about one there is no
 answer.
@@ -61,9 +61,9 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer, and return the exit status."""
+    """Answer the question, and return the exit status."""
     words = [each for each in (args.source, args.destination) if each is not None]
-    # Values that are not given as flags are the words, in order.
+    #     Values that are not given by flags come from the positional arguments, in order.
     args.source = args.given_source or (words.pop(0) if words else None)
     args.destination = args.given_destination or (words.pop(0) if words else None)
     ways = tuple(each is not None for each in (args.source, args.connection, args.log_line, args.flow))
@@ -130,7 +130,7 @@ class _Answers:
         assert self._saved is not None
         try:
             return self._saved.ask(asked)
-        except ValueError as error:  # a BadQuestion, each dialect has its own
+        except ValueError as error:  # a BadQuestion; each dialect defines its own class
             raise AskFailed(str(error), status=400) from None
 
     def _ask_far(self, source: str, end: Answer) -> None:
@@ -149,7 +149,7 @@ class _Answers:
                 return
 
     def live(self, wanted: str) -> Iterator[Seen]:
-        """Yield the live connections that are meant.
+        """Yield the live connections that the command line selects.
 
         Raises:
             AskFailed: the proxy has no table of connections.
@@ -169,7 +169,7 @@ class _Answers:
         """Return a flow as the access line that it would have; ``wanted`` is its id, or its line of JSON.
 
         Raises:
-            AskFailed: the flight recorder does not have it, or it is none.
+            AskFailed: the flight recorder does not have it, or the text is not a flow.
         """
         if wanted.lstrip().startswith("{"):
             lines = [wanted]
@@ -203,7 +203,8 @@ class _Answers:
 
         name = self._file or self._address
         try:
-            # Either front end takes a while to import, and only answers without a proxy need one.
+            #             Imported here, because either dialect is slow to import and only answers without a proxy
+            # need it.
             if is_envoy_dump(dump):
                 from ztunnel.ask.inspect.saved_envoy import SavedEnvoy
 
@@ -229,10 +230,10 @@ def _tunnel_ends(hop: Mapping[str, Any]) -> Iterator[Answer]:
 
 
 def _of_seen(args: argparse.Namespace, answers: _Answers) -> Iterator[Answer]:
-    """Yield an answer for each connection that is meant.
+    """Yield an answer for each selected connection.
 
     Raises:
-        AskFailed: none is, or the proxy does not answer at all.
+        AskFailed: no connection is selected, or the proxy does not answer.
     """
     found = False
     is_live = args.connection is not None

@@ -1,4 +1,4 @@
-"""``ztunnel handover``: whether a proxy's open connections can move to the next process, and have them move.
+"""``ztunnel handover``: shows whether a proxy's open connections can move to its next process, or moves them.
 
 Exit status: 0; 2 when there is no answer, or no successor waits.
 """
@@ -46,7 +46,7 @@ def facts(page: Any) -> list[kinds.HandoverFact]:
     """Return the rows of ``/handover``.
 
     Raises:
-        AskFailed: it is another page.
+        AskFailed: the page has another form.
     """
     if not isinstance(page, dict) or not isinstance(page.get("connections"), dict):
         raise AskFailed("/handover is not what a proxy answers")

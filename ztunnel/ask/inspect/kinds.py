@@ -126,7 +126,7 @@ class Certificate(Item, frozen=True, kw_only=True):
 
 
 class Denial(Item, frozen=True, kw_only=True):
-    """Denied or ended connections of a pair. ``listener`` and ``chain`` exist in Envoy's dialect."""
+    """Denied or ended connections between two workloads. ``listener`` and ``chain`` exist in Envoy's dialect."""
 
     direction: str | None = None
     source: str | None = None
@@ -148,14 +148,14 @@ class LogLevel(Item, frozen=True, kw_only=True):
 
 
 class HandoverFact(Item, frozen=True, kw_only=True):
-    """Something about the move of open connections to another process."""
+    """A fact about the move of open connections to another process."""
 
     name: str
     value: str
 
 
 def age_cell(seconds: float | None) -> str | None:
-    """Return an age for a cell."""
+    """Return an age as the text of a table cell."""
     return None if seconds is None else shown_age(seconds)
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any, Final, NamedTuple
 
 
 class Daemon(NamedTuple):
-    """What each node runs one of.
+    """A DaemonSet that runs one pod per node.
 
     Attributes:
         name: in errors.
@@ -34,14 +34,14 @@ class Daemon(NamedTuple):
 
     @property
     def selector(self) -> str:
-        """Of its pods."""
+        """The label selector of its pods."""
         return f"app={self.label}"
 
 
 #: The proxy: Istio's own DaemonSet and ours have this label.
 PROXY: Final = Daemon("ztunnel", "ztunnel", 15000)
 AGENT: Final = Daemon("node agent", "ztunnel-agent", 15014)
-#: The container of a proxy beside its application, of Istio's injector and ours.
+#: The container name of a sidecar proxy, used by Istio's injector and ours.
 _SIDECAR: Final = "istio-proxy"
 #: Time limits for a request to the API server, and for the port to open. A guess for distant clusters.
 _ANSWER_S: Final = 20.0
@@ -50,7 +50,7 @@ _KLOG: Final = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d")
 
 
 class Unreachable(Exception):
-    """There is no such pod or node, or kubectl does not get there; the text says which, and what to do."""
+    """The pod or node does not exist, or kubectl cannot reach it; the text says which, and what to do."""
 
 
 class Kubectl:
@@ -105,7 +105,7 @@ class Kubectl:
 
         Args:
             pod: ``NAME.NAMESPACE`` as istioctl has it, ``NAMESPACE/NAME``, or a name in namespace default.
-            daemon: which.
+            daemon: the DaemonSet whose pod is returned.
 
         Raises:
             Unreachable: there is none.
@@ -219,7 +219,7 @@ class Kubectl:
                 try:
                     yield f"127.0.0.1:{_opened(ports, errors, f'{namespace}/{name}')}"
                 finally:
-                    running.kill()  # nothing is lost: the questions have been answered
+                    running.kill()  # no data is lost: all requests have been answered
                     reader.join()
 
 
@@ -247,7 +247,7 @@ def _read_ports(said: IO[bytes], ports: queue.SimpleQueue[int | None]) -> None:
 
 
 def _opened(ports: queue.SimpleQueue[int | None], errors: IO[bytes], pod: str) -> int:
-    """Wait for the port."""
+    """Wait until kubectl has opened the port."""
     reason = f"no port was opened in {_ANSWER_S:g} s"
     try:
         port = ports.get(timeout=_ANSWER_S)
@@ -275,6 +275,6 @@ def _label(pod: Mapping[str, Any]) -> str:
 
 
 def _complaint(text: str) -> str:
-    """Return kubectl's message for people. Before it come attempts, as log lines of klog."""
+    """Return the readable part of kubectl's error output, which klog lines about attempts precede."""
     lines = [line for line in text.strip().splitlines() if line]
     return next((line for line in lines if not _KLOG.match(line)), lines[0] if lines else "")

@@ -1,7 +1,7 @@
 """``ztunnel nodes``: a line for the proxy of each node.
 
-Exit status: 0; 1 if a proxy is not ready, has lost its control plane or lacks a certificate; 2 if one does not
-answer.
+Exit status: 0; 1 if a proxy is not ready, has lost its control plane or lacks a certificate; 2 if a proxy does not
+    answer.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _answer(args: argparse.Namespace) -> Answer[NodeStatus]:
 
 
 def look(pages: Pages) -> NodeStatus:
-    """Return the line of one proxy.
+    """Return the table row of one proxy.
 
     Raises:
         AskFailed: it does not answer.
@@ -140,12 +140,12 @@ def _page_or_none(pages: Pages, path: str) -> Any:
 
 
 def of_envoy(server: Mapping[str, Any]) -> NodeStatus:
-    """Return the line of a proxy in Envoy's dialect, which says little about pods."""
+    """Return the row of a proxy in Envoy's dialect, which reports little about pods."""
     return NodeStatus(version=cell(server, "version"), ready=server.get("state") == "LIVE")
 
 
 def of_mesh(dump: Mapping[str, Any], check: Mapping[str, Any] | None) -> NodeStatus:
-    """Return the line of a proxy in an Istio mesh.
+    """Return the row of a proxy in an Istio mesh.
 
     Args:
         dump: its ``/config_dump``.

@@ -1,11 +1,11 @@
-"""Shows plain values as an outline for people. Pure."""
+"""Formats plain values (JSON) as an indented outline for people. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
 def outline(value: object, indent: int = 0) -> Iterator[str]:
-    """Yield the lines of a value: names and what they hold, indented; parts of a list begin with a dash."""
+    """Yield the lines of a value: names with their values, indented; list items begin with a dash."""
     before = " " * indent
     if isinstance(value, Mapping):
         for key, inner in value.items():

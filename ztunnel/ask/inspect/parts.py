@@ -9,14 +9,14 @@ _MOST_TOLD: Final = 12
 
 
 class NoSuchPart(ValueError):
-    """The dump has no part, or a part no entry, of this name; the text says which there are."""
+    """The dump has no part, or the part no entry, of this name; the text lists the existing names."""
 
 
 def parts_of(dump: Any) -> Mapping[str, Any]:
     """Return the parts of a dump by name; in Envoy's dialect ``listeners`` for its ListenersConfigDump.
 
     Raises:
-        NoSuchPart: it is no dump.
+        NoSuchPart: the value is not a dump.
     """
     if not isinstance(dump, Mapping):
         raise NoSuchPart("not a config_dump: not an object")
@@ -34,7 +34,7 @@ def part(dump: Any, name: str, entry: str = "") -> Any:
     """Return a part of a dump, or only its entries with a name (a list) or the value of a key.
 
     Raises:
-        NoSuchPart: there is none.
+        NoSuchPart: the part or entry does not exist.
     """
     parts = parts_of(dump)
     if name not in parts:

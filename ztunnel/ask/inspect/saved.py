@@ -1,6 +1,7 @@
 """Answers from a ``config_dump``: of a Rust ztunnel, which has no ``/explain``, or saved in a file. Pure.
 
-The words are the proxy's own, because its functions are asked. Each answer names the facts missing from the dump.
+Answers have the proxy's own wording, because its functions make them. Each answer names the facts missing from the
+dump.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ztunnel.proxy.istio.path.explain import Answer, BadQuestion, Surroundings, 
 #: Keys of our own proxies' dumps. The Rust ztunnel has neither.
 _LACKS_OF_OURS: Final = ("endpoints that failed a moment ago, which come last", "Calico's policies")
 _LACKS_OF_RUST: Final = "what an inbound client has proven: it is taken for the workload at its address"
-#: Lines of unreadable entries; of more, only their number.
+#: The most unreadable entries that are listed; of more, only the number is given.
 _MOST_TOLD: Final = 8
 
 
 class SavedMesh:
-    """The mesh of one dump, which can be asked again and again.
+    """The mesh of one dump, which answers any number of questions.
 
     Attributes:
         identity_at: the identities of workloads that take tunnels, by the workloads' addresses.
@@ -37,7 +38,7 @@ class SavedMesh:
             now_s: seconds of the wall clock, for certificates.
 
         Raises:
-            ConfigError: it has no such form.
+            ConfigError: it does not have the form of a dump.
         """
         found: DumpedMesh = read_dump(dump)
         config = dump.get("config") or {}
@@ -66,7 +67,7 @@ class SavedMesh:
         """Return the answer to the parameters of ``/explain``.
 
         Raises:
-            BadQuestion: there is no such party, or no such parameter.
+            BadQuestion: a party or a parameter is unknown.
         """
         given = {name: value for name, value in asked.items() if value}
         if "listener" in given:

@@ -12,7 +12,7 @@ from ztunnel.runtime.clock import Clock
 
 
 class BadQuestion(ValueError):
-    """An end is no address, or there is no such listener; the text says which."""
+    """An end of the connection is not an address, or the listener does not exist; the text says which."""
 
 
 class SavedEnvoy:
@@ -22,7 +22,7 @@ class SavedEnvoy:
         """Read a dump.
 
         Raises:
-            ConfigError: it has no such form.
+            ConfigError: it does not have the form of a dump.
         """
         self._configuration, self._lacks = read_configuration(dump, clock)
 
@@ -30,7 +30,7 @@ class SavedEnvoy:
         """Return the answer to the parameters of ``/explain``.
 
         Raises:
-            BadQuestion: an end is no address, or there is no such listener.
+            BadQuestion: an end is not an address, or the listener does not exist.
         """
         try:
             wanted = Question(

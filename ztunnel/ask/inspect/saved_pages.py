@@ -1,4 +1,4 @@
-"""Admin pages of Envoy's dialect, as far as a saved ``config_dump`` has what is in them.
+"""Rebuilds admin pages of Envoy's dialect from a saved ``config_dump``, as far as it has their content.
 
 The tables that come from pages of a running proxy (:mod:`ztunnel.ask.inspect.envoy_tables`) are made of these.
 """
@@ -29,7 +29,7 @@ class _Elsewhere(Exception):
 
 
 class SavedPages(NamedTuple):
-    """The pages that a table needs, and the missing parts.
+    """The pages that a table needs, and what the dump lacks for them.
 
     Attributes:
         pages: by path.
@@ -53,7 +53,7 @@ def policy_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
 
 
 def certificate_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
-    """Return what the table of certificates needs.
+    """Return the pages for the table of certificates.
 
     Raises:
         ConfigError: it is no dump of Envoy's dialect.
@@ -111,7 +111,7 @@ def _pem(source: Mapping[str, Any]) -> bytes:
 
 
 def status_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
-    """Return what the table of the status needs.
+    """Return the pages for the table of the status.
 
     Raises:
         ConfigError: it is no dump of Envoy's dialect.

@@ -1,4 +1,4 @@
-"""Connections that were seen, live or in a log, as questions to ``/explain``. Pure.
+"""Converts observed connections, live or from a log, to questions for ``/explain``. Pure.
 
 The question is the connection as seen by its proxy: the dialled address or, at the other end, the request with its
 proven identity. The answer is about the current configuration, which can have changed since.
@@ -30,12 +30,12 @@ _NOTHING: Final = ("", "-")
 
 
 class BadLine(ValueError):
-    """An access line does not say enough for a question; the text says what is missing."""
+    """An access log line lacks facts for a question; the text says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A connection that was seen.
+    """An observed connection.
 
     Attributes:
         shown: the observed facts, with stable keys, for the answer.
@@ -156,10 +156,10 @@ def logged(line: str, identity: str = "") -> Seen | None:
 
     Args:
         line: a line of a log.
-        identity: the client's identity, where the line does not say it.
+        identity: the client's identity, if the line does not have it.
 
     Raises:
-        BadLine: it is one, and does not say enough.
+        BadLine: it is an access line that lacks facts for a question.
     """
     if (found := _ENVOY_LINE.search(line)) is not None:
         return _logged_by_envoy(found.groupdict(), identity)
@@ -200,7 +200,7 @@ def line_of_flow(flow: Mapping[str, Any]) -> dict[str, str]:
     """Return a flow of the recorder as the fields of its access line.
 
     Raises:
-        KeyError, TypeError: it has no addresses.
+        KeyError, TypeError: the flow has no addresses.
     """
     more = (flow.get("extensions") or {}).get("value") or {}
     tcp = flow["l4"]["TCP"]
@@ -277,7 +277,7 @@ def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
             if address in (place.get("target"), place.get("authority"), place.get("address")):
                 place["taken"] = taken = True
         if taken and ways is not None:
-            break  # the ways through several waypoints have one authority: only the address tells them apart
+            break  # routes through several waypoints share one authority: only the address distinguishes them
     if seen.taken and len(places) > 1 and not taken:
         told["taken"] = "none of these: the configuration has changed since"
     return told

@@ -21,7 +21,7 @@ ANSWER_S: Final = 30.0
 
 
 class AskFailed(Exception):
-    """There is no answer; the text names the server or file, and what to do about it.
+    """The server or file gave no answer; the text names it, and says what to do.
 
     Attributes:
         status: the HTTP status, if a server refused. Otherwise 0.
@@ -47,7 +47,7 @@ class Pages(Protocol):
         """Return a page.
 
         Raises:
-            AskFailed: there is none; the status is 404 if the server has no such page.
+            AskFailed: there is no answer; the status is 404 if the server has no such page.
         """
 
     def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
@@ -188,7 +188,7 @@ def reaching(
 
 
 def failed(args: argparse.Namespace, reason: str) -> int:
-    """Say why a command has no answer, and return its exit status."""
+    """Print why a command has no answer, and return its exit status."""
     print(f"ztunnel {args.command}: {reason}", file=sys.stderr)
     return 2
 
@@ -211,7 +211,7 @@ def ask(
         limit_s: the time limit for each step of the server's answer.
 
     Raises:
-        AskFailed: there is no such server or page, or it refuses.
+        AskFailed: the server or the page does not exist, or the server refuses.
     """
     base = server if "://" in server else f"http://{server}"
     given = {name: value for name, value in (parameters or {}).items() if value is not None}
@@ -246,7 +246,7 @@ def read_json(file: str) -> Any:
     """Return the JSON in a file; ``-`` is standard input.
 
     Raises:
-        AskFailed: it cannot be read, or is no JSON.
+        AskFailed: the file cannot be read, or is not JSON.
     """
     try:
         text = sys.stdin.read() if file == "-" else read_text(Path(file))

@@ -1,4 +1,4 @@
-"""Tables of what a proxy of an Istio mesh knows, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
+"""Tables of a proxy's state in an Istio mesh, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
 
 Columns are the same as in ``istioctl ztunnel-config``. Serial numbers are hexadecimal. A dump is JSON of any
 origin: missing values are ``None``, or ``-`` where a text is needed.
@@ -14,12 +14,12 @@ from ztunnel.policy.effect import without_effect
 from ztunnel.runtime.console.output import Kind
 
 Dump = Mapping[str, Any]
-#: Pairs that the table of the status shows.
+#: The most denied pairs that the status lists.
 _MOST_DENIALS: Final = 10
 _NONE: Final = "-"
-#: Decimal digits of 20 octets, the most that RFC 5280, 4.1.2.2 allows.
+#: The most digits of a decimal serial number: RFC 5280, 4.1.2.2 allows 20 octets.
 _LONGEST_SERIAL: Final = 49
-#: The lists of a dump that other tables count.
+#: The lists of a dump whose lengths the status shows.
 _COUNTED: Final = {
     "workloads": ("workload", "workloads"),
     "services": ("service", "services"),
@@ -32,7 +32,7 @@ class NotAMesh(ValueError):
 
 
 def mesh_dump(value: object) -> Dump:
-    """Return a dump if it is one of an Istio mesh's proxy.
+    """Return the dump if it comes from a proxy of an Istio mesh.
 
     Raises:
         NotAMesh: it is not.
@@ -204,7 +204,7 @@ def addon_facts(found: Sequence[Dump]) -> Iterator[kinds.Fact]:
 
 
 def status(dump: Dump, namespace: str = "") -> Iterator[kinds.Fact]:
-    """Yield what a person looks at first: version, pods, connections, certificates, the mesh, and faults."""
+    """Yield the status lines: version, pods, connections, certificates, the mesh, and faults."""
     plane = dump.get("controlPlane") or {}
     if plane.get("address"):
         yield control_plane(
@@ -243,7 +243,7 @@ def _node(dump: Dump, *, captures: bool) -> Iterator[kinds.Fact]:
 
     Args:
         dump: the dump of a proxy in an Istio mesh.
-        captures: it has pods, which the mesh must place on this node.
+        captures: the proxy has pods, which the mesh must place on this node.
     """
     config = dump.get("config") or {}
     if config.get("proxyMode") != "Shared":
@@ -292,13 +292,16 @@ def _number(number: int, one: str, several: str) -> str:
 
 
 def _concerns(denial: Dump, namespace: str) -> bool:
-    """Return whether a workload of a namespace is one of the two."""
+    """Return whether either end of a denial is a workload of the namespace."""
     destination = cell(denial, "destination").rpartition(":")[0]
     return any(name.endswith(f".{namespace}") for name in (cell(denial, "source"), destination))
 
 
 def shown_denial(each: kinds.Denial, where: str = "") -> str:
-    """Return a denial in words; in Envoy's dialect it has a place."""
+    """Format a denial as one line.
+
+    ``where``: text about where it happened, passed only for Envoy's dialect.
+    """
     identity = f" ({each.identity})" if each.identity else ""
     direction = f"{each.direction} " if each.direction else ""
     return (
@@ -328,19 +331,19 @@ def _name(each: Dump) -> tuple[str, str]:
 
 
 def cell(each: Dump, key: str) -> str:
-    """Return what an entry has, for a column."""
+    """Return the value of an entry's field as the text of a table cell."""
     value = each.get(key)
     return _NONE if value is None or value == "" else str(value)
 
 
 def text_of(each: Dump, key: str) -> str | None:
-    """Return a text; ``None`` where an entry has none."""
+    """Return the text in an entry's field; ``None`` if the field is missing."""
     value = each.get(key)
     return None if value is None or value == "" else str(value)
 
 
 def number(each: Dump, key: str) -> int | None:
-    """Return a count; ``None`` where an entry has none."""
+    """Return the count in an entry's field; ``None`` if the field is missing."""
     value = each.get(key)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
         return int(value)
@@ -348,7 +351,7 @@ def number(each: Dump, key: str) -> int | None:
 
 
 def seconds(each: Dump, key: str) -> float | None:
-    """Return a time in seconds; ``None`` where an entry has none."""
+    """Return the time in seconds in an entry's field; ``None`` if the field is missing."""
     value = each.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -359,7 +362,7 @@ def _gateway(each: Dump) -> str | None:
 
 
 def counted(states: Iterator[str]) -> str:
-    """Return how many there are of each state, in words."""
+    """Return the number of items in each state, as text."""
     found: dict[str, int] = {}
     for state in states:
         found[state] = found.get(state, 0) + 1

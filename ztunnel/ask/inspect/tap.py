@@ -1,6 +1,6 @@
-"""``ztunnel tap``: writes what a proxy captures of one pod to a file, or to a pipe.
+"""``ztunnel tap``: writes a packet capture of one pod's traffic, made by its proxy, to a file or a pipe.
 
-Exit status: 0; 2 when there is no capture, or it broke off.
+Exit status: 0; 2 if the capture cannot start or breaks off.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _READ_BYTES: Final = 256 * 1024
 
 
 class TapFailed(Exception):
-    """There is no capture, or it broke off; the text says why, and what to do about it."""
+    """The capture could not start, or broke off; the text says why, and what to do about it."""
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -118,7 +118,7 @@ _LOOK_S: Final = 0.5
 
 
 class _Output:
-    """Where a capture goes. A file keeps its content until the first bytes of the new capture arrive.
+    """The output of a capture. A file keeps its content until the first bytes of the new capture arrive.
 
     Unbuffered, because a reader follows it, and because the interpreter must not flush into a pipe whose reader
     has closed.
@@ -133,7 +133,7 @@ class _Output:
         """Write all bytes.
 
         Raises:
-            OSError: as of write(2); BrokenPipeError when the reader has gone.
+            OSError: see write(2); BrokenPipeError when the reader has gone.
         """
         if self._is_file and not self.written:
             os.ftruncate(self._descriptor, 0)
@@ -146,7 +146,7 @@ class _Output:
 
 @contextlib.contextmanager
 def _output(name: str) -> Iterator[_Output]:
-    """Open where the capture goes: a file that only its owner can read, or standard output."""
+    """Open the output of the capture: a file that only its owner can read, or standard output."""
     if name == "-":
         if sys.stdout.isatty():
             raise TapFailed("a capture is nothing for a terminal: -w FILE, or pipe it into tshark -r -")
@@ -173,7 +173,7 @@ def _captured(
     """Write a capture. Yield messages for its reader, one line each.
 
     Raises:
-        TapFailed: it is refused, or breaks off.
+        TapFailed: the capture is refused, or breaks off.
     """
     http = h11.Connection(h11.CLIENT, max_incomplete_event_size=64 * 1024)
     size = 0
@@ -192,7 +192,7 @@ def _captured(
             try:
                 output.write(event.data)
             except BrokenPipeError:
-                return  # it has enough, as tshark -c 10
+                return  # the reader needs no more, like tshark -c 10
     except (OSError, h11.RemoteProtocolError) as error:
         raise TapFailed(f"the capture broke off after {size} bytes: {plain_reason(error)}") from None
     if not isinstance(event, h11.EndOfMessage):

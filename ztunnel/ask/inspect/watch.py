@@ -1,4 +1,4 @@
-"""``--watch`` of a table: again and again on a terminal, its changes elsewhere.
+"""``--watch``: redraws a table on a terminal; elsewhere it prints the changes.
 
 A terminal is redrawn. A pipe gets the existing items and then immediately a line for each added (``+``) or removed
 (``-``) one; with ``-o json`` an object a line. Connections that open and close between two reads are missed;
@@ -27,7 +27,7 @@ from ztunnel.runtime.console.text_table import aligned
 _CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 _WORDS: Final = {" ": "open", "+": "opened", "-": "closed"}
 
-#: Between two looks.
+#: Seconds between two reads of the table.
 _LOOK_S: Final = 2.0
 
 Change = tuple[str, Any]
@@ -46,7 +46,7 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 
 
 def _interval_s(text: str) -> float:
-    """Read the argument of ``--watch``."""
+    """Parse the interval of ``--watch`` in seconds."""
     value = some_seconds(text)
     if value >= 86400:
         raise argparse.ArgumentTypeError(f"must be less than a day: {text!r}")
@@ -138,15 +138,14 @@ def watch(
     silent node stay as they were.
 
     Args:
-        look: returns the items.
-        interval_s: between two looks.
+        look: returns the current items. interval_s: the time between two reads.
         form: ``-o``; ``json`` prints an object a line.
         command: in messages.
         out: where to; standard output.
         pause: waits.
 
     Raises:
-        AskFailed: there is no answer to the first look.
+        AskFailed: the first read has no answer.
     """
     out = out if out is not None else sys.stdout
     screen = None if form.is_json or not out.isatty() else _Screen(out, form, interval_s)
@@ -172,7 +171,7 @@ def watch(
                 else:
                     lines.show(answer, list(changes(answer.kind, before, items)))
                 before = items
-            if reason and reason != failure:  # once, not at each look
+            if reason and reason != failure:  # report it once, not at each read
                 print(f"ztunnel {command}: {reason}; waiting", file=sys.stderr)
             failure = reason
             pause(interval_s)

@@ -1,4 +1,4 @@
-"""``ztunnel bug-report`` writes an archive for a ticket, ``changes`` prints the differences from an archive."""
+"""``ztunnel bug-report`` writes an archive for a ticket, ``changes`` compares one with the current state."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``ztunnel changes``: the current differences from an archive of ``ztunnel bug-report``.
+"""``ztunnel changes``: compares the current state with an archive of ``ztunnel bug-report``.
 
 Exit status: 0 without a difference, 1 with one, 2 without an answer.
 """
@@ -43,7 +43,7 @@ DIFFERENCE: Final[Kind[Difference]] = Kind(
     ),
 )
 
-#: Named objects, each with the fields that are compared.
+#: Kinds of named objects, each with the fields that are compared.
 State = Mapping[tuple[str, str], Mapping[str, Any]]
 #: Fields of tables that change by traffic or by time.
 _MOVING: Final = frozenset(("node", "seen_by", "allowed", "denied", "ended", "last_time"))
@@ -80,7 +80,7 @@ def state_of(pages: Pages) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the state of one proxy.
 
     Raises:
-        AskFailed: it does not answer, or is of Envoy's dialect.
+        AskFailed: the proxy does not answer, or has Envoy's dialect.
     """
     try:
         dump = tables.mesh_dump(pages.json("/config_dump"))

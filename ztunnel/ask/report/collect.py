@@ -1,4 +1,4 @@
-"""Collects what an archive has from each node. A page that is missing or too big is named in the index."""
+"""Collects each node's files for an archive. A page that is missing or too big is named in the index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES: Final = (
 AGENT_PAGES: Final = ("/check", "/audit", "/pods", "/metrics")
 #: The metrics port of a proxy in an Istio mesh.
 STATS: Final = Daemon("ztunnel", "ztunnel", 15020)
-#: Between the two readings of the metrics.
+#: Seconds between the two readings of the metrics.
 BETWEEN_S: Final = 10.0
 MAX_PAGE: Final = 128 << 20
 MAX_LOG: Final = 10 << 20
@@ -40,7 +40,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a collection: its end as monotonic seconds, the age of the oldest log line, and if it is short."""
+    """Limits of a collection: its deadline (monotonic seconds), the age of the oldest log line, if it is short."""
 
     until_s: float
     since: str = ""
@@ -55,7 +55,7 @@ def collect(args: argparse.Namespace, bounds: Bounds, done: Callable[[str, Colle
     """Collect from the nodes that the flags mean, and call ``done`` with each one's files, one call at a time.
 
     Returns:
-        Nodes without an answer, and why.
+        The nodes that did not answer, with the reason.
 
     Raises:
         AskFailed: there is no node, or kubectl does not answer.

@@ -87,7 +87,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: datetime) -> dict[str, str]:
-    """Collect and write the archive; return silent nodes and why."""
+    """Collect and write the archive. Return the nodes that did not answer, with the reason."""
     facts = gather_facts(args, before=False)
     cluster: Mapping[str, Any] = {
         kind: items for kind, items in facts.objects.items() if not isinstance(items, str)
@@ -121,10 +121,7 @@ class Writer:
     """Writes an archive while entered. Everything passes :func:`~ztunnel.ask.report.scrub.scrub`.
 
     Attributes:
-        files: how many there are.
-        nodes: that have files.
-        sizes: bytes by file.
-        missing: by node.
+        files: number of files. nodes: nodes that have files. sizes: bytes by file. missing: missing files by node.
     """
 
     def __init__(self, path: Path, *, redact: bool) -> None:
@@ -150,7 +147,7 @@ class Writer:
         self._stack.close()
 
     def learn(self, facts: Facts, objects: Mapping[str, Any]) -> None:
-        """Take the names that a redaction replaces."""
+        """Add names that the redaction will replace."""
         if self._redact:
             names = {name for node in facts.nodes.values() for name in names_in(node.dump or {})}
             names |= {name for items in objects.values() for name in names_of(items)} | set(facts.nodes)
@@ -167,7 +164,7 @@ class Writer:
             self.missing[shown] = found.missing
 
     def add(self, path: str, text: str) -> None:
-        """Add a file. One beyond the archive's limit is named as missing."""
+        """Add a file. Beyond the archive's size limit, the index lists it as missing instead."""
         assert self._tar is not None
         text = scrub(text)
         if self._redaction is not None:

@@ -1,7 +1,8 @@
 """Keeps keys and tokens out of archives, and on request names and addresses. Pure.
 
 Objects are reduced to fields that hold no secrets by their kind: containers lose their environment, commands and
-arguments, where people put passwords. Texts of any origin, such as logs, lose private keys and tokens by form.
+arguments, where people put passwords. From any text, such as logs, private keys and tokens are removed by their
+format.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SECRET_ANNOTATIONS: Final = ("kubectl.kubernetes.io/last-applied-configuration"
 _IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
 _IPV6: Final = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])")
 _WORD: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
-#: Names without information about their owner, or used by checks.
+#: Names that are kept: they say nothing about their owner, or checks need them.
 _COMMON: Final = frozenset(
     [
         "default",
@@ -84,7 +85,7 @@ class Redaction:
     """Replaces names and addresses by pseudonyms, stable within one archive and without meaning outside.
 
     Args:
-        key: makes the replacements of this archive.
+        key: the secret key from which the pseudonyms of this archive are derived.
         names: the names of namespaces, workloads, services, accounts and nodes.
     """
 

@@ -1,6 +1,4 @@
-"""``ztunnel simulate``: the effect that a change of authorization policies would have had on
-observed connections.
-"""
+"""``ztunnel simulate``: the effect of a change of authorization policies on connections that were observed."""
 
 from ztunnel.ask.simulate.command import add_arguments
 

@@ -2,7 +2,7 @@
 
 Each access line becomes the facts that the hook would have got: ``connecting`` for a line of the source's proxy,
 ``accepting`` for one of the destination's. The hooks of one object are called in the order of the lines, so that
-counters count. A clock is that of the replay.
+counters count. The addon's clock shows the time of the replay.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Replay(NamedTuple):
 
     Attributes:
         simulation: by pair of workloads.
-        unread: access lines that do not say enough.
-        others: lines that are no access lines.
+        unread: number of access lines that lack facts. others: number of other lines.
     """
 
     simulation: Simulation

@@ -15,7 +15,7 @@ from ztunnel.proxy.istio.path.inbound_target import inbound_facts
 
 
 class Change(Enum):
-    """The effect on connections of a pair."""
+    """The effect of a policy change on the connections of a pair."""
 
     NEWLY_REFUSED = "newly refused"
     NEWLY_ALLOWED = "newly allowed"
@@ -30,9 +30,8 @@ class Row(NamedTuple):
         source: ``NAME.NAMESPACE`` of the workload, its address where the mesh does not know one.
         identity: the proven identity. Empty for plain text.
         destination: ``NAME.NAMESPACE:PORT``.
-        times: connections.
-        because: the deciding policy after the change. For connections that were refused before, the deciding
-            policy before the change.
+        times: number of connections. because: the deciding policy after the change. For connections that were
+            refused before, the deciding policy before the change.
     """
 
     change: Change
@@ -48,7 +47,7 @@ class Simulation(NamedTuple):
 
     Attributes:
         rows: changed ones first.
-        unknown: connections to addresses that are no workload of the mesh.
+        unknown: number of connections to addresses that are not a workload of the mesh.
     """
 
     rows: list[Row]
@@ -60,7 +59,7 @@ class Simulation(NamedTuple):
 
 
 class Judge:
-    """Answers for one state of a mesh, as the proxy of each destination would."""
+    """Evaluates connections in one state of a mesh, as the proxy of each destination would."""
 
     def __init__(self, local: LocalMesh) -> None:
         self.mesh = Mesh()
@@ -74,7 +73,7 @@ class Judge:
         return self._at.get(host)
 
     def refusal(self, workload: Workload, seen: Seen) -> tuple[str, str]:
-        """Return why a connection would be refused, empty if it is allowed, and which policy allows it."""
+        """Return why a connection would be refused (empty if it is allowed), and which policy allows it."""
         source = SocketAddress(seen.source, 0)
         peer = PeerCertificate(uri_sans=(seen.identity,)) if seen.identity else None
         facts = inbound_facts(source, seen.destination, peer)
@@ -83,7 +82,7 @@ class Judge:
 
 
 def simulate(before: LocalMesh, after: LocalMesh, seen: Mapping[Seen, int]) -> Simulation:
-    """Judge each connection by both states, and sum by pair of workloads."""
+    """Evaluate each connection in both states, and sum by pair of workloads."""
     then, now = Judge(before), Judge(after)
     found: dict[tuple[Change, str, str, str, str], int] = {}
     unknown = 0

@@ -1,6 +1,6 @@
 """``ztunnel simulate``: reads a mesh, policies and connections, prints what would change.
 
-Exit status: 0 if no connection would be newly refused, 1 if one would, 2 without an answer.
+Exit status: 0 if no connection would be newly refused, 1 if one would, 2 if there is no answer.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer, and return the exit status."""
+    """Run the simulation, and return the exit status."""
     try:
         found = read_json(args.file) if args.file else ask_json(args.address, "/config_dump")
         if is_envoy_dump(found):
@@ -176,7 +176,7 @@ def _logged(file: str) -> Log:
 
 
 def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
-    """Look at the live connections for a time; each is counted once."""
+    """Read the live connections repeatedly for a time; each is counted once."""
     try:
         limit_s = duration_s(args.live)
     except ValueError as error:
@@ -211,7 +211,7 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
 
 
 class SimulatedPair(Item, frozen=True, kw_only=True):
-    """Connections of a pair, judged by the present policies and by the changed ones."""
+    """The connections of a pair, evaluated by the current and by the changed policies."""
 
     change: str
     source: str
@@ -249,7 +249,7 @@ def _answer(found: Simulation, log: Log) -> Answer[SimulatedPair]:
 
 
 def _judged(found: Simulation) -> int:
-    """Return how many connections were judged, or went to an unknown workload."""
+    """Return a text with the number of connections evaluated, and of those to unknown workloads."""
     return sum(found.total(change) for change in Change) + found.unknown
 
 

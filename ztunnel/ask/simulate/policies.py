@@ -40,7 +40,7 @@ _Read = Callable[[object, str], object]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A policy that could be.
+    """A proposed policy.
 
     Attributes:
         labels: the selected workloads' labels. Empty unless its scope is a selector.
@@ -106,13 +106,12 @@ def applied(
     enforced: Sequence[str] = (),
     same_selector: Collection[str] = (),
 ) -> LocalMesh:
-    """Return the mesh as it would be.
+    """Return the mesh with a change of policies applied.
 
     Args:
-        mesh: as it is.
-        proposals: take the places of their namesakes.
-        removed: keys of policies that go.
-        enforced: keys of policies that are no dry run any more.
+        mesh: the current mesh. proposals: replace policies of the same name.
+        removed: keys of policies to remove.
+        enforced: keys of dry-run policies to enforce.
         same_selector: keys of policies whose selector is the active policy's, with any labels.
 
     Raises:
@@ -147,14 +146,14 @@ def applied(
         if policy.key in same_selector:
             if old is None or old.scope is not PolicyScope.WORKLOAD_SELECTOR:
                 raise ConfigError(f"--same-selector {policy.key}: the mesh has no such policy with a selector")
-            continue  # the control plane has evaluated it, and knows all labels
+            continue  # the control plane, which knows all labels, has evaluated this selector
         active = old is not None and old.scope is PolicyScope.WORKLOAD_SELECTOR
         workloads = [_with(each, policy.key, _selects(proposal, each, active=active)) for each in workloads]
     return replace(mesh, workloads=tuple(workloads), policies=tuple(policies.values()))
 
 
 def _with(workload: Workload, key: PolicyKey, selected: bool) -> Workload:
-    """Return a workload that names a policy, or does not."""
+    """Return a workload with a policy's name added or removed."""
     others = tuple(each for each in workload.authorization_policies if each != key)
     if selected is (len(others) < len(workload.authorization_policies)):
         return workload
@@ -318,7 +317,7 @@ def _account(namespace: str) -> _Read:
 
 
 def _matched(value: object, place: str) -> object:
-    """Return a string match: ``*`` alone is presence, at an end the other end is compared."""
+    """Return a string match: ``*`` alone is presence; at the start or end it makes a suffix or prefix match."""
     text = _text(value, place)
     if text == "*":
         return {"Presence": []}

@@ -1,4 +1,4 @@
-"""Connections that were seen: in access logs, ours or the Rust ztunnel's, or as they are open now. Pure."""
+"""Reads observed connections: from access logs, ours or the Rust ztunnel's, or those open now. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 from xds.model.address import SocketAddress, canonical
 from ztunnel.ask.inspect.seen import fields_of
 
-#: In every access line of a connection that counted as opened.
+#: The text in every access line of a connection that counted as opened.
 MESSAGE: Final = "connection complete"
 
 
@@ -28,9 +28,8 @@ class Log(NamedTuple):
     """The inbound connections of a log.
 
     Attributes:
-        seen: how often each came.
-        unread: lines about inbound connections that do not say enough.
-        others: lines that are no access lines.
+        seen: how often each connection occurred. unread: lines about inbound connections that lack facts. others:
+            lines that are not access lines.
     """
 
     seen: dict[Seen, int]

@@ -33,7 +33,7 @@ from ztunnel.ask.stat.traffic import (
 from ztunnel.runtime.console.output import Answer, Silent, emit
 from ztunnel.runtime.settings import duration_s
 
-#: The window between two readings, also of an archive.
+#: The default seconds between two readings, also those in an archive.
 _WINDOW: Final = "10s"
 _ARCHIVED_S: Final = 10.0
 _NOT_FOUND: Final = 404
@@ -145,7 +145,7 @@ def _archived(pages: Pages) -> NodeReadings:
     try:
         after = reading(pages.text("/metrics_later"))
     except AskFailed:
-        before, after = {}, before  # of --quick: totals
+        before, after = {}, before  # --quick shows totals since the start
     return NodeReadings(before=before, after=after, flows=_flows(pages, 0))
 
 
@@ -176,7 +176,7 @@ def _flows(pages: Pages, after_ns: int) -> list[Mapping[str, Any]]:
 
 
 def _why(args: argparse.Namespace) -> Callable[[PairKey], str]:
-    """Return why pairs are plain, by the mesh of one proxy."""
+    """Return a function that explains why a pair uses plain text, from the mesh of one proxy."""
     found = gather(args, lambda pages: plain_because(_workloads(pages)))
     return next(iter(found.by_node.values()), lambda key: "")
 

@@ -50,7 +50,7 @@ class Counted:
     connects: list[float] = field(default_factory=list)
 
     def add(self, other: Counted) -> None:
-        """Add the numbers of another item."""
+        """Add the counts of another item."""
         self.opened += other.opened
         self.closed += other.closed
         self.failed += other.failed
@@ -95,14 +95,14 @@ class NodeReadings:
 
 
 def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
-    """Return what each pair did between the readings of all nodes; pairs without a connection are left out."""
+    """Return each pair's traffic between the readings of all nodes, without pairs that had no connection."""
     by_reporter: dict[tuple[str, PairKey], Counted] = defaultdict(Counted)
     drops: dict[tuple[str, PairKey], Counted] = defaultdict(Counted)
     for node in nodes:
         for (reporter, key, name), value in node.after.items():
             counted = by_reporter[reporter, key]
             before = node.before.get((reporter, key, name), 0.0)
-            # A counter that went down is a new process's, all of whose connections are new.
+            #             A counter that went down belongs to a new process, all of whose connections are new.
             change = value - before if value >= before else value
             if name == _OPENED:
                 counted.opened += change
@@ -125,7 +125,7 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
         ]
         best = max(ways, key=lambda way: (way.opened, way.open_now), default=Counted())
         recorded = [drops[reporter, key] for reporter in ("source", "destination") if (reporter, key) in drops]
-        # A denial is reported by the destination, the time of a connection by the source, where it can be.
+        #         The destination reports denials; the source reports the times of connections, if it has a proxy.
         best.denied = max((each.denied for each in recorded), default=0)
         best.connects = next((each.connects for each in recorded if each.connects), [])
         if best.opened or best.open_now > 0 or best.denied or best.failed:
@@ -300,7 +300,7 @@ def edges(found: Mapping[PairKey, Counted], window_s: float, why: Callable[[Pair
 
 
 def plain_because(dump: Mapping[str, Any]) -> Callable[[PairKey], str]:
-    """Return what says why a pair is plain, from the dump of one proxy."""
+    """Return a function that explains why a pair uses plain text, from the dump of one proxy."""
     protocols: dict[Name, set[str]] = defaultdict(set)
     for each in dump.get("workloads") or ():
         name = str(each.get("workloadName") or each.get("name"))

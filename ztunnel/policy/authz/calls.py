@@ -33,11 +33,11 @@ Answer: TypeAlias = Callable[[bytes], bytes]
 
 #: gRPC's default for the longest message of a client.
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
-#: #: The most bytes of incomplete messages on a connection; the call that exceeds it fails.
+#: The most bytes of incomplete messages on a connection; the call that exceeds it fails.
 HELD_BYTES: Final = 64 * 1024 * 1024
-#: #: The most calls of one connection at a time.
+#: The most calls of one connection at a time.
 STREAMS: Final = 1000
-#: #: The most bytes of a call's metadata. Envoy passes on what its client sent, up to 60 KiB by default.
+#: The most bytes of a call's metadata. Envoy passes on what its client sent, up to 60 KiB by default.
 METADATA_BYTES: Final = 1024 * 1024
 #: Work between two turns of the loop, in the engine's units: some hundred calls.
 SLICE_UNITS: Final = 40_000

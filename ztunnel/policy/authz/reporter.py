@@ -20,9 +20,9 @@ from ztunnel.policy.calico.verdict import Verdict
 log = logging.getLogger(__name__)
 
 METHOD: Final = "/felix.PolicySync/Report"
-#: #: The time between two reports, equal to that of Calico's own policy server.
+#: The time between two reports, equal to that of Calico's own policy server.
 INTERVAL_S: Final = 5.0
-#: #: The most flows reported per interval; more are dropped and counted.
+#: The most flows reported per interval; more are dropped and counted.
 MOST_FLOWS: Final = 10_000
 _CALL_S: Final = 5.0
 

@@ -36,10 +36,10 @@ LIVENESS: Final = "/dikastes.Healthz/CheckLiveness"
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
-#  Everybody may connect: a proxy in another container has another user, and the socket's folder is private to the
-# pod.
+#  Any user may connect: a proxy in another container runs as another user, and the socket's folder is private to
+# the pod.
 SOCKET_MODE: Final = 0o777
-#: #: How long checks in progress can take when the server stops.
+#: How long checks in progress can take when the server stops.
 _STOP_S: Final = 5.0
 
 

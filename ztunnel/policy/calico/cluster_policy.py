@@ -37,7 +37,7 @@ _ALLOWS: Final = {"ClusterNetworkPolicy": "Accept"}
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _DENY_ALL: Final = ApiRule(c.Action.DENY)
 
-#: #: A protocol and ports, or a named port. Without protocol and ports it matches all traffic.
+#: A protocol and ports, or a named port. Without protocol and ports it matches all traffic.
 _Ports = tuple[str | None, tuple[tuple[int, int] | str, ...]]
 
 

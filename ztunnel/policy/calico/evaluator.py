@@ -29,16 +29,16 @@ from ztunnel.policy.calico.verdict import (
     with_unseen,
 )
 
-#: #: The most cached answers of all endpoints; beyond it, all are dropped. One takes half a kilobyte.
+#: The most cached answers of all endpoints; beyond it, all are dropped. One takes half a kilobyte.
 CACHED_VERDICTS: Final = 65_536
-#: #: The total length of both principals up to which an answer is cached. Real ones have less than a hundred
+#: The total length of both principals up to which an answer is cached. Real ones have less than a hundred
 #: characters each, but a client of a policy server can send any text.
 _CACHED_CHARACTERS: Final = 512
 
 #: A rule's requirement on a flow: a kind of look-up and the value to find.
 _Need: TypeAlias = tuple[str, Hashable]
 
-#: #: Stands for the network or the port of a flow's side without an address.
+#: Stands for the network or the port of a flow's side without an address.
 _NO_ADDRESS: Final = "no address"
 
 #: Ranges of more ports than this are checked, not looked up.
@@ -236,7 +236,7 @@ def _reads_port(peer: c.PeerMatch) -> bool:
 
 
 def _needs(rule: c.Rule) -> tuple[_Need, ...]:
-    """Return values of the rarest clause: a flow must have one for the rule to match. Empty: any flow may match.
+    """Return the values of a rule's rarest clause. A flow needs one of them for a match; if empty, any can match.
 
     Denying rules are not indexed by IP sets, because every flow must notice a missing set.
     An end without an address must reach rules that need its network or port.

@@ -11,7 +11,7 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import PROFILE_TIER, Verdict, identity_of
 from ztunnel.policy.calico.walk import Outcome, Step, walk
 
-#: #: The prefix of the names of service accounts' profiles; namespace and name follow.
+#: The prefix of the names of service accounts' profiles; namespace and name follow.
 _OF_ACCOUNT: Final = "ksa."
 #: The source port of a connection if none is given: the first ephemeral port (RFC 6335, 6).
 EPHEMERAL_PORT: Final = 49152
@@ -23,7 +23,7 @@ class Party:
 
     Attributes:
         name: as it is printed.
-        endpoint: None if it is not a pod of this node.
+        endpoint: None if it is not a known pod.
         address: None if only an identity was given.
     """
 

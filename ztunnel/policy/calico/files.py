@@ -23,9 +23,9 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: #: The interval at which each file is checked for changes, by a stat.
+#: The interval at which each file is checked for changes, by a stat.
 POLL_S: Final = 0.2
-#: #: The suffixes of policy files in a folder.
+#: The suffixes of policy files in a folder.
 SUFFIXES: Final = (".yaml",)
 
 

@@ -108,7 +108,7 @@ class Follower:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the store that answers was known to be current; 0 while in sync, and before the first."""
+        """Seconds since the active store was last known to be current; 0 while in sync and before the first."""
         return 0.0 if self.in_sync or self._lost_at is None else self._clock.monotonic() - self._lost_at
 
     async def run(self) -> None:

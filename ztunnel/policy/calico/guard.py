@@ -22,15 +22,15 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import Code, RuleRef, Verdict
 from ztunnel.policy.ledger import TierPolicy, Use, Uses
 
-#: #: The policy name under which denials at the end of a tier are counted.
+#: The policy name under which denials at the end of a tier are counted.
 END_OF_TIER: Final = "end of tier"
-#: #: The tier name under which decisions without a deciding rule are counted.
+#: The tier name under which decisions without a deciding rule are counted.
 NO_RULE: Final = "none"
-#: #: Tier and name under which the counts of policies evicted from the table are summed.
+#: Tier and name under which the counts of policies evicted from the table are summed.
 OTHERS: Final = TierPolicy("others", "others")
 
 
-#: #: Values of the metrics' label ``result``, by kind of decision.
+#: Values of the metrics' label ``result``, by kind of decision.
 RESULTS: Final = {
     Use.ALLOWED: "allowed",
     Use.DENIED: "denied",
@@ -110,7 +110,7 @@ def connection(
     *,
     requests_left_to: str = "",
 ) -> c.Flow:
-    """Return what is judged of a TCP connection. Principals are SPIFFE ids, empty for plain text."""
+    """Return the facts of a TCP connection for policies. Principals are SPIFFE ids, empty for plain text."""
     return c.Flow(
         source_ip=source.host,
         source_port=source.port,

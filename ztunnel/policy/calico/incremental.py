@@ -1,4 +1,4 @@
-"""Compiles resources as they change: what one change costs depends on what it touches, not on all there is. Pure.
+"""Compiles resources as they change: a change costs as much as what it affects. Pure.
 
 The result equals that of :func:`~ztunnel.policy.calico.compile.compile_resources` after every change; property
 tests compare the two. Selectors are found by labels. Each has an anchor: a label, with its value if it requires
@@ -176,7 +176,7 @@ class Compiler(RuleCompiler):
         return self._delta
 
     def _changed(self, changed: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Follow changes from what is inherited to who inherits; ``changed`` has the values before."""
+        """Propagate changes of profiles to the objects that inherit them; ``changed`` has the previous values."""
         pods = set(changed.get("pods", ()))
         networks = set(changed.get("network_sets", ()))
         hosts = set(changed.get("host_endpoints", ()))

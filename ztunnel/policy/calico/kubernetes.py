@@ -34,7 +34,7 @@ Json: TypeAlias = Mapping[str, Any]
 _Value = TypeVar("_Value")
 IpAddress: TypeAlias = IPv4Address | IPv6Address
 
-#: #: The kinds of Kubernetes policies, as they appear in policy ids.
+#: The kinds of Kubernetes policies, as they appear in policy ids.
 _POLICY_KINDS: Final = {
     "NetworkPolicy": "KubernetesNetworkPolicy",
     "StagedKubernetesNetworkPolicy": "StagedKubernetesNetworkPolicy",
@@ -238,7 +238,7 @@ class KubernetesReader(ConfigReader):
         found: list[IpAddress] = []
         for entry in self.items(status, "addresses", place):
             text = entry.get("address") if isinstance(entry, Mapping) else None
-            if isinstance(entry, Mapping) and str(entry.get("type", "")).endswith("IP"):  # others are names
+            if isinstance(entry, Mapping) and str(entry.get("type", "")).endswith("IP"):  # others are host names
                 read = functools.partial(self.addresses, [text], f"{place}.addresses")
                 found += self.without(read, "it is not one of its addresses")
         node = Node(resource.name, self.labels(resource.metadata, resource.where), tuple(found))
@@ -431,7 +431,7 @@ def _decimal(value: object) -> object:
 
 
 def _is_one_of(label: str, operator: str, values: list[str]) -> str:
-    """Return a term of Calico's language. A text with both quotes, which it cannot hold, is no label's value."""
+    """Return a term of Calico's language. A text with both quotes cannot be quoted; no label has such a value."""
     return f"{label} {operator} {{{', '.join(map(_quoted, filter(_is_value, values)))}}}"
 
 

@@ -172,7 +172,7 @@ class _Reader(ClusterPolicyReader):
             )
         )
         if spec.get("doNotTrack") is True or spec.get("preDNAT") is True:
-            return  # for host endpoints only; applyOnForward adds forwarded traffic to the policy's scope
+            return  # for host endpoints only, unlike policies with applyOnForward, which also apply to pods
         if resource.kind.startswith("Staged"):
             action = self.choice(spec, "stagedAction", where, ("Set", "Delete", "Learn", "Ignore"))
             if action in ("Delete", "Ignore"):
@@ -469,7 +469,7 @@ class _Reader(ClusterPolicyReader):
         self.put(self.found.network_sets, (namespace, resource.name), found, resource.where)
 
     def host_endpoint(self, resource: Document) -> None:
-        """Read a HostEndpoint. It is not policed here, but rules of pods' policies may name it by its labels."""
+        """Read a HostEndpoint. No policy applies to it here, but rules of pods' policies may select it."""
         where = f"{resource.where}: spec"
         spec = self.without(
             lambda: self.mapping(resource.body.get("spec"), where, _HOST_FIELDS), "it has no effect"

@@ -12,7 +12,7 @@ from typing import Final
 from xds.model import calico as c
 from xds.model.address import IpNetwork
 
-#: #: The default clause of a rule: it matches all traffic.
+#: The default clause of a rule: it matches all traffic.
 NO_HTTP: Final = c.HttpMatch()
 DEFAULT_TIER: Final = "default"
 #: Tiers that exist without being written: order, and whether their end passes.

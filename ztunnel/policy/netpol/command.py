@@ -156,7 +156,8 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
         with until_signal():
-            # Before the socket and the port of metrics, which another controller of the node would have.
+            #             Take the lock before the socket and the metrics port, which another controller of this
+            # node would hold.
             await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
             proxies = await _proxies(args.policy_sync, stack)
             controller = Controller(
@@ -189,7 +190,7 @@ async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tupl
     """Return the node's ranges of pod addresses, which never change once a Node object has them.
 
     Raises:
-        ValueError: one is no network, or the Node has none.
+        ValueError: a range is not a network, or the Node has none.
         KubeError: the Node cannot be read.
     """
     texts: list[str] = []
@@ -222,7 +223,7 @@ async def _source(
         if not args.objects.is_dir():
             raise ValueError(f"{args.objects} is no folder")
         files = FileObjects(args.objects, kinds=KINDS)
-        if args.once and not args.print:  # otherwise it waits until the file is mended
+        if args.once and not args.print:  # otherwise the command waits until the file is corrected
             files.require_all()
         return files, LoggedEvents(), None
     from ztunnel.kube.client import connect
@@ -291,9 +292,9 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     if not args.objects.is_dir():
         raise ValueError(f"{args.objects} is no folder")
     objects, compiler = PolicyObjects(), Compiler()
-    logging.getLogger("ztunnel.kube.files").setLevel(logging.CRITICAL)  # its faults are the answer
+    logging.getLogger("ztunnel.kube.files").setLevel(logging.CRITICAL)  # this command prints the faults itself
     source = FileObjects(args.objects, kinds=KINDS)
-    source.require_all()  # a policy of another file might decide otherwise
+    source.require_all()  # a missing file might have a policy that decides otherwise
     compiler.apply(objects.changes(source.everything().objects))
     for key, problem in objects.problems.items():
         print(f"{key}: {problem}", file=out)
@@ -311,7 +312,7 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
 
 
 async def _trace(args: argparse.Namespace, out: TextIO) -> int:
-    """Print until SIGINT or SIGTERM; the marks go with the command."""
+    """Print traced packets until SIGINT or SIGTERM, then remove the marks."""
     from ztunnel.policy.netpol.trace import trace
 
     async with contextlib.AsyncExitStack() as stack:
@@ -358,7 +359,7 @@ async def _cleanup(args: argparse.Namespace, out: TextIO) -> int:
     async with contextlib.AsyncExitStack() as stack:
         netns = _opened(args.netns, stack)
         steps: list[NftStep] = []
-        for name in (TABLE, TRACE_TABLE):  # a trace that was killed leaves its marks
+        for name in (TABLE, TRACE_TABLE):  # a killed trace leaves its table behind
             table = await stack.enter_async_context(KeptTable(name, netns))
             steps += await table.apply(None)
     print("table removed" if steps else "nothing to remove", file=out)
@@ -381,7 +382,7 @@ def _network(text: str) -> "IpNetwork":
 
 
 def _warn_of_bridges() -> None:
-    """Say that pods of one bridge can reach each other past the table, where the kernel is set so."""
+    """Warn if the kernel lets pods on one bridge bypass the table."""
     with contextlib.suppress(OSError):
         if _BRIDGE.read_text().strip() == "0":
             log.warning(

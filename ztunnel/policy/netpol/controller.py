@@ -32,9 +32,9 @@ from ztunnel.policy.policysync.view import excerpt
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-#: Notifications report changes by others. This interval is for missed ones.
+#: The interval of checks for changes by other programs, in case a notification was missed.
 _RECHECK_S = 60.0
-#: Connections are judged again at most once in this time: a dump of 100,000 takes about a second.
+#: The least time between two checks of open connections: a conntrack dump of 100,000 takes about a second.
 _JUDGE_S = 1.0
 
 
@@ -78,13 +78,13 @@ class _Work:
 
 
 class Controller:
-    """Keeps one table.
+    """Keeps one node's nftables table up to date.
 
     Args:
         node: name of this node; its pods are policed.
         events: reports objects that cannot be applied as written.
         tunnels, pod_cidrs: see :class:`~ztunnel.policy.netpol.table.TableBuilder`.
-        netns: where the table is, and whose connections are judged.
+        netns: the network namespace of the table and of the connections that it judges.
         proxies: receives the policies of this node's pods once all objects have been read, and after each change,
             even while the kernel refuses the table, because a proxy can still enforce them.
         nodes: whether the source includes Node objects; see :class:`~ztunnel.policy.calico.objects.PolicyObjects`.
@@ -142,7 +142,7 @@ class Controller:
                 following.cancel()
 
     async def _turn(self, group: asyncio.TaskGroup, following: "asyncio.Task[Changes]") -> "asyncio.Task[Changes]":
-        """Wait for one reason to act, and act; return the task that waits for the source."""
+        """Wait for one event and handle it; return the task that waits for the source."""
         disturbed = group.create_task(self._table.disturbed.wait(), name="netpol disturbed")
         try:
             done, _ = await asyncio.wait(
@@ -241,7 +241,7 @@ class Controller:
 
 
 def _key_of(policy: c.PolicyId) -> ObjectKey:
-    """Return the object that a policy was made of."""
+    """Return the key of the object that a policy was made from."""
     kind = policy.kind.removeprefix("Kubernetes")
     if policy.kind == "NetworkPolicy":  # Calico's
         kind = "NetworkPolicy.projectcalico.org"

@@ -1,4 +1,4 @@
-"""Says whether one pod may reach another, and which policy decides: in the kernel's terms. Pure."""
+"""Explains whether one pod may reach another, and which policy decides, as the kernel's table does. Pure."""
 
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -121,7 +121,7 @@ def _node_reaches(source: Pod | None, destination: Pod | None) -> bool:
 
 
 def _common(ends: tuple[Party, ...], pods: tuple[Pod | None, ...]) -> tuple[str, str]:
-    """Return an address of each end, of the same IP version."""
+    """Return an address of each side, both of the same IP version."""
     known: list[tuple[IPv4Address | IPv6Address, ...]] = []
     for end, pod in zip(ends, pods, strict=True):
         if end.address is None:

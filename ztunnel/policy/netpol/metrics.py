@@ -1,4 +1,4 @@
-"""The metrics of a node's network policy."""
+"""Metrics of a node's network policy in the kernel."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from ztunnel.runtime.http.exposition import Family, family, process_families
 
 
 def families(controller: Controller, table: Table | None, not_followed: Iterable[str]) -> Iterator[Family]:
-    """Yield the families of one scrape.
+    """Yield the metric families of one scrape.
 
     Args:
         table: was read just now, with its counters.

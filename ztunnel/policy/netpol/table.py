@@ -1,4 +1,4 @@
-"""Makes a node's nftables table of compiled policy. Pure.
+"""Builds a node's nftables table from compiled policies. Pure.
 
 Each direction has a base chain at the forward hook, egress before ingress. An accept ends its own base chain only,
 so both must accept a connection. A map leads from a local pod's address to the chain of its tiers. Pods without
@@ -76,7 +76,7 @@ class Unseen:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A table and what to say about it.
+    """A desired table, with data for metrics and messages about it.
 
     Attributes:
         owners: the policy and direction whose rules a chain has.
@@ -123,14 +123,14 @@ class _IpSet:
 
 @dataclass(slots=True)
 class _Parts:
-    """What one table needs, collected from the pods."""
+    """The chains, sets and maps of one table, collected from its pods."""
 
     chains: dict[str, Chain] = field(default_factory=dict)
     sets: dict[str, Set] = field(default_factory=dict)
     owners: dict[str, tuple[c.PolicyId, c.Direction]] = field(default_factory=dict)
     passing: dict[str, tuple[c.PolicyId, c.Direction]] = field(default_factory=dict)
     unseen: dict[Unseen, None] = field(default_factory=dict)
-    #: Where the evaluation of pods' tiers begins, by the tiers and profiles.
+    #:     The verdict that starts the evaluation of pods' policies, by their tiers and profiles.
     starts: dict[object, Verdict] = field(default_factory=dict)
 
 
@@ -260,7 +260,7 @@ class TableBuilder:
     # Tiers
 
     def _start(self, compiled: Compiled, endpoint: c.Endpoint, direction: c.Direction, parts: _Parts) -> Verdict:
-        """Return what evaluates a pod's tiers and then its profiles: a chain to go to, or accept."""
+        """Return the verdict that evaluates a pod's tiers, then its profiles: a chain to jump to, or accept."""
         tiers = tuple(
             (tier.name, enforced, tier.passes)
             for tier in endpoint.tiers
@@ -375,7 +375,7 @@ class TableBuilder:
         #: Chains of deciding rules, and between them passing rules. There is at least one chain.
         parts: list[list[Rule] | Rule] = [[]]
         unseen: list[Unseen] = []
-        in_tier = policy_id.kind != "Profile"  # after profiles there is nothing to pass to
+        in_tier = policy_id.kind != "Profile"  # no tier follows the profiles
         for index, rule in enumerate(policy.rules(direction)):
             if rule.action is c.Action.LOG:
                 continue
@@ -441,7 +441,7 @@ def _made(set_id: str, kind: c.IpSetType, members: frozenset[str], before: _IpSe
     except MalformedMember as error:
         return _IpSet(members, {}, (), f"IP set {set_id} has a member that cannot be read: {error}")
     if before is not None:
-        # A set whose members have not changed stays the object it was, which spares its comparison.
+        #         A set with unchanged members remains the same object, which saves comparing it.
         sets = {
             family: before.sets[family] if before.sets.get(family) == new else new for family, new in sets.items()
         }
@@ -467,7 +467,7 @@ class _RuleCompiler:
         self.reasons: list[str] = []
 
     def phrases(self, rule: c.Rule) -> Iterator[Phrase]:
-        """Yield programs. If the rule matches, at least one branch does, as far as the kernel can see."""
+        """Yield nftables expressions. If the rule matches, at least one does, as far as the kernel can see."""
         if rule.http.methods or rule.http.paths:
             self.reasons.append("the kernel sees no HTTP")
         for side, peer in (("source", rule.source), ("destination", rule.destination)):
@@ -658,7 +658,7 @@ def local_endpoints(compiled: Compiled, node: str) -> Iterator[c.EndpointId]:
 
 
 def _noted(notes: Iterable[str]) -> Iterator[Chain]:
-    """Yield the chain that has notes as comments; no packet gets there."""
+    """Yield the chain whose comments are the notes; no packet reaches it."""
     rules: list[Rule] = []
     for note in islice(notes, _MAX_NOTES):
         first, *rest = textwrap.wrap(comment(note, _MAX_COMMENT * 4), _MAX_COMMENT - len(_CONTINUED)) or [""]
@@ -683,12 +683,12 @@ def _packed(endpoint: c.Endpoint, version: int) -> Iterator[bytes]:
 
 
 def hashed(text: str) -> str:
-    """Return 16 characters of base 32 that stand for a text in names of chains and sets."""
+    """Return a hash of a text, 16 characters of base 32, for names of chains and sets."""
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:16].decode().lower()
 
 
 def comment(text: str, limit: int = _MAX_COMMENT) -> str:
-    """Return a text as a comment; of a longer one the beginning, and a hash of the whole."""
-    # nft prints comments in quotes and knows no escape for these.
+    """Return a text as a comment; a text that is too long becomes its beginning and a hash."""
+    #     nft prints comments in quotes, and has no escapes for these characters.
     plain = text.replace('"', "'").encode("ascii", "replace").decode()
     return plain if len(plain) <= limit else f"{plain[: limit - 17]} {hashed(text)}"

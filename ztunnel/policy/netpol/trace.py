@@ -1,4 +1,4 @@
-"""Follows live packets through the node's table: marks those between two addresses and prints what they meet."""
+"""Traces live packets between two addresses through the node's table, and prints the rules they meet."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ def marking(source: str, destination: str) -> Table:
     """Return a table that marks packets between two addresses, in both directions, for tracing.
 
     Raises:
-        ValueError: a text is no address, or the two are of different IP versions.
+        ValueError: a text is not an address, or the IP versions differ.
     """
     ends = ip_address(source), ip_address(destination)
     if ends[0].version != ends[1].version:
@@ -46,7 +46,7 @@ def marking(source: str, destination: str) -> Table:
 
 
 async def trace(source: str, destination: str, netns: Netns | None = None) -> AsyncGenerator[str, None]:
-    """Yield lines about packets until closed; then the marks are gone.
+    """Yield lines about packets until closed, then remove the marks.
 
     Raises:
         TproxyError: the kernel refuses. ValueError: see :func:`marking`.
@@ -74,7 +74,7 @@ async def trace(source: str, destination: str, netns: Netns | None = None) -> As
                 drain(sock)
                 yield "(packets came faster than they could be read; some are missing)"
                 continue
-            arrived.set()  # there may be more
+            arrived.set()  # more messages may follow
             for event in _events(data):
                 for line in rules.lines(event):
                     yield line
@@ -98,7 +98,7 @@ def _events(data: bytes) -> Iterator[TraceEvent]:
 
 
 class _Rules:
-    """Texts of the table's rules by handle, read again when an unknown one is met."""
+    """The texts of the table's rules by handle; reads them again for an unknown handle."""
 
     def __init__(self, netns: Netns | None) -> None:
         self._netns = netns

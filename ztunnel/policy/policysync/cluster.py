@@ -1,4 +1,4 @@
-"""Follows a cluster's objects, and publishes what they mean for the pods of one node, or of all."""
+"""Follows a cluster's objects, and publishes the policies of the pods of one node, or of all nodes."""
 
 import asyncio
 from typing import Protocol
@@ -15,7 +15,7 @@ class Publisher(Protocol):
     """A server of PolicySync."""
 
     def publish(self, compiled: Compiled) -> None:
-        """Serve this state from now on; never waits."""
+        """Serve this state to clients from now on; returns at once."""
         ...
 
 

@@ -86,7 +86,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Print what is in files, or each fault and each rule that is stricter than written; the exit status."""
+    """Print a summary of policy files, or their faults and stricter rules; return the exit status."""
     resources = _read(args.files)
     if resources is None:
         return 1
@@ -104,7 +104,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def explain_command(args: argparse.Namespace) -> int:
-    """Print the walk through both ends' policies; the exit status is 0 if both allow."""
+    """Print the evaluation of both ends' policies; return 0 if both allow, as the exit status."""
     if args.server is not None:
         return _ask_server(args)
     from ztunnel.policy.calico.compile import compile_resources
@@ -215,7 +215,7 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
 
 
 def serve_command(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
     from xds.grpc.serve_error import ServeError
 
     log_lines()
@@ -237,7 +237,7 @@ def serve_command(args: argparse.Namespace) -> int:
         if not policies.complete:
             # An unreadable document can be a policy that closes a pod.
             return failed("policy serve", "there are documents that have never been readable")
-    # Programs with files alone need no API client.
+    #     Imported here, because a server of files needs no API client.
     known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
     if args.kube:
         from ztunnel.kube.errors import KubeError
@@ -306,7 +306,7 @@ async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None",
 
 
 class _Files:
-    """Serves files: publishes each change. A faulty part is served as ``FilePolicies`` describes.
+    """Serves policies from files, and publishes each change. For faulty parts see ``FilePolicies``.
 
     Attributes:
         compiled: the served state.
@@ -373,7 +373,7 @@ async def _of_cluster(
 
 
 def _read(paths: list[Path]) -> "Resources | None":
-    """Return what the files say, or None after every fault was printed."""
+    """Return the resources in the files, or None after printing every fault."""
     from ztunnel.policy.calico.files import read_files
     from ztunnel.runtime.formats.config_reader import Faults
 

@@ -12,10 +12,10 @@ from ztunnel.policy.policysync.view import View, changes, view_of
 
 
 def party(text: str, resources: Resources, trust_domain: str) -> Party:
-    """Return who is meant by ``namespace/pod``, an IP address or a SPIFFE id.
+    """Return the party that a ``namespace/pod``, an IP address or a SPIFFE id names.
 
     Raises:
-        UnknownParty: by neither.
+        UnknownParty: the text is none of these.
     """
     if text.startswith("spiffe://"):
         return Party(text, None, None, text)

@@ -1,4 +1,4 @@
-"""What policy servers report of the flows that they judged, added up. Pure.
+"""Sums the reports of policy servers about the flows that they evaluated. Pure.
 
 A report has one flow and one interval, with the deciding rule, and optionally counts of packets and bytes (see
 ``DataplaneStats``). Felix without a collector answers that reports are not needed, and its clients then stop.
@@ -16,7 +16,7 @@ OTHERS: Final = "others"
 
 @dataclass(slots=True)
 class FlowCounts:
-    """Sums of reports."""
+    """The sums of several reports."""
 
     flows: int = 0
     packets: int = 0

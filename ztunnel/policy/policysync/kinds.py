@@ -1,4 +1,4 @@
-"""What of an API server's objects policy needs: the kinds, and of each object a part. Pure."""
+"""The kinds of API objects that policies need, and the part of each object that is kept. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -103,6 +103,6 @@ SERVED: Final = (
     _calico("Profile", "profiles"),
     _calico("NetworkSet", "networksets", namespaced=True),
     _calico("GlobalNetworkSet", "globalnetworksets"),
-    # Roles of earlier releases lack it.
+    #     The roles of earlier releases do not permit it.
     _calico("HostEndpoint", "hostendpoints", dispensable=True),
 )

@@ -1,4 +1,4 @@
-"""Reports once for each fault which objects are not enforced as written."""
+"""Reports objects that are not enforced as written, once for each fault."""
 
 import logging
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class ProblemReports:
         self._reported: dict[ObjectKey, str] = {}
 
     def report(self, problems: Mapping[ObjectKey, Problem]) -> None:
-        """Tell about objects that have become faulty, or faulty in another way."""
+        """Report objects that have a fault since the last call, or another fault than then."""
         for key in self._reported.keys() - problems.keys():
             del self._reported[key]
         for key, problem in problems.items():

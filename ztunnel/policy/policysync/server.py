@@ -31,19 +31,19 @@ log = logging.getLogger(__name__)
 
 SYNC: Final = "/felix.PolicySync/Sync"
 REPORT: Final = "/felix.PolicySync/Report"
-#: Policy servers have other users than this process; the folder of a socket is private to its pod.
+#: Any user may connect: policy servers run as other users, and the folder of a socket is private to its pod.
 SOCKET_MODE: Final = 0o777
 
-#: Streams of a node's socket at once; the oldest gives way to one more.
+#: The most streams of a node's socket; a further one replaces the oldest.
 NODE_STREAMS: Final = 64
 
-#: The endpoints that a socket is about.
+#: The endpoints whose policies a socket serves.
 Endpoints = Callable[[Compiled], Iterable[c.EndpointId]]
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """One Sync call. ``replaced``: a newer one has taken its place."""
+    """One Sync call. ``replaced``: ended, because a newer call took its place."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     replaced: bool = False
@@ -63,7 +63,7 @@ class PolicySyncServer:
         self.flows = Flows()
         self._form = form
         self._compiled: Compiled | None = None
-        #: By path, oldest first.
+        #:         Streams by the path of their socket, oldest first.
         self._streams: dict[str, dict[_Stream, None]] = {}
         self._sockets: dict[str, AsyncExitStack] = {}
 
@@ -109,7 +109,7 @@ class PolicySyncServer:
             self._sockets[path] = stack.pop_all()
 
     async def close(self, path: str) -> None:
-        """End a socket and its stream; idempotent."""
+        """Close a socket and end its streams; idempotent."""
         sockets = self._sockets.pop(path, None)
         if sockets is not None:
             await sockets.aclose()
@@ -154,7 +154,7 @@ class PolicySyncServer:
                     await context.write(encode(c.InSync(), self._form))
                     in_sync = True
                 if known and not view.endpoints:
-                    return  # the pod is gone, and with it who listens
+                    return  # the pod and its client are gone
                 known = bool(view.endpoints)
             await stream.changed.wait()
 
@@ -168,7 +168,7 @@ def endpoint_of_credentials(text: bytes) -> c.EndpointId:
     """Return the endpoint of the pod in a driver's credentials. Keys are case-insensitive, like in Felix.
 
     Raises:
-        ValueError: they are no JSON object, or name no pod.
+        ValueError: they are not a JSON object, or do not name a pod.
     """
     loaded = json.loads(text)
     if not isinstance(loaded, dict):
@@ -190,7 +190,7 @@ class Binder:
     volume's.
 
     Args:
-        server: whose sockets these are.
+        server: the server that owns the sockets.
         prefix: such as ``/var/run/nodeagent``.
         node: the node whose pods are served. None serves the policies of every node. Credentials are of this node.
     """

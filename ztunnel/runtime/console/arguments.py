@@ -1,4 +1,4 @@
-"""Values of command lines for ``argparse``, with error messages in plain words instead of Python's."""
+"""Parses command-line values for ``argparse``, with error messages in plain words instead of Python's."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ def add_flags(parser: argparse._ActionsContainer, *flags: Flag) -> None:
 
 
 def seconds(text: str) -> float:
-    """Return a time that is not negative.
+    """Parse seconds that are not negative.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
@@ -35,7 +35,7 @@ def seconds(text: str) -> float:
 
 
 def some_seconds(text: str) -> float:
-    """Return a positive time.
+    """Parse positive seconds.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
@@ -47,7 +47,7 @@ def some_seconds(text: str) -> float:
 
 
 def port(text: str) -> int:
-    """Return a port, 1 to 65535.
+    """Parse a port, 1 to 65535.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
@@ -59,7 +59,7 @@ def port(text: str) -> int:
 
 
 def port_or_any(text: str) -> int:
-    """Return a port, or 0 to let the kernel choose one.
+    """Parse a port, or 0 to let the kernel choose one.
 
     Raises:
         argparse.ArgumentTypeError: it is neither.
@@ -68,10 +68,10 @@ def port_or_any(text: str) -> int:
 
 
 def whole_number(text: str) -> int:
-    """Return a number that is not negative.
+    """Parse a whole number that is not negative.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or has more digits than any number here needs.
+        argparse.ArgumentTypeError: the text is not such a number, or has too many digits.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise argparse.ArgumentTypeError(f"must be a whole number, not negative: {text!r}")

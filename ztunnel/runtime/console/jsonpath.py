@@ -1,4 +1,4 @@
-"""The part of kubectl's JSONPath templates that its users write. Pure.
+"""Evaluates the commonly used part of kubectl's JSONPath templates. Pure.
 
 A template is text with expressions in braces: ``{.items[*].name}``, ``{.items[0]['last-seen']}``, ``{..name}``,
 ``{.items[?(@.state=="Up")].pod}``, ``{range .items[*]}{.name}{"\\n"}{end}``. A missing key yields no value, as
@@ -25,7 +25,7 @@ _PARTS: Final = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
 
 
 class BadTemplate(ValueError):
-    """A template cannot be read; the text names the part."""
+    """A template cannot be parsed; the text names the faulty part."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Template:
     """A template, parsed once.
 
     Raises:
-        BadTemplate: it cannot be read.
+        BadTemplate: the template cannot be parsed.
     """
 
     def __init__(self, text: str) -> None:
@@ -97,7 +97,7 @@ def path(text: str) -> tuple[re.Match[str], ...]:
     """Return the steps of an expression such as ``.items[*].name``; ``$`` and ``@`` mean the value itself.
 
     Raises:
-        BadTemplate: it is none.
+        BadTemplate: the text is not an expression.
     """
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
@@ -177,7 +177,7 @@ def _holds(step: re.Match[str], value: Any) -> bool:
             }[step["op"]]:
                 return True
         except TypeError:
-            continue  # a text and a number have no order
+            continue  # a text and a number cannot be compared
     return False
 
 

@@ -30,10 +30,10 @@ _USAGE: Final = "table, wide, json, yaml, name, jsonpath=TEMPLATE or custom-colu
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """An item of a list. The schema of its kind is made of its fields.
+    """An item of a list. Its fields define the JSON schema of its kind.
 
     Attributes:
-        node: the node whose proxy or agent answered; ``None`` where a single one was asked.
+        node: the node whose proxy or agent answered; ``None`` if only one was asked.
     """
 
     node: str | None = None
@@ -67,11 +67,11 @@ class Kind(Generic[T]):
 
     Attributes:
         name: such as ``Connection``; lists are of the kind ``ConnectionList``.
-        several: in the sentence about an empty list.
+        several: the plural, for the sentence about an empty list.
         item: the type of the items.
         columns: the table's columns.
         identity: returns the part of ``-o name`` after the kind.
-        heading: the table has one.
+        heading: whether the table has a heading.
         rows: items that need several rows yield one item a row.
         volatile: fields that change by time alone; ``--watch`` ignores their changes.
     """
@@ -87,7 +87,7 @@ class Kind(Generic[T]):
 
 
 class Silent(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """A node without an answer."""
+    """A node that did not answer."""
 
     node: str
     reason: str
@@ -154,7 +154,7 @@ def parse_format(text: str) -> Format:
     """Read the value of ``-o``.
 
     Raises:
-        argparse.ArgumentTypeError: there is no such form.
+        argparse.ArgumentTypeError: the form is unknown.
     """
     form, equals, rest = text.partition("=")
     if text in FORMS:
@@ -186,13 +186,13 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
     """
 
     class Output(argparse.Action):
-        """Sets the form, and keeps the order that ``--sort-by`` has set."""
+        """Sets the form of ``-o``, and keeps the order of ``--sort-by``."""
 
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             namespace.output = replace(values or JSON, sort=namespace.output.sort)
 
     class SortBy(argparse.Action):
-        """Sets the order, and keeps the form."""
+        """Sets the order of ``--sort-by``, and keeps the form of ``-o``."""
 
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             try:
@@ -224,7 +224,7 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
 
 
 def shown(value: object) -> str:
-    """Return a value of an item for a cell."""
+    """Return a value of an item as the text of a table cell."""
     if value is None or value in ("", [], (), {}):
         return _NONE
     if isinstance(value, bool):
@@ -250,7 +250,7 @@ def table(answer: Answer[T], *, wide: bool = False) -> list[tuple[str, ...]]:
 
 
 def document(answer: Answer[Any]) -> dict[str, Any]:
-    """Return an answer as a value of JSON."""
+    """Return an answer as a JSON value."""
     found = {
         "apiVersion": API_VERSION,
         "kind": f"{answer.kind.name}List",
@@ -355,12 +355,12 @@ def _of_column(value: Any) -> str:
 
 
 def rendered(value: Any, form: Format) -> Iterator[str]:
-    """Yield the lines of a JSON value in one of the forms for programs."""
+    """Yield the lines of a JSON value as ``json``, ``yaml`` or another form for programs."""
     if form.form == "jsonpath":
         assert form.template is not None
         yield form.template.render(value)
     elif form.form == "yaml":
-        import yaml  # for this form only
+        import yaml  # imported here, because only this form needs it
 
         yield yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1000).rstrip("\n")
     else:

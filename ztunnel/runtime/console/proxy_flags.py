@@ -70,7 +70,7 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
 #: The flags that also go with a proxy of an Istio mesh, which reads their variables.
 SHARED_FLAGS: Final = (*POLICY_FLAGS, "handover_dir")
-#: Of ``--replace``, in both dialects.
+#: The help of ``--replace``, in both dialects.
 REPLACE: Final = "ZTUNNEL_REPLACE"
 
 #: The flags of addons, which can be repeated: flag, metavar, help. They go with both dialects.
@@ -84,14 +84,14 @@ ADDON_FLAGS: Final = (
     ("--addon-option", "NAME.KEY=VALUE", "an option of an addon; can be repeated [ZTUNNEL_ADDON_OPTION]"),
     ("--addon-options", "FILE", "options of addons in YAML: name: {key: value} [ZTUNNEL_ADDON_OPTIONS]"),
 )
-#: Their variables, by the names of arguments.
+#: The environment variables of the addon flags, by the names of arguments.
 ADDON_VARIABLES: Final[Mapping[str, str]] = {
     "addon": "ZTUNNEL_ADDONS",
     "addon_option": "ZTUNNEL_ADDON_OPTION",
     "addon_options": "ZTUNNEL_ADDON_OPTIONS",
 }
 
-#: The same for the deliberate differences from Envoy.
+#: The flags for deliberate differences from Envoy, likewise.
 SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "route_timeouts": (
         "ZTUNNEL_ROUTE_TIMEOUTS",

@@ -1,4 +1,4 @@
-"""The common part of commands that serve until a signal: their log, the stop, and the server of metrics."""
+"""Shared by commands that serve until a signal: logging, stopping, and the metrics server."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bound_address(text: str | None, flag: str = "", host: str = "0.0.0.0") -> So
     """Read the ``[IP:]PORT`` of a flag, whose name begins the error; without an IP it is ``host``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     from xds.model.address import SocketAddress
 
@@ -84,7 +84,7 @@ def bound_address(text: str | None, flag: str = "", host: str = "0.0.0.0") -> So
 def metrics_server(
     address: SocketAddress, families: Callable[[], Iterable[Family] | Awaitable[Iterable[Family]]]
 ) -> PageServer:
-    """Return a server of ``/metrics``; ``families`` is called with each scrape."""
+    """Return a server of ``/metrics``, which calls ``families`` for each scrape."""
     from ztunnel.runtime.clock import SystemClock
     from ztunnel.runtime.http.page import not_found
     from ztunnel.runtime.http.server import PageServer

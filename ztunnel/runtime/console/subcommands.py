@@ -1,4 +1,4 @@
-"""The sub-commands of a command, which ``argparse`` keeps to itself."""
+"""Finds a parser's sub-commands, for which ``argparse`` has no public API."""
 
 from argparse import ArgumentParser
 from collections.abc import Mapping

@@ -26,13 +26,13 @@ _STYLES: Final = (
     | dict.fromkeys(("not up", "policy not understood", "not accepted", "no healthy endpoint"), _BAD)
     | dict.fromkeys(("dry run", "not ready", "DRAINING", "PRE_INITIALIZING", "INITIALIZING"), _DOUBTFUL)
 )
-#: Columns of numbers that are worth a look when they are not zero.
+#: Columns of numbers that are highlighted unless they are zero.
 _COUNTS_OF_REFUSALS: Final = ("DENIED",)
 #: The first words of verdicts in an outline.
 _VERDICTS: Final = {"allowed": _GOOD, "refused": _BAD, "closed": _BAD, "not known": _DOUBTFUL}
 _NO: Final = ("allowed", "holds")
 _GAP: Final = 2
-#: For the text of an outline, however deep.
+#: The least width for the text of an outline at any depth.
 _LEAST_WIDTH: Final = 20
 
 
@@ -44,8 +44,7 @@ def print_table(rows: Iterable[Sequence[str]], *, heading: bool = True, out: Tex
 
     Args:
         rows: the first one is the heading.
-        heading: there is one.
-        out: where to; standard output.
+        heading: whether the first row is a heading. out: the output stream, by default standard output.
     """
     out = out if out is not None else sys.stdout
     listed = [tuple(row) for row in rows]
@@ -133,7 +132,7 @@ def _draw(console: Console, drawn: RenderableType) -> None:
 
 
 def _narrowest(rows: Iterable[Sequence[str]]) -> int:
-    """Return the width of a table without broken words."""
+    """Return the smallest width of a table that breaks no words."""
     longest = [[max(map(len, cell.split()), default=0) for cell in row] for row in rows]
     widths: list[int] = [max(column) for column in zip(*longest, strict=True)]
     return sum(widths) + _GAP * (len(widths) - 1)
@@ -158,7 +157,7 @@ def _cell(name: str, cell: str) -> Text:
 
 
 def _entry(text: str) -> Text:
-    """Return a line of an outline: the name in a colour, a verdict in its own."""
+    """Return a coloured line of an outline; verdicts have colours of their own."""
     name, colon, value = text.partition(": ")
     if not colon:
         return _text(text, _NAME if text.endswith(":") else "")

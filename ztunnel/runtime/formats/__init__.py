@@ -1,1 +1,1 @@
-"""Readers of what people write: YAML, flags and values as programs in Go read them."""
+"""Readers of operators' input: YAML, flags and values, parsed as Go programs parse them."""

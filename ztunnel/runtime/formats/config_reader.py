@@ -28,7 +28,7 @@ class Faults(Exception):
 
 
 def _but(value: object) -> str:
-    """Return the end of a sentence that started with the expected value: the actual value, as written."""
+    """Return the end of an error message about an expected value: the actual value, as written."""
     if value is None:
         return ", and is missing"
     return f", not {value!r}" if isinstance(value, str) else f", not {json.dumps(value, default=str)}"
@@ -71,7 +71,7 @@ class ConfigReader:
         return value
 
     def items(self, entry: Mapping[str, Any], key: str, place: str) -> list[Any]:
-        """Return a list, empty if there is none."""
+        """Return a list, empty if it is missing."""
         value = entry.get(key)
         if value is None:
             return []
@@ -142,7 +142,7 @@ class ConfigReader:
         return name
 
     def namespace(self, value: object, place: str) -> str | None:
-        """Return a network namespace as a name, a path or a process id, or None if there is none."""
+        """Return a network namespace as a name, a path or a process id, or None if it is missing."""
         if value is None:
             return None
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value):

@@ -1,11 +1,11 @@
-"""Names of entries in a ``config_dump``, of either dialect. Pure."""
+"""Finds the names of entries in a ``config_dump`` of either dialect. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 #: The keys that name an entry of a dump.
 _NAMES: Final = ("name", "hostname", "uid", "identity", "policy", "cluster_name")
-#: Where Envoy's dumps have the resource with the name, below the entry.
+#: The keys in an entry of Envoy's dumps below which the named resource is.
 _INNER: Final = (
     *("cluster", "listener", "secret", "route_config", "endpoint_config"),
     *("active_state", "warming_state", "draining_state"),
@@ -13,7 +13,7 @@ _INNER: Final = (
 
 
 def names_of(entry: Any) -> Iterator[str]:
-    """Yield the names that can request an entry, the fullest last."""
+    """Yield the names by which an entry can be requested, the longest last."""
     if not isinstance(entry, Mapping):
         return
     for key in _INNER:

@@ -1,4 +1,4 @@
-"""Recognises the file of another command by its keys, for an error that says where it belongs. Pure.
+"""Recognizes by its keys a file that is meant for another command, for a helpful error. Pure.
 
 A file that is read by the wrong command has a fault in nearly every line, and none of these faults helps.
 """
@@ -16,7 +16,7 @@ class _Described(NamedTuple):
 
 
 class FileKind(Enum):
-    """The files that operators write, and what reads them."""
+    """A kind of file that operators write, with the command that reads it."""
 
     MESH = _Described("a mesh file", "ztunnel control-plane")
     PODS = _Described("a pods file", "ztunnel agent --state")
@@ -33,7 +33,7 @@ _KEY = re.compile(r"^(?:- )?([A-Za-z_][\w.-]*|\"[\w.-]+\"):(?:\s|$)", re.MULTILI
 
 
 def looks_like(text: str) -> FileKind | None:
-    """Return the kind of a file by its keys, also if it cannot be read as a whole; ``None``: it resembles none."""
+    """Return the kind of a file by its keys, even if it cannot be parsed; ``None`` if it resembles no kind."""
     keys = _keys(text)
     if {"apiVersion", "kind"} <= keys:
         return FileKind.OBJECTS

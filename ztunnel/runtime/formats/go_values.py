@@ -25,10 +25,10 @@ _MOST_NS: Final = 2**63 - 1
 
 
 def parse_bool(text: str) -> bool:
-    """Return a boolean, as ``strconv.ParseBool``.
+    """Parse a boolean like ``strconv.ParseBool``.
 
     Raises:
-        ValueError: another word.
+        ValueError: any other text.
     """
     if text not in _TRUE | _FALSE:
         raise ValueError(f"must be true or false, not {text!r}")
@@ -62,10 +62,10 @@ def parse_cidr_or_address(text: str) -> IpNetwork:
 
 
 def parse_duration_s(text: str) -> float:
-    """Return a duration in seconds, as ``time.ParseDuration``.
+    """Parse a duration to seconds, like ``time.ParseDuration``.
 
     Raises:
-        ValueError: no duration, or more than 292 years.
+        ValueError: not a duration, or more than 292 years.
     """
     sign, rest = (text[:1], text[1:]) if text[:1] in ("+", "-") else ("", text)
     total = end = 0

@@ -44,7 +44,7 @@ _INTEGER: Final = re.compile(
 #: The old spelling of binary numbers: a sign can follow the prefix.
 _BINARY: Final = re.compile(r"0b(?P<sign>[-+]?)(?P<binary>[01]+)", re.ASCII)
 _BASES: Final = (("hex", 16), ("binary", 2), ("octal", 8), ("decimal", 10))
-#: Begins a document, with its directives.
+#: Matches the beginning of a document, with its directives.
 _SEPARATOR: Final = re.compile(r"^(?:%[^\n]*\n)*---(?=[ \t\r\n]|\Z)", re.MULTILINE)
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
@@ -58,7 +58,7 @@ _SINGLE_DIGITS: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a mapping or list stands in the text.
+    """The position of a mapping or list in the text.
 
     Attributes:
         start: index of its first character.
@@ -260,7 +260,7 @@ def dump(value: object) -> str:
 
 
 def dump_all(values: Iterable[object]) -> str:
-    """Return several documents, ``---`` between them."""
+    """Return several documents, separated by ``---``."""
     return "---\n".join(dump(value) for value in values)
 
 
@@ -313,7 +313,7 @@ def _integer(match: re.Match[str]) -> int:
 def _float(plain: str, text: str) -> int | float | str:
     number = float(plain)
     if math.isinf(number):
-        return text  # out of range is no number to Go
+        return text  # Go does not accept a number out of range
     return int(number) if number.is_integer() and abs(number) < _EXPONENT_FROM else number
 
 
@@ -355,7 +355,7 @@ def _finite(text: str) -> float:
 
 
 class _Composer:
-    """Makes values of the parser's events."""
+    """Builds values from the parser's events."""
 
     def __init__(self, text: str, *, finite: bool) -> None:
         self._finite = finite
@@ -534,14 +534,14 @@ def _error(problem: str, event: Any) -> yaml.YAMLError:
 
 # ---------------------------------------------------------------------- writing
 
-#: Lines are not folded: a fold inside quotes is one more thing that readers could take differently.
+#: No line is folded, because readers could interpret a fold inside quotes differently.
 _STYLE: Final[Mapping[str, Any]] = {
     "sort_keys": False,
     "default_flow_style": False,
     "allow_unicode": True,
     "width": 2**31,
 }
-#: Characters that some reader of YAML refuses, or takes for a line break.
+#: Characters that some YAML readers refuse, or interpret as a line break.
 _NOT_PRINTABLE: Final = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
@@ -595,7 +595,7 @@ def _whole(dumper: Any, value: int) -> Any:
 
 
 def _plain_number(dumper: Any, text: str) -> Any:
-    # With the tag that readers find, it is written without one.
+    #     Use the tag a reader would infer from this text; the dumper then omits it from the output.
     return dumper.represent_scalar(_TAG + ("int" if isinstance(resolve(text), int) else "float"), text)
 
 

@@ -1,4 +1,4 @@
-"""Lists of Kubernetes objects in files. Pure."""
+"""Unpacks lists of Kubernetes objects in files. Pure."""
 
 from collections.abc import Iterator, Mapping
 

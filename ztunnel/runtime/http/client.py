@@ -13,7 +13,7 @@ _READ_BYTES: Final = 64 * 1024
 
 
 class BadAnswer(ValueError):
-    """The answer is not HTTP, is not complete, or is too long; the text says which."""
+    """The response is not HTTP, is incomplete, or is too long; the text says which."""
 
 
 async def ask(
@@ -25,7 +25,7 @@ async def ask(
     *,
     most_bytes: int = 0,
 ) -> tuple[int, bytes]:
-    """Ask, and return the status of the final answer and its body.
+    """Send a request, and return the final response's status and body.
 
     Args:
         send: takes the request.
@@ -34,7 +34,7 @@ async def ask(
         most_bytes: the longest body. With 0 the body is not read.
 
     Raises:
-        BadAnswer: the answer cannot be used.
+        BadAnswer: the response cannot be used.
         OSError: the connection broke; any error of ``send`` and ``read`` passes.
     """
     http = h11.Connection(h11.CLIENT)

@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 
 from ztunnel.runtime.http.page import Page, PageRequest
 
-#: Samples per piece of a page: about a millisecond.
+#: The most samples in a piece of a page, which takes about a millisecond.
 _SLICE: Final = 100
 _EOF: Final = b"# EOF\n"
 
@@ -102,13 +102,13 @@ def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -
 
 
 class _Registry:
-    """A registry of one family, as far as an encoder reads it."""
+    """A registry with one family, which has only the methods that the encoders call."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the family."""
+        """Yield the only family."""
         yield self._family
 
 
@@ -137,12 +137,12 @@ def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
         others: ids of its child processes, whose use is added.
     """
     cpu_s, resident, virtual, files = _used("self")
-    files -= 1  # the one that reads the list
+    files -= 1  # the descriptor that lists the directory
     for other in others:
         try:
             used = _used(str(other))
         except OSError:
-            continue  # ended a moment ago, or not ours to read
+            continue  # the process has just ended, or we may not read it
         cpu_s, resident, virtual, files = cpu_s + used[0], resident + used[1], virtual + used[2], files + used[3]
     numbers = (
         ("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds", cpu_s),

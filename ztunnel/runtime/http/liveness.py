@@ -1,4 +1,4 @@
-"""Answers ``/healthz/live``: whether the event loop and the data path in it still turn.
+"""Answers ``/healthz/live``: whether the event loop and the data path in it still run.
 
 A kubelet restarts a container that fails this probe, which ends every connection of the node. So the page
 only checks conditions that a restart repairs, and neither the control plane nor the node agent nor a pod. An
@@ -16,7 +16,7 @@ from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, text
 from ztunnel.runtime.turns import turned
 
 PATH: Final = "/healthz/live"
-#: Below the ``timeoutSeconds`` of our charts, so that the kubelet's event shows our words.
+#: Less than the ``timeoutSeconds`` of our charts, so that the kubelet's event shows this page's text.
 _TURN_S: Final = 3.0
 
 

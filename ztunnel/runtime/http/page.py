@@ -95,7 +95,7 @@ class Sink(Protocol):
     """The connection of a streamed body."""
 
     async def data(self, data: bytes) -> None:
-        """Send a piece that is not empty; returns when there is room for more. Several tasks may call it.
+        """Send a non-empty piece; returns when the connection can take more. Several tasks may call it.
 
         Raises:
             OSError: the client is gone.
@@ -130,12 +130,12 @@ class Page:
 
 
 def text(body: str, status: int = 200, content_type: str = TEXT) -> Page:
-    """Return a short page."""
+    """Return a short page of text."""
     return Page(status=status, content_type=content_type, body=(body,))
 
 
 def not_found(paths: Iterable[str]) -> Page:
-    """Return the answer to a path that a port does not have: which paths it has."""
+    """Return the 404 for an unknown path, which lists the paths of this port."""
     return text(f"no such page; this port has {', '.join(paths)}\n", 404, PLAIN)
 
 

@@ -1,7 +1,7 @@
-"""A profile of the event loop's thread: where it was, sampled from another thread.
+"""Profiles the event loop's thread: samples its stack from another thread.
 
-A sample takes microseconds of the interpreter's lock, a hundred times a second. A loop that waits for events shows
-as its own stack.
+A sample takes microseconds of the interpreter's lock, a hundred times a second. A loop that waits for events
+appears as a stack of its own.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _running = threading.Lock()
 
 
 async def page(query: Query) -> Page:
-    """Return folded stacks, one a line with its number of samples, as flame graphs are made of: ``?seconds=N``."""
+    """Return folded stacks for flame graphs, one per line with its number of samples: ``?seconds=N``."""
     try:
         seconds = float(query.get("seconds") or _DEFAULT_S)
     except ValueError:
@@ -47,7 +47,7 @@ def sampled(thread: int, seconds: float) -> Counter[str]:
         if frame is None:
             break
         found[_folded(frame)] += 1
-        del frame  # it would keep everything that it refers to
+        del frame  # a frame keeps everything that it refers to alive
         time.sleep(_BETWEEN_S)
     return found
 

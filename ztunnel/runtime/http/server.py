@@ -46,7 +46,7 @@ _CLOSE_TIMEOUT_S = 1.0
 _READ_BYTES = 8 * 1024
 #: Pieces are joined up to this size before they are written.
 _WRITE_BYTES = 32 * 1024
-#: The time for making pieces without yielding; about that of a busy turn of the data path.
+#: The longest time for making pieces without yielding; about that of a busy iteration of the data path.
 _SLICE_S = 0.002
 
 
@@ -244,7 +244,7 @@ class LocalServer(_Server):
 
 
 class Stage(IntEnum):
-    """The state of a connection. Closing a connection at a higher stage loses more."""
+    """The state of a connection. Connections at lower stages are closed first, because that loses less."""
 
     IDLE = 0
     FOLLOWING = 1
@@ -270,7 +270,7 @@ class _Connection:
         self.task: asyncio.Task[Any] | None = None
 
     def finish(self) -> None:
-        """Close after the answer under way, or at once if there is none, or an endless one; idempotent."""
+        """Close after the current response; at once if there is none or it is endless. Idempotent."""
         self._finishing = True
         if self.stage in (Stage.IDLE, Stage.FOLLOWING, Stage.STREAMING) and self.task is not None:
             self.task.cancel()
@@ -362,7 +362,7 @@ class _Connection:
         return _page_request(head, body, local=self._is_local(), process=self._process())
 
     def _is_local(self) -> bool:
-        # Both ends: a proxy beside an application hands on strangers' connections from a loopback source.
+        #         Check both ends: a sidecar proxy forwards external connections from a loopback address.
         names = [self._writer.get_extra_info(end) for end in ("peername", "sockname")]
         return all(isinstance(name, tuple) and is_loopback(canonical(str(name[0]))) for name in names)
 
@@ -437,7 +437,7 @@ class _Connection:
         A client that sends bytes meanwhile is not a browser, and is treated as if it had closed.
         """
         self.stage = Stage.FOLLOWING
-        await self._drain()  # the head, before a piece that may take long
+        await self._drain()  # send the head now, because the first piece can take long
         while not self._finishing:
             try:
                 piece = await repeated.make()

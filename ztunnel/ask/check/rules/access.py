@@ -16,7 +16,7 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Ob
 #: of its tests.
 LEAST_MINOR: Final = 28
 TESTED_MINOR: Final = 32
-#: A rollout takes minutes, because each node's connections drain; longer means that a pod hinders it.
+#: The longest normal rollout: each node's connections drain for minutes. If it takes longer, a pod blocks it.
 _ROLLOUT_S: Final = 600.0
 _WEBHOOK_WARN_S: Final = 7 * 86400.0
 
@@ -30,7 +30,7 @@ def api_server(facts: Facts) -> Iterator[Finding]:
 
 
 def permissions(facts: Facts) -> Iterator[Finding]:
-    """Judge what the caller may read."""
+    """Check whether the caller may read the objects that checks need."""
     if facts.cluster_error:
         raise NotGathered(facts.cluster_error)
     if not facts.access:
@@ -121,7 +121,7 @@ def privileges(facts: Facts) -> Iterator[Finding]:
 
 
 def proxy_versions(facts: Facts) -> Iterator[Finding]:
-    """Judge whether proxies are of one version, and near istiod's."""
+    """Judge whether all proxies have the same version, and one close to istiod's."""
     found: dict[str, list[str]] = {}
     minors: dict[str, int] = {}
     for node, dump in facts.dumps():

@@ -19,7 +19,7 @@ def streams(facts: Facts) -> Iterator[Finding]:
     for node, dump in facts.dumps():
         plane = dump.get("controlPlane")
         if not isinstance(plane, Mapping) or not plane.get("address"):
-            continue  # the Rust ztunnel does not say, and a proxy with a local file has none
+            continue  # the Rust ztunnel does not report its stream, and a proxy with a local file has none
         found = True
         away_s = float(plane.get("awaySeconds") or 0)
         if not plane.get("connected") and away_s >= _LOST_WARN_S:
@@ -47,7 +47,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
 
 
 def same_mesh(facts: Facts) -> Iterator[Finding]:
-    """Judge whether all proxies have the same mesh; by hashes of ours, else by numbers of their dumps."""
+    """Judge whether all proxies have the same mesh: by hashes from ours, else by counts in their dumps."""
     if any((dump.get("config") or {}).get("xdsOnDemand") for _, dump in facts.dumps()):
         raise NotGathered("proxies hold what they need only (XDS on demand)")
     ours = all(node.check is not None for node in facts.nodes.values() if node.dump is not None)
@@ -71,7 +71,7 @@ def same_mesh(facts: Facts) -> Iterator[Finding]:
 
 
 def capture(facts: Facts) -> Iterator[Finding]:
-    """Judge whether pods that say to be captured are, and what node agents found."""
+    """Judge whether pods marked as captured are captured, and report what node agents found."""
     claims: dict[str, set[tuple[str, str]]] = {}
     for pod in o.captured(facts):
         if o.annotated(pod).get(o.REDIRECTION) == "enabled":

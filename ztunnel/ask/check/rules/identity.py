@@ -1,4 +1,4 @@
-"""Certificates and roots, as each proxy's dump has them. Pure."""
+"""Checks certificates and roots in each proxy's dump. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, error, warning
 from ztunnel.ask.check.rules.objects import seconds_of
 
-#: Of the tokens that istiod takes.
+#: The audience of the tokens that istiod accepts.
 _AUDIENCE: Final = "istio-ca"
 #: Renewal is due at half of a certificate's life; below this share it has failed repeatedly.
 _LEFT: Final = 0.4
@@ -46,7 +46,7 @@ def _share_left(entry: Mapping[str, Any], now_s: float) -> float | None:
 
 
 def authorities(facts: Facts) -> Iterator[Finding]:
-    """Judge intermediates and roots, each once."""
+    """Judge intermediate and root certificates, each once."""
     seen: dict[tuple[str, str], list[str]] = {}
     ends: dict[tuple[str, str], str] = {}
     for node, dump in facts.dumps():
@@ -126,7 +126,7 @@ def _certificate(entry: Mapping[str, Any]) -> x509.Certificate | None:
 
 
 def _verifies(chain: list[x509.Certificate], roots: Any) -> bool:
-    """Return whether a root has issued the last certificate of a chain, or is it."""
+    """Return whether a root has issued the last certificate of a chain, or is that certificate."""
     top = chain[-1]
     for root in roots:
         if root == top:

@@ -1,4 +1,4 @@
-"""Facts of nodes' kernels and processes, as the proxy and the agent of each node see them. Pure."""
+"""Checks nodes' kernels and processes, as each node's proxy and agent see them. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def control_groups(facts: Facts) -> Iterator[Finding]:
 
 
 def reverse_path(facts: Facts) -> Iterator[Finding]:
-    """Judge the filter of reverse paths: packets from the proxy to a pod return by ``lo``."""
+    """Judge the reverse path filter (rp_filter): packets from the proxy to a pod return by ``lo``."""
     for node, who, kernel in facts.kernels():
         values: Mapping[str, int] = kernel.get("rpFilter") or {}
         if max(values.get("all", 0), values.get("lo", 0)) == _STRICT:
@@ -55,7 +55,7 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
 
 
 def ipv6(facts: Facts) -> Iterator[Finding]:
-    """Judge whether ``lo`` has IPv6 where other devices have."""
+    """Judge whether ``lo`` has IPv6 if other devices have it."""
     for node, check in facts.checks():
         values: Mapping[str, int] = (check.get("kernel") or {}).get("disableIpv6") or {}
         others = [value for device, value in values.items() if device not in ("lo", "all", "default")]

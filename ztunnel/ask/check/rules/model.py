@@ -17,7 +17,7 @@ Object = Mapping[str, Any]
 
 
 class Severity(StrEnum):
-    """The meaning of a finding; for a check, of its worst finding."""
+    """The severity of a finding, or of the worst finding of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -26,17 +26,17 @@ class Severity(StrEnum):
 
 
 class NotGathered(Exception):
-    """A fact is not known; the text says why."""
+    """A fact could not be gathered; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a check found.
+    """A problem that a check found.
 
     Attributes:
         fact: one sentence.
         about: the object, such as ``pod shop/web``. Empty for the cluster.
-        node: empty if it is not about one.
+        node: empty if the finding is not about a node.
         severity: ``WARNING`` or ``ERROR``.
     """
 
@@ -47,12 +47,12 @@ class Finding:
 
 
 def warning(fact: str, about: str = "", node: str = "") -> Finding:
-    """Return a finding that is a warning."""
+    """Return a finding of severity ``WARNING``."""
     return Finding(fact, about, node, Severity.WARNING)
 
 
 def error(fact: str, about: str = "", node: str = "") -> Finding:
-    """Return a finding that is an error."""
+    """Return a finding of severity ``ERROR``."""
     return Finding(fact, about, node)
 
 
@@ -176,8 +176,8 @@ class Check:
     """A check.
 
     Attributes:
-        id: such as ``NET3``. asks: the subject of the check. remedy: the advice about its findings.
-        judge: yields findings; none is ok.
+        id: such as ``NET3``. asks: the question that the check answers. remedy: the advice about its findings.
+        judge: yields findings; without any, the check is ok.
         before: it makes sense before installation.
     """
 
@@ -232,7 +232,7 @@ def run(checks: Iterable[Check], facts: Facts) -> list[CheckResult]:
         except NotGathered as reason:
             results.append(_result(check, Severity.SKIPPED, f"{check.asks}: not known: {reason}"))
             continue
-        except (TypeError, AttributeError, KeyError, ValueError) as wrong:  # an object of another shape
+        except (TypeError, AttributeError, KeyError, ValueError) as wrong:  # an object with unexpected fields
             results.append(_result(check, Severity.SKIPPED, f"{check.asks}: unexpected form: {wrong!r}"))
             continue
         if not findings:

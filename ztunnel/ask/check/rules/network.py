@@ -1,4 +1,4 @@
-"""The path between nodes, and their clocks. Pure."""
+"""Checks the network path between nodes, and their clocks. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SKEW_S: Final = 60.0
 _IN_PODS: Final = frozenset({15001, 15006, 15008, 15053})
 #: Ports of the proxy itself: admin, metrics, readiness.
 _ON_NODES: Final = frozenset({15000, 15020, 15021})
-#: Containers of meshes that redirect a pod's traffic to a proxy beside the application.
+#: Containers of other meshes that redirect a pod's traffic to a sidecar proxy.
 _OTHER_MESHES: Final = {"linkerd-proxy": "Linkerd", "consul-dataplane": "Consul", "kuma-sidecar": "Kuma"}
 _PLUGIN: Final = "ztunnel-cni"
 
@@ -74,7 +74,7 @@ def _listed(ports: list[int]) -> str:
 
 
 def others_rules(facts: Facts) -> Iterator[Finding]:
-    """Judge whether another mesh redirects the traffic of captured pods, and the iptables of nodes."""
+    """Judge whether another mesh redirects the traffic of captured pods, and check the nodes' iptables."""
     for pod in o.captured(facts):
         for container in [*(o.spec(pod).get("containers") or ()), *(o.spec(pod).get("initContainers") or ())]:
             mesh = _OTHER_MESHES.get(str(container.get("name")))

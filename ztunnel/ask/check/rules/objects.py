@@ -1,4 +1,4 @@
-"""Questions to objects of a cluster that several checks ask; any field can be missing. Pure."""
+"""Reads fields of cluster objects for several checks; any field can be missing. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ztunnel.ask.check.rules.model import Facts, Object
 
-#: Labels and annotations of ambient mode, of namespaces and pods.
+#: Labels and annotations of ambient mode on namespaces and pods.
 MODE: Final = "istio.io/dataplane-mode"
 REDIRECTION: Final = "ambient.istio.io/redirection"
 USE_WAYPOINT: Final = "istio.io/use-waypoint"
@@ -33,7 +33,7 @@ def annotated(item: Object) -> Mapping[str, str]:
 
 
 def key(item: Object) -> tuple[str, str]:
-    """Return namespace and name."""
+    """Return an object's namespace and name."""
     return str(metadata(item).get("namespace") or ""), str(metadata(item).get("name") or "")
 
 
@@ -68,7 +68,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_running(pod: Object) -> bool:
-    """Return whether a pod runs."""
+    """Return whether a pod is running."""
     return bool(status(pod).get("phase") == "Running")
 
 
@@ -97,7 +97,7 @@ def captured(facts: Facts) -> Iterator[Object]:
 
 
 def is_injected(pod: Object) -> bool:
-    """Return whether a pod has a proxy of its own."""
+    """Return whether a pod has a sidecar proxy."""
     containers = [*(spec(pod).get("containers") or []), *(spec(pod).get("initContainers") or [])]
     return any(each.get("name") == "istio-proxy" for each in containers)
 

@@ -1,4 +1,4 @@
-"""Daily operation: restarts, the next upgrade, metrics and alerts. Pure."""
+"""Checks daily operation: restarts, the next upgrade, metrics and alerts. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def restarts(facts: Facts) -> Iterator[Finding]:
 
 
 def upgrades(facts: Facts) -> Iterator[Finding]:
-    """Judge whom the next restart of a proxy would cut: connections older than its grace period."""
+    """Find connections that a proxy's next restart would cut, because they are older than its grace period."""
     found = False
     for node, dump in facts.dumps():
         check = facts.nodes[node].check

@@ -1,4 +1,4 @@
-"""Policies that do not do what their authors expect, as written and as delivered. Pure."""
+"""Checks policies, as written and as delivered, that do not do what their authors expect. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Ob
 from ztunnel.policy.effect import without_effect
 
 HBONE_PORT: Final = 15008
-#: The source of kubelet's probes in pods of the mesh.
+#: The source address of kubelet's probes, as pods of the mesh see it.
 PROBES: Final = ipaddress.ip_address("169.254.7.127")
 _HOUR_S: Final = 3600.0
 _HTTP_OPERATION: Final = ("hosts", "notHosts", "methods", "notMethods", "paths", "notPaths")
@@ -28,14 +28,14 @@ _KEYS: Final = (
 
 
 def at_node(facts: Facts) -> Iterator[Object]:
-    """Yield the AuthorizationPolicies that node proxies obey: those without a target."""
+    """Yield the AuthorizationPolicies that node proxies enforce: those without ``targetRefs``."""
     for item in facts.listed("AuthorizationPolicy"):
         if not o.spec(item).get("targetRefs") and not o.spec(item).get("targetRef"):
             yield item
 
 
 def action(item: Object) -> str:
-    """Return the action in capitals."""
+    """Return the action of a policy in capitals."""
     return str(o.spec(item).get("action") or "ALLOW")
 
 
@@ -76,7 +76,7 @@ def _layers(rule: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def delivered(facts: Facts) -> Iterator[Finding]:
-    """Judge policies as they arrived at proxies."""
+    """Judge policies as the proxies received them."""
     seen: dict[tuple[str, str], list[str]] = {}
     for node, dump in facts.dumps():
         for policy in dump.get("policies") or ():
@@ -217,7 +217,7 @@ def strict(facts: Facts) -> Iterator[Finding]:
     for node, dump in facts.dumps():
         denials = dump.get("denials")
         if denials is None:
-            continue  # the Rust ztunnel does not count them
+            continue  # the Rust ztunnel does not count refusals
         found = True
         for each in denials:
             last = o.seconds_of(each.get("lastTime"))

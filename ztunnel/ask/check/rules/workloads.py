@@ -1,4 +1,4 @@
-"""Objects that are not in the mesh as their labels suggest, and settings without effect. Pure."""
+"""Checks for objects whose labels suggest that they are in the mesh but are not, and for unused settings. Pure."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _PROTOCOLS: Final = ("http", "http2", "grpc", "https", "tls", "tcp", "mongo", "m
 
 
 def ignored(facts: Facts) -> Iterator[Finding]:
-    """Judge settings of sidecars for pods of the mesh."""
+    """Find sidecar settings on pods of the mesh, where they have no effect."""
     ambient = o.ambient_namespaces(facts)
     for kind in ("Sidecar", "EnvoyFilter", "Telemetry"):
         for item in facts.listed(kind):
