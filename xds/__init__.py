@@ -1,4 +1,4 @@
-"""What control planes say, and the mesh they describe. Has no part in sockets that carry traffic."""
+"""Receives configuration from control planes and models the mesh. Has no part in sockets that carry traffic."""
 
 import pkgutil
 

@@ -7,14 +7,14 @@
 
 
 class XdsError(Exception):
-    """Root of all exceptions that this package raises on purpose."""
+    """The base class of all exceptions that this package raises on purpose."""
 
 
 class ConfigError(XdsError):
     """Configuration that cannot be obeyed.
 
     Attributes:
-        path: where, as field names and indices from the resource's root (``filter_chains[0].filters[1]``);
+        path: the location, as field names and indices from the resource's root (``filter_chains[0].filters[1]``);
             the resource itself has an empty path. reason: the fault, without the path.
     """
 
@@ -27,7 +27,7 @@ class ConfigError(XdsError):
         return f"{self.path}: {self.reason}" if self.path else self.reason
 
     def under(self, prefix: str) -> "ConfigError":
-        """The same error seen from further out: ``prefix`` put before the path."""
+        """Return the same error with ``prefix`` put before the path."""
         separator = "" if not self.path or self.path.startswith("[") else "."
         return type(self)(self.reason, f"{prefix}{separator}{self.path}")
 

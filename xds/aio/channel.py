@@ -38,7 +38,7 @@ from xds.grpc.status import Headers, RpcFailed, Status
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S: Final = 20.0  # as gRPC's own clients
+CONNECT_S: Final = 20.0  # the same as in gRPC's own clients
 _EACH_S: Final = 5.0  # of a name's addresses, but for the last: one that does not answer must not use up the time
 _USER_AGENT: Final = "grpc-python-ztunnel"
 _UNSENT_BYTES: Final = 4 * 1024 * 1024
@@ -160,12 +160,12 @@ class Call:
     # Called by the connection
 
     def received(self, message: bytes) -> None:
-        """Queue a message for the reader."""
+        """Queue a received message for the reader."""
         self._messages.append(message)
         self._arrived.set()
 
     def room(self) -> None:
-        """Wake the writer."""
+        """Wake the writer, because there may be room again."""
         self._room.set()
 
     def ended(self, failure: RpcFailed | None) -> None:
@@ -199,12 +199,12 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """Return whether calls can be opened, now or after others have ended."""
+        """Whether calls can be opened, now or after others have ended."""
         return self._core.state is State.OPEN
 
     @property
     def reason(self) -> str:
-        """Why the connection is not usable."""
+        """The reason why the connection is not usable."""
         return self._core.reason
 
     async def open(self, fields: Headers, message_limit_bytes: int | None, limit_s: float) -> Call | None:
@@ -232,14 +232,14 @@ class _Connection:
     # Calls
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Take what windows and the network allow; after less than all, :meth:`Call.room` will be called."""
+        """Send what flow control and the network accept. If that is not all, :meth:`Call.room` is called later."""
         sent = 0
         while sent < len(data) and not self._paused:
             taken = self._core.send(call_id, data[sent:])
             if not taken:
                 break
             sent += taken
-            self._flush()  # may pause us
+            self._flush()  # the transport may pause our writing
         return sent
 
     def end(self, call_id: int) -> None:
@@ -305,12 +305,12 @@ class _Connection:
         if self._core.too_many_pings and self._keepalive is not None:
             self._keepalive.back_off()
             logger.warning("server complains of too many PINGs; now one in %g s", self._keepalive.interval_s)
-            self._keepalive = None  # this connection ends
+            self._keepalive = None  # stop PINGs on a closing connection
         if self._core.state is State.CLOSED:
             self._transport.close()
         elif self._transport.get_write_buffer_size() > _UNSENT_BYTES:
-            # Messages stop long before: the rest is answers to a server that asks (PING, SETTINGS) and does not
-            # read.
+            # Messages stop long before this limit. The rest is answers to a server that sends PING or SETTINGS and
+            # does not read.
             self._cut("the server does not read what it asked for")
 
     def pause_writing(self) -> None:
@@ -322,7 +322,7 @@ class _Connection:
             call.room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # EOF and reset are how control planes end streams; xDS clients know these words.
+        # Control planes end streams by EOF or reset, and operators of xDS clients know these messages.
         text = "socket closed" if exc is None else (getattr(exc, "strerror", None) or str(exc)).lower()
         self._dispatch(self._core.lost(text))
         self._stop_timer()
@@ -400,7 +400,7 @@ class _Connection:
 
 
 class _Own:
-    """Stands for a new :class:`Keepalive`."""
+    """The default argument that requests a new :class:`Keepalive`."""
 
 
 _OWN: Final = _Own()
@@ -421,7 +421,7 @@ class Channel:
         source: the local address to connect from. None leaves the choice to the kernel.
 
     Raises:
-        ValueError: the target is neither.
+        ValueError: the target has another form.
     """
 
     def __init__(
@@ -516,7 +516,7 @@ class Channel:
         try:
             async with asyncio.timeout(timeout_s):
                 call = await self.call(path, metadata=metadata, timeout_s=timeout_s)
-                with suppress(RpcFailed):  # reading raises what ended the call
+                with suppress(RpcFailed):  # read() raises the error that ended the call
                     await call.write(message, ended=True)
                 answer = await call.read()
                 if answer is None or await call.read() is not None:
@@ -591,7 +591,7 @@ class Channel:
                     if self._source is not None and not self._path:
                         sock.bind((self._source, 0))
                     await loop.sock_connect(sock, address)
-            except OSError:  # TimeoutError is one
+            except OSError:  # TimeoutError is a subclass
                 sock.close()
                 if index == len(addresses):
                     raise
@@ -609,7 +609,7 @@ class Channel:
 
 
 def _words(error: OSError | TlsError) -> str:
-    """Return the kernel's words, where asyncio's repeat the address."""
+    """Return the kernel's error message, because asyncio's repeats the address."""
     if isinstance(error, (TlsError, socket.gaierror)) or not error.errno:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return os.strerror(error.errno)

@@ -100,12 +100,12 @@ class ControlPlaneStats:
 
 
 def connect_to(target: str, *, response_limit_bytes: int | None = None) -> Connect:
-    """Return how to reach ``host:port`` or ``unix:/path`` in plain text.
+    """Return a function that opens a plain-text channel to ``host:port`` or ``unix:/path``.
 
     Envoy has no limit on responses, so that there is none by default.
 
     Raises:
-        ValueError: the target is neither.
+        ValueError: the target has another form.
     """
 
     keepalive = Keepalive()
@@ -113,12 +113,12 @@ def connect_to(target: str, *, response_limit_bytes: int | None = None) -> Conne
     def connect() -> Channel:
         return Channel(target, message_limit_bytes=response_limit_bytes, keepalive=keepalive)
 
-    connect()  # a target that is wrong is so now, not at the first attempt
+    connect()  # report an invalid target now, not at the first attempt
     return connect
 
 
 class _Stream:
-    """One gRPC stream, kept up, and the feeds of its types."""
+    """One gRPC stream, reopened after each failure, and the feeds of its types."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Stream:
         self.wake()
 
     def wake(self) -> None:
-        """Look again: names changed, or a receiver has returned."""
+        """Wake the writer: names have changed, or a receiver has returned."""
         self._wake.set()
         self._arm_expiry()
 
@@ -205,7 +205,7 @@ class _Stream:
 
     async def _keep_connected(self) -> None:
         while True:
-            await self._wake.wait()  # nothing to ask for, no stream
+            await self._wake.wait()  # without subscriptions no stream is opened
             try:
                 await self._stream_until_it_ends()
             except Exception:
@@ -247,7 +247,7 @@ class _Stream:
         async with self._connect() as channel:
             try:
                 metadata = () if self._metadata is None else tuple(self._metadata())
-            except (OSError, XdsError) as error:  # a token that cannot be read now may be there later
+            except (OSError, XdsError) as error:  # a token file that is unreadable now can be readable later
                 raise _unreachable(error) from error
             try:
                 call = await channel.call(self._path, metadata=metadata)
@@ -355,7 +355,7 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            # After one fault is fixed, the next one must show.
+            #             After one fault is fixed, the next one must be logged.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 

@@ -53,7 +53,7 @@ class GrpcSubscription:
         self._feed = feed
 
     def set_names(self, names: Iterable[str]) -> None:
-        """Replace the names asked for."""
+        """Replace the requested names."""
         self.stats.update_attempt += 1
         self._feed.set(self, names)
 
@@ -128,7 +128,7 @@ class Feed:
         self._wake.set()
 
     def expired(self, update: Update) -> None:
-        """Deliver the removal of what outlived its time to live; there is no response to ACK."""
+        """Deliver the removal of resources whose time to live has passed; there is no response to ACK."""
         self._expired.append(update)
         self._wake.set()
 
@@ -187,7 +187,7 @@ class Feed:
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             if subscription not in self._interest:
-                continue  # closed meanwhile
+                continue  # the subscription was closed meanwhile
             failure = await self._hand_over(subscription, part, settling)
             if failure is not None:
                 failures.append(failure)
@@ -196,7 +196,7 @@ class Feed:
     async def _hand_over(
         self, subscription: GrpcSubscription, update: Update, settling: list[Settling]
     ) -> UpdateRejected | None:
-        """Returns the refusal, if it was one; if resources still warm, adds to ``settling``."""
+        """Call one receiver. Return its refusal, if any; add to ``settling`` if resources are still warming."""
         stats = subscription.stats
         stats.update_attempt += 1
         try:
@@ -207,12 +207,12 @@ class Feed:
                 "configuration refused type=%s version=%s error=%s", update.type_url, update.version, rejected
             )
             return rejected
-        except Exception as error:  # our bug: the last good configuration must outlive it
+        except Exception as error:  # a bug of ours must not remove the last good configuration
             stats.update_rejected += 1
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
             return UpdateRejected(f"internal error: {type(error).__name__}: {error}")
-        subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
+        subscription.initial_fetch.over()  # a refused update does not count: the wait continues to its limit
         stats.accepted(update.version, time.time())
         if warming is not None:
             settling.append(warming)
@@ -222,7 +222,7 @@ class Feed:
 
 
 class _HeldAck:
-    """The ACK of a response; sent once: when no resource warms any longer, after a limit, or by :meth:`send`."""
+    """A delayed ACK. It is sent once: when no resource is warming, after a limit, or by :meth:`send`."""
 
     def __init__(self, accept: Callable[[], None], settling: list[Settling]) -> None:
         self._accept: Callable[[], None] | None = accept

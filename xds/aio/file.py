@@ -48,7 +48,7 @@ class FileSubscription:
         self._file = file
 
     def set_names(self, names: Iterable[str]) -> None:
-        """Replace the names asked for; they are looked up in the file as last read."""
+        """Replace the requested names, which are looked up in the last valid content of the file."""
         self.names = frozenset(names)
         self._file.read_for(self)
 
@@ -58,7 +58,7 @@ class FileSubscription:
 
 
 class _File:
-    """One path, its subscriptions, and the task that reads it."""
+    """One watched file: its path, its subscriptions, and the task that reads it."""
 
     def __init__(
         self, path: str, on_unknown_fields: OnUnknownFields | None, on_unused: Callable[[], None]
@@ -89,12 +89,12 @@ class _File:
         self._wake.set()
 
     def moved(self, name: str | None) -> None:
-        """A directory entry changed. ``name`` is None if the kernel did not say which."""
+        """Handle a changed directory entry. ``name`` is None if the kernel did not say which."""
         if name is None or name == os.path.basename(self.path):
             self.reload()
 
     def moved_any(self, name: str | None) -> None:
-        """Something appeared in the watched directory."""
+        """Handle a rename into the watched directory."""
         self.reload()
 
     def reload(self) -> None:
@@ -123,7 +123,7 @@ class _File:
         except ConfigError as error:
             failure = error
         except Exception as error:
-            # Our bug, or a library's. A failure of this task would end its group, and that the process.
+            # Our bug, or a library's. A failure of this task would end its task group, and with it the process.
             logger.exception("configuration file not read path=%s", self.path)
             failure = ConfigError(f"internal error: {type(error).__name__}")
         else:
@@ -160,12 +160,12 @@ class _File:
                 "configuration refused path=%s type=%s error=%s", self.path, subscription.type_url, rejected
             )
             return
-        except Exception:  # our bug: the last good configuration must outlive it
+        except Exception:  # a bug of ours must not remove the last good configuration
             stats.update_rejected += 1
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
             return
-        subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
+        subscription.initial_fetch.over()  # a refused update does not count: the wait continues to its limit
         stats.accepted(update.version, time.time())
 
 

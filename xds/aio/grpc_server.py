@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 OPTIONS: Final = (
     ("grpc.max_concurrent_streams", 1000),
-    # By default two servers may share a port and get every other client each.
+    #     By default gRPC lets two servers share a port, which would split the clients between them.
     ("grpc.so_reuseport", 0),
     # Clients send a PING at most every 10 s (ours every 30 s), with or without open calls. The default treats
     # intervals below 5 minutes as an attack and answers with GOAWAY too_many_pings.
@@ -163,7 +163,7 @@ class GrpcServer:
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """Every method of the addresses; messages are bytes both ways."""
+    """The methods that the server offers; requests and responses are bytes."""
 
     def __init__(self, route: Route, unary: Mapping[str, Answer]) -> None:
         self._route = route
@@ -200,7 +200,7 @@ def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) ->
         try:
             await serve(context)
         except grpc.aio.AbortError:
-            raise  # the call has its status
+            raise  # the call already has its status
         except grpc.aio.BaseError:
             # A read or write met the end of its call: the client is gone, or its deadline is over. gRPC
             # cancels this handler for that, too, and which of the two comes first is chance.
@@ -226,7 +226,7 @@ def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
 
 
 def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
-    """Return what a server shows: ``chain_pem``, the leaf first. Its clients prove themselves otherwise."""
+    """Return server credentials with ``chain_pem``, leaf first. Clients authenticate by other means than TLS."""
     return grpc.ssl_server_credentials([(key_pem, chain_pem)])
 
 
@@ -268,7 +268,7 @@ def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 def _probe(family: int, address: Any) -> None:
-    """Bind and close: gRPC says that it cannot bind, but not why.
+    """Bind an address and close it again, because gRPC does not report why it cannot bind.
 
     Raises:
         OSError: the kernel's reason.

@@ -1,4 +1,4 @@
-"""gRPC's health checking protocol (``grpc.health.v1``), the client's side."""
+"""The client side of gRPC's health checking protocol (``grpc.health.v1``)."""
 
 from typing import Final
 
@@ -13,7 +13,7 @@ async def serves(channel: Channel, service: str, timeout_s: float) -> bool:
     """Return whether a server reports SERVING for a service. An empty name stands for the server as a whole.
 
     Raises:
-        RpcFailed: no answer in time, or none that says so; NOT_FOUND for a service that the server does not know.
+        RpcFailed: no answer in time, or an invalid one; NOT_FOUND for a service that the server does not know.
         XdsError: no connection.
     """
     name = service.encode()

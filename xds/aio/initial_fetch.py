@@ -7,7 +7,7 @@ from xds.protocol.resource import SubscriptionStats
 
 
 class InitialFetch:
-    """Runs from the subscription to the first accepted update. Reports at most once that no update arrived."""
+    """Waits from the subscription to the first accepted update. Reports a timeout at most once."""
 
     __slots__ = ("_on_timeout", "_stats", "_timer")
 

@@ -1,6 +1,6 @@
 """Reports renames onto files, by inotify(7) through ctypes, with one descriptor per watcher.
 
-A directory is watched, not the file: the file of before the rename is another inode.
+Directories are watched, not files: a rename puts another inode in a file's place.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class RenameWatcher:
-    """Calls back when something is renamed into a watched directory; ``async with`` owns the descriptor."""
+    """Calls back when a file is renamed into a watched directory; ``async with`` owns the descriptor."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -50,12 +50,11 @@ class RenameWatcher:
         self._fd = -1
 
     def watch(self, directory: str, on_moved: OnMoved, events: int = IN_MOVED_TO) -> Callable[[], None]:
-        """Begin; the result ends it.
+        """Start to watch; call the result to stop.
 
         Args:
-            directory: where.
-            on_moved: see :data:`OnMoved`.
-            events: what counts; with IN_CLOSE_WRITE and IN_DELETE also what others do without renames.
+            directory: the directory to watch. on_moved: see :data:`OnMoved`. events: the event mask;
+                IN_CLOSE_WRITE and IN_DELETE add changes without renames.
 
         Raises:
             OSError: the directory is missing or unreadable, or ``fs.inotify.max_user_watches`` is reached.

@@ -29,17 +29,18 @@ REQUEST_BYTES: Final = 64 * 1024 * 1024
 #: Chooses the key of :meth:`SnapshotServer.publish` for a client; the default is its node id.
 KeyOf = Callable[[Node], str]
 
-#: Called with each verdict and the key of the client that gave it.
+#: Called with each ACK or NACK, and the key of the client that sent it.
 OnAnswer = Callable[[str, Answered], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The other end of a call, as far as gRPC knows it.
+    """The client of a call, as far as gRPC knows it.
 
     Attributes:
         metadata: the call's metadata, names in lower case; values under one name are joined with commas.
-        local: it came over a Unix socket, or where only this host's processes can connect in plain text.
+        local: the call came over a Unix socket, or to a plain-text address that only this host's processes can
+            reach.
     """
 
     metadata: Mapping[str, str]
@@ -47,7 +48,7 @@ class Caller:
 
 
 class NotAdmitted(XdsError):
-    """The caller is not authorised to get what it requests. The text is sent to it."""
+    """The caller is not authorised for its request. The text is sent to it."""
 
 
 #: Judges a client when its first request names its node; raises :class:`NotAdmitted` to end the stream.
@@ -59,7 +60,7 @@ Answer = Callable[[bytes, Caller], Awaitable[bytes] | bytes]
 
 @dataclass(eq=False, slots=True)
 class _Client:
-    """One stream."""
+    """The state of one client's stream."""
 
     state: ServerState[Any, Any]
     key: str | None = None
@@ -109,7 +110,7 @@ class SnapshotServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses, with the ports that were picked."""
+        """The addresses served, with the ports that the kernel picked."""
         return self._server.addresses
 
     async def __aenter__(self) -> Self:
@@ -120,12 +121,12 @@ class SnapshotServer:
         await self._server.__aexit__(*exception)
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
-        """Replace what the nodes of ``key`` should have; connected ones are sent the difference."""
+        """Replace the snapshot of the nodes with this ``key``; connected ones are sent the difference."""
         self._snapshots[key] = snapshot
         self._tell(key, snapshot)
 
     def withdraw(self, key: str) -> None:
-        """Forget a node; if it is connected its complete types become empty."""
+        """Remove the snapshot of a key. For connected clients, the types sent in full become empty."""
         self._snapshots.pop(key, None)
         self._tell(key, Snapshot())
 

@@ -1,4 +1,4 @@
-"""The tunnels' TLS for calls: between an asyncio transport and a connection that sees it as its transport."""
+"""TLS for gRPC connections, with the tunnels' implementation, between an asyncio transport and a connection."""
 
 import asyncio
 from typing import Final, Protocol, cast
@@ -8,7 +8,7 @@ from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import TlsContext
 
 READ_BYTES: Final = 64 * 1024
-"""Handled in one turn of the loop: 1 ms of processor time for long answers, 10 ms for small messages."""
+"""The bytes handled in one loop iteration: 1 ms of processor time for long answers, 10 ms for small messages."""
 
 
 class Transport(Protocol):
@@ -27,10 +27,10 @@ class Inner(Protocol):
     """A connection above the transport. It is called like an :class:`asyncio.BaseProtocol`."""
 
     def opened(self, transport: Transport) -> None:
-        """The connection is open, and its handshake, if any, is done."""
+        """Called when the connection is open, and its handshake, if any, is done."""
 
     def received(self, data: memoryview) -> None:
-        """Plaintext, at most :data:`READ_BYTES`; the view is valid during the call only."""
+        """Called with plaintext, at most :data:`READ_BYTES`; the view is valid during the call only."""
 
     def connection_lost(self, exc: Exception | None) -> None: ...
 
@@ -95,7 +95,7 @@ class Secured(Plain):
     def __init__(self, context: TlsContext, inner: Inner) -> None:
         super().__init__(inner)
         self.established: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # A dial that was cancelled does not ask how the handshake ended.
+        #         A cancelled dial does not retrieve the result of the handshake.
         self.established.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._session = TlsSession(context)
         self._plain = memoryview(bytearray(READ_BYTES))
@@ -136,7 +136,7 @@ class Secured(Plain):
         try:
             done = self._session.handshake()
         except TlsError as error:
-            self._send(b"")  # the alert
+            self._send(b"")  # sends the alert
             self._fail(error)
             return
         self._send(b"")
@@ -156,7 +156,7 @@ class Secured(Plain):
             self._fail(error)
             return
         if not self._closing:
-            self._send(b"")  # an answer to a key update
+            self._send(b"")  # sends the answer to a key update
             if self._session.peer_closed:
                 self.close()
 
@@ -183,7 +183,7 @@ class Secured(Plain):
             self._fail(error)
 
     def close(self) -> None:
-        """Say close_notify and close; see :class:`Transport`."""
+        """Send close_notify and close; see :class:`Transport`."""
         if not self._closing and self._transport is not None:
             self._closing = True
             self._session.close()

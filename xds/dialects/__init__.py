@@ -1,1 +1,1 @@
-"""Dialects: what control planes send, compiled to ``xds.model``."""
+"""Compilers from the messages of each kind of control plane to ``xds.model``."""

@@ -46,7 +46,7 @@ STREAM_WINDOW_BYTES: Final = 4 * 1024 * 1024
 CONNECTION_WINDOW_BYTES: Final = 16 * 1024 * 1024
 #: Larger frames cost h2 less per byte. A frame is handled in one piece, so its length must be limited.
 MAX_FRAME_BYTES: Final = 64 * 1024
-#: Of one :meth:`ClientConnection.send`; the caller then sees whether the network still takes bytes.
+#: The most bytes per :meth:`ClientConnection.send`; the caller then checks whether the network accepts more.
 _SEND_BYTES: Final = 256 * 1024
 _PING: Final = b"keepaliv"
 
@@ -67,7 +67,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Opened:
-    """The server's SETTINGS came: the state is no longer OPENING."""
+    """The server's SETTINGS arrived: the state is no longer OPENING."""
 
 
 @dataclass(slots=True)
@@ -85,14 +85,14 @@ class MessageReceived:
 
 @dataclass(slots=True)
 class WritePossible:
-    """Flow control lets more bytes of a call through; of all calls if ``call_id`` is None."""
+    """Flow control allows more bytes of a call; of all calls if ``call_id`` is None."""
 
     call_id: int | None
 
 
 @dataclass(slots=True)
 class CallEnded:
-    """A call is over, well or with ``failure``; its last event. The connection has forgotten it."""
+    """The last event of a call: it ended in order, or with ``failure``. Its id is no longer valid."""
 
     call_id: int
     failure: RpcFailed | None
@@ -105,13 +105,13 @@ CallEvent: TypeAlias = Opened | CallsPossible | MessageReceived | WritePossible 
 class _Call:
     reader: MessageReader
     unread_bytes: int = 0
-    """Received and not yet credited, since messages wait for their reader."""
+    """Bytes received and not yet credited, because messages wait for their reader."""
     waiting_messages: bool = False
     trailers: Headers | None = None
 
 
 class ClientConnection:
-    """See the module. Call :meth:`start` first.
+    """One client connection; see the module. Call :meth:`start` first.
 
     Attributes:
         state: see :class:`State`.
@@ -147,14 +147,14 @@ class ClientConnection:
 
     @property
     def calls_possible(self) -> int:
-        """Return how many calls can be opened now. 0 unless OPEN."""
+        """The number of calls that can be opened now; 0 unless the state is OPEN."""
         if self.state is not State.OPEN:
             return 0
         return max(self._h2.remote_settings.max_concurrent_streams - self._h2.open_outbound_streams, 0)
 
     @property
     def calls(self) -> int:
-        """How many calls are open."""
+        """The number of open calls."""
         return len(self._calls)
 
     def data_to_send(self) -> bytes:
@@ -175,7 +175,7 @@ class ClientConnection:
             call_id = self._h2.get_next_available_stream_id()
             self._h2.send_headers(call_id, fields)
         except ProtocolError as error:
-            # 2^31 stream ids are used up (RFC 9113, 5.1.1), or the fields are none that HTTP/2 can carry.
+            #             All 2^31 stream ids are used up (RFC 9113, 5.1.1), or HTTP/2 cannot carry the fields.
             self._drain(f"no more calls on this connection: {error}")
             raise RpcFailed(Status.UNAVAILABLE, self.reason) from error
         self._calls[call_id] = _Call(MessageReader(message_limit_bytes))
@@ -203,14 +203,14 @@ class ClientConnection:
             self._h2.end_stream(call_id)
 
     def consumed(self, call_id: int) -> None:
-        """Return the credit of all messages received so far, which the caller has read."""
+        """Return the flow-control credit of all messages received so far, because the caller has read them."""
         call = self._calls.get(call_id)
         if call is not None:
             call.waiting_messages = False
             self._credit(call_id, call)
 
     def cancel(self, call_id: int) -> None:
-        """Give a call up with CANCEL: it has no more events. Idempotent."""
+        """Cancel a call with RST_STREAM(CANCEL): it has no more events. Idempotent."""
         call = self._calls.get(call_id)
         if call is not None:
             self._forget(call_id, call, ErrorCodes.CANCEL)
@@ -230,7 +230,7 @@ class ClientConnection:
     # Network
 
     def lost(self, reason: str) -> list[CallEvent]:
-        """The connection is gone: end all calls with ``reason``, which an earlier one outweighs. Idempotent."""
+        """Record that the connection is gone: end all calls with ``reason``, or an earlier reason. Idempotent."""
         if self.state is State.CLOSED:
             return []
         self.state = State.CLOSED
@@ -288,7 +288,7 @@ class ClientConnection:
                 events.append(WritePossible(None))
                 events.append(CallsPossible())
             case _:
-                pass  # 1xx answers, PING and its answer, SETTINGS' answer: h2 does what they need
+                pass  # 1xx responses, PING, PONG and the ACK of SETTINGS: h2 handles them
 
     def _data(self, event: DataReceived, events: list[CallEvent]) -> None:
         call_id, size = event.stream_id, event.flow_controlled_length
@@ -343,8 +343,8 @@ class ClientConnection:
     def _forget(self, call_id: int, call: _Call, reset: ErrorCodes | None) -> None:
         self._credit(call_id, call)
         del self._calls[call_id]
-        # h2 drops closed streams at times. Resetting a stream that both sides have ended would send a needless
-        # frame.
+        #         h2 sometimes drops closed streams. Resetting a stream that both sides have ended would send a
+        # needless frame.
         stream = self._h2.streams.get(call_id)
         if reset is not None and stream is not None and not stream.closed:
             self._h2.reset_stream(call_id, reset)
@@ -361,7 +361,7 @@ class ClientConnection:
         self._drain(self._goodbye)
         events.append(CallsPossible())
         for call_id in [each for each in self._calls if each > goaway.last_stream_id]:
-            # The server has not looked at these and never will (RFC 9113, 6.8).
+            #             The server has not processed these calls, and will not (RFC 9113, 6.8).
             self._fail(call_id, failure_of_reset(ErrorCodes.REFUSED_STREAM), ErrorCodes.CANCEL, events)
 
     def _drain(self, reason: str) -> None:
@@ -379,7 +379,7 @@ class Goaway:
 
 
 class FrameCutter:
-    """Cuts received bytes at the ends of frames, and takes GOAWAY out.
+    """Splits received bytes at frame boundaries, and removes GOAWAY frames.
 
     ``h2`` must not see GOAWAY: it closes its connection at once, refuses every later frame and drops what is
     queued (python-hyper/h2, issue 1181), where RFC 9113 lets open streams end in peace. Servers drain in this

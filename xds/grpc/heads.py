@@ -1,4 +1,4 @@
-"""Header fields of calls: requests written, answers judged ("Requests", "Responses" of the protocol)."""
+"""Header fields of calls: writes requests and checks responses ("Requests", "Responses" of the protocol)."""
 
 import math
 import re
@@ -9,8 +9,8 @@ from xds.grpc.status import Header, Headers, RpcFailed, Status, failure_of_http
 
 CONTENT_TYPE: Final[Header] = (b"content-type", b"application/grpc")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_MOST: Final = 99_999_999  # eight digits
-#: Fields that belong to the transport.
+_MOST: Final = 99_999_999  # the largest number of eight digits
+#: Header fields that callers must not set, because the transport does.
 _NO_METADATA: Final = frozenset((b"te", b"content-type", b"user-agent", b"content-length"))
 
 
@@ -51,7 +51,7 @@ def request_fields(
 
 
 def failure_of_answer(status: int, fields: Headers) -> RpcFailed | None:
-    """Return why the head of an answer is not valid gRPC. None if it is valid; the call's status can still be in
+    """Return why the head of a response is not valid gRPC. None if it is valid; the call's status can still be in
     it.
     """
     if status != 200:

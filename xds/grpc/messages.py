@@ -11,10 +11,10 @@ PREFIX_BYTES: Final = _PREFIX.size
 
 
 def prefix(message: bytes) -> bytes:
-    """Return what precedes ``message``, uncompressed.
+    """Return the length prefix of an uncompressed ``message``.
 
     Raises:
-        RpcFailed: RESOURCE_EXHAUSTED, it is longer than the prefix can say (4 GiB).
+        RpcFailed: RESOURCE_EXHAUSTED, the message is longer than the prefix can express (4 GiB).
     """
     if len(message) >= 2**32:
         raise RpcFailed(Status.RESOURCE_EXHAUSTED, f"message of {len(message)} bytes cannot be sent")
@@ -22,7 +22,7 @@ def prefix(message: bytes) -> bytes:
 
 
 class MessageReader:
-    """Assembles messages, however DATA frames cut them; holds one unfinished message at most.
+    """Assembles messages, however DATA frames split them; holds one unfinished message at most.
 
     Args:
         limit_bytes: the longest message. None allows any length.
@@ -63,7 +63,8 @@ class MessageReader:
             if self._begun is not None:
                 self._begun.write(part)
             elif self._missing:
-                # BytesIO gives its value without a copy; joining 78 MB held the loop up for 50 ms.
+                #                 BytesIO returns its value without a copy; joining 78 MB blocked the loop for 50
+                # ms.
                 self._begun = BytesIO()
                 self._begun.write(part)
             if not self._missing:

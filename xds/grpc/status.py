@@ -1,4 +1,4 @@
-"""How a call ends: gRPC's status codes, the trailers that carry them, and what HTTP and HTTP/2 errors become."""
+"""The result of a call: gRPC's status codes, their trailers, and the mapping of HTTP and HTTP/2 errors."""
 
 import re
 from enum import IntEnum
@@ -36,8 +36,7 @@ class RpcFailed(Exception):
     """A call ended with another status than OK.
 
     Attributes:
-        status: why.
-        details: the peer's or our explanation. Can be empty.
+        status: the status code. details: the peer's or our explanation. Can be empty.
     """
 
     def __init__(self, status: Status, details: str = "") -> None:
@@ -79,12 +78,12 @@ def code_name(code: int) -> str:
 
 
 def failure_of_http(code: int) -> RpcFailed:
-    """Return what an HTTP status other than 200 means: an intermediary answered, not the service."""
+    """Return the failure for an HTTP status other than 200, which an intermediary sent, not the service."""
     return RpcFailed(_OF_HTTP.get(code, Status.UNKNOWN), f"the answer is HTTP status {code}, not gRPC")
 
 
 def failure_of_reset(code: int) -> RpcFailed:
-    """Return what RST_STREAM with ``code`` means."""
+    """Return the failure for an RST_STREAM with ``code``."""
     return RpcFailed(_OF_RESET.get(code, Status.INTERNAL), f"stream reset with {code_name(code)}")
 
 

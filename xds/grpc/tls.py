@@ -1,4 +1,4 @@
-"""TLS towards control planes, as values: our offer, and which certificate belongs to a server (RFC 9525)."""
+"""TLS settings for connections to control planes: what we offer, and the check of server names (RFC 9525)."""
 
 import ipaddress
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ __all__ = ["TlsContext", "client_tls", "named"]
 def client_tls(
     root_pem: bytes, names: Sequence[str], *, tls_1_2: bool = True, groups: tuple[str, ...] | None = None
 ) -> TlsContext:
-    """Return the context of a client that believes one server.
+    """Return a client's TLS context that accepts only one server.
 
     Args:
         root_pem: one or more certificates. The server's chain must end in a root of these. names: the server's

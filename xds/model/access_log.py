@@ -1,4 +1,4 @@
-"""Access loggers."""
+"""Access loggers, as values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class JsonFormat:
 
 
 class Comparison(StrEnum):
-    """How a filter compares what it reads with its value."""
+    """How a filter compares a value of the connection with its own."""
 
     EQUAL = "EQ"
     AT_LEAST = "GE"
@@ -28,7 +28,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StatusFilter:
-    """The response code, 0 if there is none, compares so with ``value``."""
+    """Lets lines through by comparing the response code (0 if there is none) with ``value``."""
 
     comparison: Comparison
     value: int
@@ -44,21 +44,21 @@ class DurationFilter:
 
 @dataclass(frozen=True, slots=True)
 class FlagFilter:
-    """One of the response flags is set; any flag, if none is named."""
+    """Lets lines through that have one of the response flags; any flag if none is named."""
 
     flags: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class AllFilters:
-    """Every filter lets the line through; also when there is none."""
+    """Lets lines through if every filter does, or there is none."""
 
     filters: tuple["LogFilter", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AnyFilter:
-    """At least one filter lets the line through."""
+    """Lets lines through if at least one filter does."""
 
     filters: tuple["LogFilter", ...]
 
@@ -68,7 +68,7 @@ LogFilter: TypeAlias = StatusFilter | DurationFilter | FlagFilter | AllFilters |
 
 @dataclass(frozen=True, slots=True)
 class AccessLog:
-    """Where a line goes and how it reads.
+    """An access logger that writes lines: its file and their format.
 
     Attributes:
         path: a file; ``/dev/stdout`` and ``/dev/stderr`` are the process's own.
@@ -103,7 +103,7 @@ class LogStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcAccessLog:
-    """Where an entry goes, and what it holds besides the facts that all have.
+    """An access logger that sends entries: its stream, and the additional fields of an entry.
 
     Attributes:
         request_headers: names in lower case.

@@ -1,4 +1,4 @@
-"""Addresses as configuration names them."""
+"""The kinds of addresses in configuration, as values."""
 
 import ipaddress
 import re
@@ -66,7 +66,7 @@ def _parse(text: str) -> SocketAddress:
 
 @lru_cache(maxsize=16384)
 def canonical(address: IpAddress | str) -> str:
-    """The one text form of an address: compressed, IPv4-mapped IPv6 as plain IPv4, no scope.
+    """Return the canonical text of an IP address: compressed, IPv4-mapped IPv6 as plain IPv4, no scope.
 
     Raises:
         ValueError: not an IP address.
@@ -99,7 +99,7 @@ def parse_network(text: str) -> IpNetwork | None:
 
 @lru_cache(maxsize=16384)
 def is_loopback(host: str) -> bool:
-    """Whether the text of an IP address is of the loopback network."""
+    """Return whether an IP address, as text, belongs to a loopback network."""
     return ipaddress.ip_address(host).is_loopback
 
 

@@ -1,4 +1,4 @@
-"""Istio's authorization policies as sent, for dumps, and what they compile to, for the judge."""
+"""Istio's authorization policies: their original form, for dumps, and their compiled condition."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from xds.model.workload import PolicyKey
 
 
 class PolicyScope(StrEnum):
-    """Which workloads a policy is for."""
+    """The workloads that a policy applies to."""
 
     GLOBAL = "Global"
     NAMESPACE = "Namespace"

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from xds.model.address import IpNetwork
 
-#: Kinds whose policies are evaluated on request only: they say what they would do.
+#: Kinds of staged policies, which are evaluated on request only, to report what they would do.
 STAGED_KINDS: Final = frozenset(
     {"StagedNetworkPolicy", "StagedGlobalNetworkPolicy", "StagedKubernetesNetworkPolicy"}
 )
@@ -23,7 +23,7 @@ ICMP_PROTOCOLS: Final = {4: 1, 6: 58}
 
 
 class Direction(StrEnum):
-    """Seen from the endpoint whose policies are evaluated."""
+    """The direction of a flow, as seen from the endpoint whose policies are evaluated."""
 
     INGRESS = "ingress"
     EGRESS = "egress"
@@ -43,7 +43,7 @@ class Action(StrEnum):
 
     @property
     def may_deny(self) -> bool:
-        """Whether leaving the rule out could let something through that it means to stop.
+        """Whether omitting a rule with this action could allow traffic that the rule is meant to stop.
 
         A rule that passes keeps the rest of its tier from allowing.
         """
@@ -140,7 +140,7 @@ class PeerMatch:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule.
+    """One rule of a policy or profile.
 
     Attributes:
         protocol: number or name. None matches any, and an unknown name matches no packet.
@@ -216,7 +216,7 @@ NODE_ADDRESSES: Final = "ztunnel:node-addresses"
 
 @dataclass(frozen=True, slots=True)
 class IpSetUpdate:
-    """Replaces a set. Members: ``10.0.0.1``; ``10.0.0.1,tcp:80``; ``10.0.0.0/8``."""
+    """Replaces an IP set. Members: ``10.0.0.1``; ``10.0.0.1,tcp:80``; ``10.0.0.0/8``."""
 
     id: str
     type: IpSetType
@@ -225,7 +225,7 @@ class IpSetUpdate:
 
 @dataclass(frozen=True, slots=True)
 class IpSetDelta:
-    """Changes the members of a set."""
+    """Changes the members of an IP set."""
 
     id: str
     added: tuple[str, ...] = field(repr=False)
@@ -234,7 +234,7 @@ class IpSetDelta:
 
 @dataclass(frozen=True, slots=True)
 class IpSetRemove:
-    """Removes a set."""
+    """Removes an IP set."""
 
     id: str
 

@@ -1,4 +1,4 @@
-"""Choice of a filter chain by ``filter_chain_match``, the way without a matcher tree.
+"""Chooses a filter chain by ``filter_chain_match``, without a matcher tree.
 
 Criteria are fixed one after the other, most specific value first, and never reconsidered: destination port,
 destination address, server name, transport protocol, application protocol, direct source address, source type,
@@ -60,7 +60,7 @@ class ChainSelector:
         )
 
     def names(self, host: str) -> bool:
-        """Whether any chain names this very address as its destination."""
+        """Return whether any chain names this exact address as its destination."""
         return host in self._hosts
 
     def select(self, facts: ConnectionFacts) -> int | None:
@@ -87,7 +87,7 @@ class ChainSelector:
         return min(left, default=None)
 
     def _narrow(self, left: list[int], rank: Callable[[ChainMatch], int | None]) -> list[int]:
-        """Keep the candidates of the best rank; ``None`` is no match at all."""
+        """Return the candidates of the best rank; a rank of ``None`` means no match."""
         ranked = [(index, rank(self._matches[index])) for index in left]
         best = max((value for _, value in ranked if value is not None), default=None)
         return [index for index, value in ranked if value is not None and value == best]
@@ -150,7 +150,7 @@ def _preferred(wanted: Sequence[str], offered: Sequence[str]) -> int | None:
 
 
 def _longest(networks: tuple[IpNetwork, ...], host: str) -> int | None:
-    """Prefix length + 1 of the longest network that holds ``host``; 0 when any address will do."""
+    """Return the prefix length + 1 of the longest network that contains ``host``; 0 if any address matches."""
     if not networks:
         return 0
     address = ipaddress.ip_address(host)

@@ -12,7 +12,7 @@ from xds.model.tls import ConfigSource, SecretRef, TlsContext
 
 
 class Discovery(StrEnum):
-    """Where a cluster's hosts come from."""
+    """The discovery type of a cluster: the source of its hosts."""
 
     STATIC = "STATIC"
     STRICT_DNS = "STRICT_DNS"
@@ -22,7 +22,7 @@ class Discovery(StrEnum):
 
 
 class LbPolicy(StrEnum):
-    """How a host is chosen."""
+    """The load balancing policy: how a host is chosen."""
 
     ROUND_ROBIN = "ROUND_ROBIN"
     LEAST_REQUEST = "LEAST_REQUEST"
@@ -98,7 +98,7 @@ class LoadAssignment:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Every endpoint, in order."""
+        """All endpoints of the assignment, in order."""
         return tuple(endpoint for group in self.groups for endpoint in group.endpoints)
 
 
@@ -107,7 +107,7 @@ class LoadAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RawBuffer:
-    """Plain TCP."""
+    """The transport socket for plain TCP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class CircuitBreakers:
     effect here.
 
     Attributes:
-        track_remaining: statistics show what is left of each.
+        track_remaining: statistics show the remaining amount of each limit.
     """
 
     max_connections: int = 1024
@@ -217,7 +217,7 @@ class OriginalDst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowStart:
-    """Weight of a new host grows over ``window_s``; 0 is off."""
+    """Slow start: the weight of a new host grows over ``window_s``; 0 disables it."""
 
     window_s: float = 0.0
     aggression: float = 1.0
@@ -226,7 +226,7 @@ class SlowStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancing:
-    """Parameters of the policies and of the levels above them."""
+    """The parameters of load balancing policies, and of the choice of priority and locality."""
 
     policy: LbPolicy = LbPolicy.ROUND_ROBIN
     choice_count: int = 2
@@ -266,7 +266,7 @@ class Cluster:
 
     Attributes:
         http2: present when requests to it travel as HTTP/2 (``explicit_http_config.http2_protocol_options``).
-        eds_source: where endpoints are asked for, with :attr:`eds_name`.
+        eds_source: the source of endpoints, requested by :attr:`eds_name`.
         assignment: inline endpoints (STATIC and DNS clusters).
         breakers: limits of priority DEFAULT and HIGH.
         dns_failure_backoff: base and maximum of the jittered wait in seconds after a name did not resolve. None
@@ -314,7 +314,7 @@ class Cluster:
 
     @property
     def sockets(self) -> tuple[TransportSocket, ...]:
-        """Every transport socket a host of this cluster may get."""
+        """All transport sockets that hosts of this cluster can use."""
         return (*(match.socket for match in self.socket_matches), self.transport_socket)
 
     @property

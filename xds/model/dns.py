@@ -1,4 +1,4 @@
-"""How names of hosts are looked up."""
+"""The settings for look-ups of host names."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class DnsResolver:
     Attributes:
         servers: name servers. Empty means the servers in ``/etc/resolv.conf``.
         servers_are_fallback: ``servers`` are for hosts without a name server in ``/etc/resolv.conf``.
-        tcp: queries go by TCP.
+        tcp: queries are sent over TCP.
         search: names are completed by the search list of ``/etc/resolv.conf``.
         query_timeout_s: the time limit of one query. ``None`` means our default.
         tries: queries for one name; ``None``: our default.
@@ -31,4 +31,4 @@ class DnsResolver:
 
 
 HOSTS_RESOLVER = DnsResolver()
-"""Names are looked up as the rest of the host does."""
+"""The default: look names up like other programs of the host."""

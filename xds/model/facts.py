@@ -23,17 +23,17 @@ class PeerCertificate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that a peer is shown with: URI SANs, then DNS SANs, else the subject."""
+        """The names to display for a peer: URI SANs, then DNS SANs, else the subject."""
         return (self.uri_sans + self.dns_sans) or (self.subject,)
 
     @property
     def principals(self) -> tuple[str, ...]:
-        """The names that Envoy's ``principal_name`` is tried on: URI SANs, DNS SANs and the subject."""
+        """The names that Envoy's ``principal_name`` is compared with: URI SANs, DNS SANs and the subject."""
         return (*self.uri_sans, *self.dns_sans, self.subject)
 
     @property
     def identity(self) -> SpiffeId | None:
-        """The mesh identity: the first URI SAN that is one."""
+        """The mesh identity: the first URI SAN that is a valid SPIFFE id."""
         return _identified(self.uri_sans)[0]
 
     @property
@@ -59,7 +59,7 @@ _NO_CERTIFICATE = PeerCertificate()
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionFacts:
-    """Inputs of matchers and policies. Filled in as listener filters and the handshake find out.
+    """The inputs of matchers and policies. Listener filters and the handshake fill them in.
 
     Attributes:
         source: the peer, after a PROXY header if one was believed.
@@ -89,5 +89,5 @@ class ConnectionFacts:
 
     @property
     def certificate(self) -> PeerCertificate | None:
-        """The peer's certificate, without names if it showed none in its handshake; ``None``: no handshake."""
+        """The peer's certificate; without names if the peer presented none. ``None`` without a handshake."""
         return self.peer if self.peer is not None or not self.secured else _NO_CERTIFICATE

@@ -142,7 +142,7 @@ COMMANDS: Mapping[str, bool | None] = {
 }
 
 
-#: What METADATA may read, and the command that reads the same.
+#: The kinds of metadata that METADATA can read, with the equivalent command.
 METADATA_KINDS: Mapping[str, str] = {
     "DYNAMIC": "DYNAMIC_METADATA",
     "CLUSTER": "CLUSTER_METADATA",
@@ -171,7 +171,7 @@ class FormatString:
 
     @property
     def literal(self) -> str | None:
-        """The text, when there is no command in it."""
+        """The text of the format if it has no commands; otherwise ``None``."""
         return "".join(map(str, self.parts)) if all(isinstance(p, str) for p in self.parts) else None
 
 

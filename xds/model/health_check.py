@@ -7,7 +7,7 @@ from xds.model.address import SocketAddress
 
 @dataclass(frozen=True, slots=True)
 class TcpCheck:
-    """A connection; with bytes, also what is sent first and what must come back, in order."""
+    """A check by connecting. Optionally it sends bytes, and expects bytes in return, in order."""
 
     send: bytes = b""
     receive: tuple[bytes, ...] = ()
@@ -15,7 +15,7 @@ class TcpCheck:
 
 @dataclass(frozen=True, slots=True)
 class HttpCheck:
-    """A request without a body.
+    """A check by an HTTP request without a body.
 
     Attributes:
         method: the request's method.
@@ -35,14 +35,14 @@ class HttpCheck:
 
 @dataclass(frozen=True, slots=True)
 class GrpcCheck:
-    """A call of ``grpc.health.v1.Health/Check``. An empty ``service`` means the server as a whole."""
+    """A check by calling ``grpc.health.v1.Health/Check``. An empty ``service`` means the server as a whole."""
 
     service: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthCheck:
-    """How, how often, and when the result counts. Times are in seconds.
+    """One health check: its kind, its intervals, and its thresholds. Times are in seconds.
 
     Attributes:
         interval_s: between checks of a healthy host.

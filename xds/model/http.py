@@ -1,4 +1,4 @@
-"""HTTP connection manager: only what terminates CONNECT tunnels."""
+"""The HTTP connection manager, as far as it terminates CONNECT tunnels."""
 
 from dataclasses import dataclass, field
 
@@ -91,7 +91,7 @@ class HttpConnectionManager:
         stream_idle_timeout_s: 0 is off, ``None`` unset (Envoy: 300 s).
         max_request_headers_kb: the limit of one request's headers; ``None`` unset (Envoy: 60, this proxy: 64).
         generates_request_id: a request without ``x-request-id`` is given one.
-        preserves_request_id: the client's is kept also where ``uses_remote_address``.
+        preserves_request_id: keep the client's request id also if ``uses_remote_address``.
         uses_remote_address: the manager is at the edge of a mesh, and believes no header about a request's origin.
     """
 

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 _PREFIX = "spiffe://"
-#: Upper case in trust domains, too, which SPIFFE does not allow and Istio's configuration does.
+#: Permits upper case in trust domains, as Istio's configuration does and SPIFFE does not.
 _SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
 
 

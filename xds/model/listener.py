@@ -1,4 +1,4 @@
-"""Listeners, filter chains and network filters."""
+"""Listeners, filter chains and network filters, as values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -121,7 +121,7 @@ class FilterDisabled:
     end: int = 0
 
     def holds(self, destination_port: int) -> bool:
-        """Whether the filter is switched off for connections to this port."""
+        """Return whether the filter is disabled for connections to this port."""
         match self.kind:
             case "port":
                 return self.start <= destination_port < self.end
@@ -137,7 +137,7 @@ class FilterDisabled:
 
 @dataclass(frozen=True, slots=True)
 class ListenerFilterEntry:
-    """A listener filter in its place."""
+    """An entry in a listener's list of listener filters."""
 
     name: str
     filter: ListenerFilter
@@ -154,7 +154,7 @@ class Rbac:
     Attributes:
         rules: the enforced rules. ``None`` permits every connection.
         shadow: judged and counted, never enforced.
-        log_only: action LOG: permits, and sets the access log hint.
+        log_only: the action is LOG: permit, and set the access log hint.
     """
 
     stat_prefix: str
@@ -166,7 +166,7 @@ class Rbac:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimit:
-    """``envoy.filters.network.connection_limit``: connections of a chain at once.
+    """``envoy.filters.network.connection_limit``: limits the open connections of a chain.
 
     Attributes:
         delay_s: the time from accepting a connection above the limit to closing it.
@@ -219,7 +219,7 @@ class SetFilterState:
 
 
 class AppendAction(StrEnum):
-    """What to do when a header to add exists already."""
+    """The action if a header to be added already exists."""
 
     APPEND_IF_EXISTS_OR_ADD = "append"
     ADD_IF_ABSENT = "add_if_absent"
@@ -346,7 +346,7 @@ class Listener:
         return {chain.name: chain for chain in self.chains}
 
     def chain_for(self, facts: ConnectionFacts) -> FilterChain | None:
-        """The chain that takes a connection, ``None`` when it must be closed.
+        """Return the chain for a connection; ``None`` if the connection must be closed.
 
         If a matcher's action names no existing chain, the connection is closed, without a fallback to the default
         chain, like in Envoy.
@@ -358,10 +358,10 @@ class Listener:
         return self.chains[index] if index is not None else self.default_chain
 
     def serves(self, host: str) -> bool:
-        """Whether a chain names this very address as its destination (an inbound chain of a pod)."""
+        """Return whether a chain names this exact address as its destination (an inbound chain of a pod)."""
         return self._selector.names(host)
 
     @property
     def all_chains(self) -> tuple[FilterChain, ...]:
-        """Every chain, the default one last."""
+        """All chains, the default chain last."""
         return self.chains if self.default_chain is None else (*self.chains, self.default_chain)

@@ -43,7 +43,7 @@ class Input:
     key: str = ""
     path: tuple[str, ...] = ()
     read: Callable[[ConnectionFacts], str | None] = field(init=False, repr=False, compare=False)
-    """The input's text, ``None`` when it has no value; chosen here, not for each connection."""
+    """Returns the input's text, ``None`` without a value; the function is chosen once, not per connection."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "read", partial(_READERS[self.kind], self))
@@ -81,7 +81,7 @@ _READERS: dict[InputKind, Callable[[Input, ConnectionFacts], str | None]] = {
 
 
 def is_local(facts: ConnectionFacts) -> bool:
-    """Whether the connection comes from this host: same address at both ends, or loopback."""
+    """Return whether a connection comes from this host: equal addresses at both ends, or loopback."""
     return facts.source.host == facts.destination.host or is_loopback(facts.source.host)
 
 
@@ -106,7 +106,7 @@ class ExactMap:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMap:
-    """``prefix_match_map``: longest key that is a prefix of the input; shorter ones when it leads nowhere."""
+    """``prefix_match_map``: the longest key that is a prefix of the input; shorter ones if it finds no chain."""
 
     input: Input
     entries: Mapping[str, OnMatch]
@@ -181,13 +181,13 @@ Lookup = ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """One level: the input to look up, and the action if it is not found."""
+    """One level of the tree: the input to look up, and the action if it is not found."""
 
     lookup: Lookup
     on_no_match: OnMatch | None = None
 
     def evaluate(self, facts: ConnectionFacts) -> str | None:
-        """The chain name this connection leads to, ``None`` when no action was reached."""
+        """Return the name of the chain for a connection; ``None`` if no action was reached."""
         lookup = self.lookup
         if type(lookup) is ExactMap:  # the ambient tree's only kind: 3 instead of 7 microseconds per connection
             text = lookup.input.read(facts)
@@ -210,7 +210,7 @@ def _follow(hit: OnMatch, facts: ConnectionFacts) -> str | None:
 
 
 def hits(lookup: Lookup, facts: ConnectionFacts) -> list[OnMatch]:
-    """Entries to follow, best first."""
+    """Return the entries that match an input, best first."""
     if isinstance(lookup, MatcherList):
         return [hit for predicate, hit in lookup.matchers if holds(predicate, facts)]
     text = lookup.input.read(facts)
@@ -246,14 +246,14 @@ def _ip_hits(ranges: tuple[IpRange, ...], text: str) -> list[OnMatch]:
 
 
 def server_name_candidates(name: str) -> list[str]:
-    """A server name, then its wildcards from the longest: ``a.b.c``, ``*.b.c``, ``*.c``, ``*``."""
+    """Yield a server name, then its wildcards from the longest: ``a.b.c``, ``*.b.c``, ``*.c``, ``*``."""
     labels = name.lower().split(".")
     wildcards = ["*." + ".".join(labels[cut:]) for cut in range(1, len(labels))]
     return [name.lower(), *wildcards, "*"]
 
 
 def holds(predicate: Predicate, facts: ConnectionFacts) -> bool:
-    """Whether a predicate of a matcher list is true of the connection."""
+    """Return whether a predicate of a matcher list holds for a connection."""
     match predicate:
         case Single():
             text = predicate.input.read(facts)
@@ -269,7 +269,7 @@ def holds(predicate: Predicate, facts: ConnectionFacts) -> bool:
 
 
 def chain_names(matcher: Matcher) -> set[str]:
-    """Every chain name an action of the tree mentions, existing or not."""
+    """Return all chain names in the actions of the tree, whether or not the chains exist."""
     lookup = matcher.lookup
     if isinstance(lookup, MatcherList):
         hits = [hit for _, hit in lookup.matchers]

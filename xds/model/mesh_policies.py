@@ -44,7 +44,7 @@ class WorkloadPolicies:
         return PolicyList(self.enforced.tiers[1:], self.enforced.end)
 
 
-#: A workload's namespace and the policies it names: all that decides which policies apply to it.
+#: A workload's namespace and the policies it names, which determine the policies that apply to it.
 _Pair = tuple[str, tuple[PolicyKey, ...]]
 
 
@@ -94,7 +94,7 @@ class Authorization:
                 del self._by_scope[reach]
 
     def _forget(self, policy: AuthorizationPolicy) -> None:
-        """Drop the values compiled from a policy."""
+        """Drop the cached values that were compiled from a policy."""
         reach = _reach(policy)
         if policy.scope is not PolicyScope.WORKLOAD_SELECTOR and reach is None:
             self._shared.pop(reach, None)
@@ -153,7 +153,7 @@ class Authorization:
         )
 
     def _tiers(self, scope: str | None) -> tuple[Tier, Tier]:
-        """The deny and the allow tier of a scope, the same objects for every workload in it."""
+        """Return the deny and the allow tier of a scope; all workloads in it share these objects."""
         found = self._shared.get(scope)
         if found is None:
             policies = self._by_scope.get(scope)

@@ -1,4 +1,4 @@
-"""Metadata of configuration: namespaces of structs, which filters, subsets and access logs read."""
+"""Metadata in configuration: structs by namespace, which filters, subsets and access logs read."""
 
 from collections.abc import Hashable, Mapping
 from typing import Final
@@ -8,7 +8,7 @@ Metadata = Mapping[str, Struct]
 
 
 class _Nothing(dict[str, Struct]):
-    """An empty dictionary that a dataclass takes for a default: one made per object costs each hop 0.3 us."""
+    """An empty dictionary that dataclasses accept as a shared default: creating one per object takes 0.3 us."""
 
     __slots__ = ()
     __hash__ = object.__hash__  # type: ignore[assignment]  # of this one object, which is never changed

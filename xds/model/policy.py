@@ -17,12 +17,12 @@ from xds.model.strings import StringMatch
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """True."""
+    """The condition that is always true."""
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """False."""
+    """The condition that is never true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When ``condition`` holds, ``verdict``. ``name`` is what logs and denials print.
+    """A policy: if ``condition`` holds, the result is ``verdict``. Logs and denials print ``name``.
 
     Attributes:
         prepared: the judge's compiled form of the condition, stored here so that it lives as long as the policy.

@@ -1,4 +1,4 @@
-"""Regular expressions in RE2's syntax, read as RE2 reads them and written for Python's ``re``.
+"""Translates regular expressions from RE2's syntax to Python's ``re``, with RE2's meaning.
 
 The two share most of their syntax and differ silently in the rest: ``[[:alpha:]]`` is a set of six characters and
 a bracket to Python, ``\\w`` and ``\\d`` match letters and digits of any script, and RE2 rejects ``(?>...)`` and
@@ -60,15 +60,15 @@ _MOST_REPEATS: Final = 1000
 
 
 class Re2Error(ValueError):
-    """RE2 refuses the expression, or it has a construct that is not read here."""
+    """RE2 refuses the expression, or it has a construct that we do not support."""
 
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a pattern whose ``fullmatch`` decides as RE2's ``FullMatch``.
+    """Return a pattern whose ``fullmatch`` gives the same results as RE2's ``FullMatch``.
 
     Raises:
-        Re2Error: it is no expression of RE2, or has classes by Unicode property.
+        Re2Error: it is not an RE2 expression, or has classes by Unicode property.
     """
     return re.compile(_Parser(pattern).expression())
 
@@ -94,7 +94,7 @@ class _Parser:
         return self._pattern[self._at - 1]
 
     def _alternatives(self, flags: frozenset[str]) -> str:
-        """Read up to the end or an unmatched ``)``; flags set inside hold to there."""
+        """Parse alternatives up to the end or an unmatched ``)``; flags set inside apply up to there."""
         parts: list[str] = []
         quantified = True  # a quantifier needs an operand before it
         while self._at < len(self._pattern) and self._pattern[self._at] != ")":
@@ -133,7 +133,7 @@ class _Parser:
         return "".join(parts)
 
     def _repeat(self) -> str:
-        """Read a quantifier, if there is one here."""
+        """Parse a quantifier, if one follows."""
         text = self._pattern[self._at]
         if text == "{":
             found = _REPEAT.match(self._pattern, self._at)
@@ -177,7 +177,7 @@ class _Parser:
         return "".join(f"(?{ignored}:{re.escape(char)})" for char in literal)
 
     def _escape(self) -> str:
-        r"""Read an escape outside a set; ``\Q`` returns an empty text."""
+        r"""Parse an escape outside a set; ``\Q`` returns an empty text."""
         char = self._pattern[self._at : self._at + 1]
         if char == "Q":
             self._at += 1
@@ -191,7 +191,7 @@ class _Parser:
         return re.escape(chr(self._code()))
 
     def _code(self) -> int:
-        """Read an escaped character."""
+        """Parse an escaped character."""
         char = self._next("trailing \\")
         if char in _CONTROLS:
             return _CONTROLS[char]

@@ -34,7 +34,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """How to verify a peer.
+    """A validation context: how to verify a peer's certificate.
 
     Attributes:
         trusted_ca_pem: roots; ``None`` verifies no chain (the Envoy of 2022 towards servers).
@@ -55,12 +55,12 @@ class Validation:
 
     @property
     def pins(self) -> bool:
-        """Whether it names acceptable certificates or keys, which proves a peer even without trusted roots."""
+        """Whether the context pins certificates or keys, which identifies a peer even without trusted roots."""
         return bool(self.certificate_hashes or self.spki_hashes)
 
     @property
     def restricts(self) -> bool:
-        """Return whether the context constrains the peer's name or key."""
+        """Whether the context constrains the peer's name or key."""
         return self.pins or bool(self.san_matches)
 
     def merged(self, dynamic: "Validation") -> "Validation":

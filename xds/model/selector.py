@@ -1,7 +1,8 @@
 """Calico's selector language: parses, prints canonically, identifies and evaluates expressions over labels.
 
-``app == 'db' && has(owner)`` selects what carries these labels. The same language selects endpoints, namespaces
-and service accounts. Spaces and tabs separate; strings have no escapes; ``&&`` binds tighter than ``||``.
+``app == 'db' && has(owner)`` selects the objects with these labels. The same language selects endpoints,
+namespaces and service accounts. Spaces and tabs separate; strings have no escapes; ``&&`` binds tighter than
+``||``.
 """
 
 import base64
@@ -41,7 +42,7 @@ class SelectorError(XdsError):
 
 @dataclass(frozen=True, slots=True)
 class All:
-    """True."""
+    """Selects every object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class In:
-    """The label is there and its value is listed; with ``negated``, the opposite of that."""
+    """The label exists and its value is in the list; with ``negated``, the opposite."""
 
     label: str
     values: tuple[str, ...]
@@ -79,7 +80,7 @@ class In:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The operand is false; the operand is no negation itself."""
+    """The operand is false; the operand is not itself a negation."""
 
     operand: "Node"
 
@@ -124,7 +125,7 @@ class Selector:
 
     @property
     def identity(self) -> str:
-        """Return the id of the IP set that the selector defines. Like in Calico, it is computed from the canonical
+        """The id of the IP set that the selector defines. Like in Calico, it is computed from the canonical
         text.
         """
         return hashed_id("s:", str(self))
@@ -145,7 +146,8 @@ def parse_selector(text: str) -> Selector:
     """Parse a selector. An empty text selects all, like ``all()``.
 
     Raises:
-        SelectorError: the text is none, or has more than :data:`MAX_DEPTH` parentheses inside one another.
+        SelectorError: the text is not a selector, or has more than :data:`MAX_DEPTH` parentheses inside one
+            another.
     """
     if not text.strip(" \t"):
         return Selector(All())

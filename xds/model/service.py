@@ -9,7 +9,7 @@ from xds.model.workload import GatewayAddress, NetworkAddress, ServiceKey
 
 
 class Scope(StrEnum):
-    """What two workloads have in common, for locality-aware balancing."""
+    """The parts of a locality that workloads can share, for locality-aware balancing."""
 
     REGION = "Region"
     ZONE = "Zone"
@@ -20,7 +20,7 @@ class Scope(StrEnum):
 
 
 class BalancerMode(StrEnum):
-    """Which endpoints a client may get."""
+    """Which endpoints the balancer may give a client."""
 
     STANDARD = "Standard"
     STRICT = "Strict"
@@ -29,7 +29,7 @@ class BalancerMode(StrEnum):
 
 
 class HealthPolicy(StrEnum):
-    """Whether unhealthy endpoints count."""
+    """Whether unhealthy endpoints can be chosen."""
 
     ONLY_HEALTHY = "OnlyHealthy"
     ALLOW_ALL = "AllowAll"
@@ -52,7 +52,7 @@ class Visibility(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadBalancing:
-    """How an endpoint is chosen."""
+    """How the endpoint of a service is chosen."""
 
     preferences: tuple[Scope, ...] = ()
     mode: BalancerMode = BalancerMode.STANDARD

@@ -1,4 +1,4 @@
-"""String matchers (``envoy.type.matcher.v3.StringMatcher`` and its xds twin)."""
+"""String matchers (``envoy.type.matcher.v3.StringMatcher``, and the equal type of xds)."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ _LOWER = {ord("A") + place: ord("a") + place for place in range(26)}
 
 
 def ascii_lower(text: str) -> str:
-    """Return ``text`` with A to Z in lower case, all that Envoy's comparisons ignore the case of."""
+    """Return ``text`` with A to Z in lower case; Envoy ignores the case of these letters only."""
     return text.lower() if text.isascii() else text.translate(_LOWER)
 
 
@@ -32,7 +32,7 @@ class StringMatch:
             object.__setattr__(self, "_regex", re2.compiled(self.value))
 
     def matches(self, text: str) -> bool:
-        """Whether ``text`` satisfies the predicate."""
+        """Return whether ``text`` satisfies the predicate."""
         if self.kind == "regex":
             assert self._regex is not None
             return self._regex.fullmatch(text) is not None

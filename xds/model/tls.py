@@ -1,4 +1,4 @@
-"""TLS contexts of listeners and clusters, with their secrets still by name."""
+"""TLS contexts of listeners and clusters, which refer to secrets by name."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -48,10 +48,10 @@ class SecretRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsContext:
-    """Everything a handshake needs, besides the secrets that the references name.
+    """The parameters of a handshake, except for the secrets that the references name.
 
     Attributes:
-        certificate: own certificate, inline or by reference; ``None`` shows none (clients only).
+        certificate: our certificate, inline or by reference; ``None`` presents none (clients only).
         further_certificates: a server's others to choose from by the client's server name and what it can
             verify; all are inline, or all are references, as the first.
         validation: inline part of how to verify the peer.

@@ -18,7 +18,7 @@ PolicyKey = NewType("PolicyKey", str)
 
 
 class Protocol(StrEnum):
-    """How a workload is reached."""
+    """The protocol by which a workload is reached."""
 
     TCP = "TCP"
     HBONE = "HBONE"
@@ -62,7 +62,7 @@ class NamespacedHostname:
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
-    """Where a waypoint or a network gateway is."""
+    """The address of a waypoint or a network gateway."""
 
     destination: NetworkAddress | NamespacedHostname
     hbone_mtls_port: int
@@ -70,7 +70,7 @@ class GatewayAddress:
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """Empty strings where unknown."""
+    """The locality of a workload; unknown parts are empty strings."""
 
     region: str = ""
     zone: str = ""
@@ -86,7 +86,7 @@ class AppProtocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApplicationTunnel:
-    """The application takes tunnels' contents itself, perhaps behind a PROXY header.
+    """An application that accepts the content of tunnels itself, optionally after a PROXY header.
 
     Attributes:
         port: the application tunnel's port. 0 means the requested port.

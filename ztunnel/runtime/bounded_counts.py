@@ -1,4 +1,4 @@
-"""Counts by labels that come and go with workloads and policies; the one counted longest ago is dropped. Pure."""
+"""Bounded counts by labels, which come and go with workloads and policies; drops the least recent. Pure."""
 
 from collections.abc import Hashable
 from typing import Final, TypeVar

@@ -1,4 +1,4 @@
-"""Facts of this node's kernel and of this process, for ``/check``: what ``ztunnel check`` judges. Reads only.
+"""Facts about this node's kernel and this process for ``/check``, which ``ztunnel check`` reads. Reads only.
 
 Network files describe this process's network namespace. A value that cannot be read is ``None``.
 """

@@ -157,7 +157,7 @@ class _Check:
         self._last_s = self._last_cpu_s = 0.0
 
     def begin(self, now_s: float, cpu_s: float) -> None:
-        """Start: treat ``now`` as the first beat and the first check."""
+        """Start: treat ``now_s`` as the time of the first beat and the first check."""
         self.beat_s_at = self._last_s = now_s
         self._last_cpu_s = cpu_s
 

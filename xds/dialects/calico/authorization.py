@@ -1,4 +1,4 @@
-"""``ext_authz`` requests as flows, and the answers.
+"""Converts ``ext_authz`` requests to flows, and verdicts to responses.
 
 The services of v3, v2 and v2alpha are read alike: their messages have the same fields under the same numbers.
 """
@@ -18,8 +18,8 @@ _TCP = 6
 def decode_request(data: bytes) -> c.Flow:
     """Read a ``CheckRequest``.
 
-    Of a request without HTTP, such as that of Envoy's network filter, method and path are None. A peer that is
-    absent is one without address and principal.
+    Of a request without HTTP, such as that of Envoy's network filter, method and path are None. An absent peer
+    becomes one without address and principal.
 
     Raises:
         ConfigError: the bytes are no such message.
@@ -82,7 +82,7 @@ def encode_response(
 
     Args:
         code: gRPC's status code. 0 allows.
-        message: why not, for the proxy's log.
+        message: the reason for a denial, for the proxy's log.
         explained: names and values that explain the code. They are sent as dynamic metadata and, for a denial, as
             headers and body of the response to the client. None leaves the explanation to the proxy.
     """

@@ -1,4 +1,4 @@
-"""PolicySync's messages to updates of the model, and back.
+"""Converts PolicySync's messages to updates of the model, and back.
 
 Calico's releases differ in how a tier lists its policies: by name until 3.31, as messages since 3.32, with the
 same field numbers (see :class:`PolicyForm`). The reader accepts both. A rule with an unknown part gets an unknown
@@ -42,7 +42,7 @@ def decode(data: bytes) -> c.Update | None:
         Return the update, or None for an unknown payload that changes no policy.
 
     Raises:
-        ConfigError: the bytes are no such message, or the object has no id.
+        ConfigError: the bytes are not such a message, or the object has no id.
     """
     message = pb.ToDataplane()
     try:

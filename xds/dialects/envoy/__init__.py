@@ -1,4 +1,4 @@
-"""Envoy's dialect: LDS, CDS, EDS, RDS, SDS and ECDS messages to model values.
+"""Envoy's dialect: compiles LDS, CDS, EDS, RDS, SDS and ECDS messages to model values.
 
 Every compiler either returns a value that the proxy obeys in full, or raises ``ConfigError`` with the path of the
 offending field. Fields that this proxy does not obey are refused by name (:func:`reading.only`), except fields

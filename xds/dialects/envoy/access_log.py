@@ -1,4 +1,4 @@
-"""Access loggers to :mod:`xds.model.access_log`."""
+"""Compiles access loggers to :mod:`xds.model.access_log`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -50,7 +50,7 @@ DEFAULT_FORMAT = (
     '"%REQ(X-FORWARDED-FOR)%" "%REQ(USER-AGENT)%" "%REQ(X-REQUEST-ID)%" "%REQ(:AUTHORITY)%" '
     '"%UPSTREAM_HOST%"\n'
 )
-#: Envoy's names. This proxy never sets several flags.
+#: Envoy's names of response flags, some of which this proxy never sets.
 _FLAGS = frozenset(
     {
         "LH",
@@ -80,7 +80,7 @@ _OPS = frozenset(config.ComparisonFilter.Op.values())
 def compile_access_logs(
     messages: Iterable[config.AccessLog], surroundings: Surroundings
 ) -> tuple[AnyAccessLog, ...]:
-    """Every logger of a list, in order."""
+    """Compile every access logger of a list, in order."""
     loggers = []
     for index, message in enumerate(messages):
         with at("access_log", index):
@@ -112,7 +112,7 @@ def _filter(message: config.AccessLogFilter) -> LogFilter:
             case "duration_filter":
                 return DurationFilter(*_comparison(message.duration_filter))
             case "not_health_check_filter":
-                return AllFilters()  # health checks of others are not recognized: no request is read
+                return AllFilters()  # a proxy that reads no requests cannot recognize health checks
             case "and_filter":
                 return AllFilters(_filters(message.and_filter))
             case "or_filter":
@@ -128,7 +128,7 @@ def _comparison(message: config.StatusCodeFilter | config.DurationFilter) -> tup
         raise constraint(message, "comparison", "value is required")
     comparison = message.comparison
     with at("comparison"):
-        # There is no runtime to ask, so that the key's value is always the default.
+        #         There is no runtime configuration, so the key always has its default value.
         if comparison.HasField("value"):
             with at("value"):
                 required(comparison.value, "runtime_key")

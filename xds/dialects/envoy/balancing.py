@@ -1,4 +1,4 @@
-"""How a cluster chooses among its endpoints: ``lb_policy`` with its fields, or a policy extension."""
+"""Compiles a cluster's load balancing: ``lb_policy`` with its fields, or a policy extension."""
 
 from typing import Final
 
@@ -25,10 +25,10 @@ _LARGEST_TABLE: Final = 5_000_011
 
 
 def compile_balancing(message: proto.Cluster, discovery: Discovery) -> Balancing:
-    """Return how a cluster balances.
+    """Compile the load balancing of a cluster.
 
     Raises:
-        ConfigError: it cannot be obeyed; with its place.
+        ConfigError: a setting is not supported or not valid; with its place.
     """
     panic = 50.0
     if message.common_lb_config.HasField("healthy_panic_threshold"):

@@ -1,4 +1,4 @@
-"""CDS clusters."""
+"""Compiles CDS clusters."""
 
 from dataclasses import replace
 from sys import intern
@@ -56,9 +56,7 @@ _shapes: Shared[model.Cluster] = Shared()
 
 
 def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:
-    """One cluster.
-
-    Clusters that differ only in their names are compiled once and share their values.
+    """Compile one cluster. Clusters that differ only in their names are compiled once and share their values.
 
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
@@ -87,7 +85,7 @@ def _shape(message: proto.Cluster) -> bytes:
 
 
 def _follows_from_shape(compiled: model.Cluster) -> bool:
-    """Return whether clusters of one shape differ in names only. A TLS context can have values from files."""
+    """Return whether clusters of equal shape differ in names only; not if a TLS context reads files."""
     secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
     return compiled.discovery is model.Discovery.EDS and compiled.health_check is None and not secured
 
@@ -104,7 +102,7 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
         "load_balancing_policy",
         "max_requests_per_connection",
         "circuit_breakers",
-        "http_protocol_options",  # of HTTP/1.1, which no tunnel travels in
+        "http_protocol_options",  # settings of HTTP/1.1, which carries no tunnels
         "http2_protocol_options",
         "dns_refresh_rate",
         "dns_failure_refresh_rate",
@@ -191,10 +189,10 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
 
 
 def _check_can_be_checked(message: proto.Cluster, discovery: model.Discovery) -> None:
-    """Raise if hosts of a cluster cannot be asked for their health.
+    """Raise if the hosts of a cluster cannot be health-checked.
 
     Raises:
-        Unsupported: they come and go with connections, or are listeners of this process.
+        Unsupported: the hosts exist only with connections, or are listeners of this process.
     """
     with at("health_checks"):
         if discovery is model.Discovery.ORIGINAL_DST:

@@ -1,4 +1,4 @@
-"""Resolvers of names, of a cluster and of the bootstrap."""
+"""Compiles the DNS resolvers of a cluster and of the bootstrap."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ _PORT = 53
 
 
 def compile_cluster_resolver(message: Cluster) -> DnsResolver | None:
-    """Return a cluster's own resolver; ``None``: it uses the bootstrap's.
+    """Return a cluster's own resolver; ``None`` if it uses the bootstrap's.
 
     Like in Envoy, the newest field wins, and ``use_tcp_for_dns_lookups`` has no effect without ``dns_resolvers``.
 
@@ -67,7 +67,7 @@ def _typed(message: core.TypedExtensionConfig) -> DnsResolver:
             case CaresDnsResolverConfig():
                 return _cares(config)
             case GetAddrInfoDnsResolverConfig():
-                only(config, "num_resolver_threads")  # look-ups take no threads
+                only(config, "num_resolver_threads")  # our look-ups use no threads
                 return DnsResolver(has_ttls=False)
             case _:
                 raise Unsupported(f"no such resolver: {config.DESCRIPTOR.full_name}")
@@ -79,7 +79,7 @@ def _cares(message: CaresDnsResolverConfig) -> DnsResolver:
         "resolvers",
         "dns_resolver_options",
         "use_resolvers_as_fallback",
-        "udp_max_queries",  # of one socket; each query has its own
+        "udp_max_queries",  # a limit per socket; here each query has its own socket
         "query_timeout_seconds",
         "query_tries",
         "rotate_nameservers",

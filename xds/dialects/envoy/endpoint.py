@@ -1,4 +1,4 @@
-"""EDS: cluster load assignments."""
+"""Compiles the cluster load assignments of EDS."""
 
 from collections.abc import Mapping
 
@@ -36,18 +36,18 @@ _DENOMINATORS = {
     type_pb2.FractionalPercent.TEN_THOUSAND: 10_000,
     type_pb2.FractionalPercent.MILLION: 1_000_000,
 }
-_MOST_PRIORITIES = 128  # as Envoy
+_MOST_PRIORITIES = 128  # the same as in Envoy
 _USABLE = (core.UNKNOWN, core.HEALTHY)
 _PLAIN_POLICIES = (
     proto.ClusterLoadAssignment.Policy(),
     proto.ClusterLoadAssignment.Policy(overprovisioning_factor=UInt32Value(value=140)),
 )
-#: An endpoint's address, as a key.
+#: The key of an endpoint's address.
 Member = tuple[str, str | int]
 
 
 def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = False) -> model.LoadAssignment:
-    """The endpoints of one cluster.
+    """Compile the endpoints of one cluster.
 
     Args:
         message: an EDS resource or an inline ``load_assignment``.
@@ -89,13 +89,13 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
 
 
 def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ...] | None:
-    """The addresses of an assignment's endpoints, by priority.
+    """Return the addresses of an assignment's endpoints, by priority.
 
     A node receives the endpoints of every service and uses a few services. This takes a fifth of the time of
     :func:`compile_assignment`, which accepts every assignment for which this function returns addresses.
 
     Returns:
-        ``None`` if addresses are not enough: an endpoint is not healthy or is listed twice, an endpoint or the
+        ``None`` if addresses do not suffice: an endpoint is not healthy or is listed twice, an endpoint or the
         policy has an unusual field, or the assignment is refused.
 
     Raises:

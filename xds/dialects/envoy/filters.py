@@ -1,4 +1,4 @@
-"""Network filters: TCP proxy, HTTP connection manager, RBAC, filter state."""
+"""Compiles network filters: TCP proxy, HTTP connection manager, RBAC, filter state."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -44,7 +44,7 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-#: A share of the interval between tokens, like in Envoy.
+#: The jitter, as a fraction of the interval between tokens, like in Envoy.
 _LEAST_FILL_S = 0.05
 
 NetworkFilter = (
@@ -58,10 +58,10 @@ NetworkFilter = (
 
 
 def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilter:
-    """A network filter from its configuration message.
+    """Compile a network filter from its configuration message.
 
     Raises:
-        Unsupported: a type that is no network filter here.
+        Unsupported: the type is not a network filter that we support.
     """
     match message:
         case RBAC():
@@ -84,7 +84,7 @@ def compile_chain_filter(message: Message, surroundings: Surroundings) -> model.
     """Compile a network filter of a kind that can come by ECDS. Filters that receive the bytes must be inline.
 
     Raises:
-        Unsupported: it is none.
+        Unsupported: the filter has another kind.
     """
     found = compile_filter(message, surroundings)
     if isinstance(found, model.TcpProxy | http_model.HttpConnectionManager):
@@ -130,7 +130,7 @@ def _local_rate_limit(message: LocalRateLimit) -> model.LocalRateLimit:
 
 
 def _enabled(message: ConnectionLimit | LocalRateLimit) -> bool:
-    """Return whether a filter acts; runtime keys cannot be set, so that the default is the value."""
+    """Return whether a filter is enabled; runtime keys cannot be set, so their default values count."""
     if not message.HasField("runtime_enabled"):
         return True
     with at("runtime_enabled"):
@@ -164,7 +164,7 @@ _tcp_proxies: Shared[model.TcpProxy] = Shared()
 
 
 def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpProxy:
-    """A TCP proxy. Those that differ in names only are compiled once and share their values."""
+    """Compile a TCP proxy. Those that differ in names only are compiled once and share their values."""
     bare = tcp.TcpProxy()
     bare.CopyFrom(message)
     bare.ClearField("stat_prefix")
@@ -291,20 +291,20 @@ def _connection_manager(
         "rds",
         "route_config",
         "http_filters",
-        "http_protocol_options",  # of HTTP/1.1, which is not served
+        "http_protocol_options",  # settings of HTTP/1.1, which is not served
         "http2_protocol_options",
         "server_name",
         "drain_timeout",  # the final GOAWAY follows when the peer has seen the first, which a PING tells
         "access_log",
-        "use_remote_address",  # of logs and routes; policies never believe x-forwarded-for
+        "use_remote_address",  # for logs and routes; policies never trust x-forwarded-for
         "generate_request_id",
         "preserve_external_request_id",
-        # A tunnel's request goes no further than here: what would be added to it for the next proxy is for none.
+        # A tunnel's request ends here, so headers for the next proxy would have no reader.
         "forward_client_cert_details",
         "set_current_client_cert_details",
         "upgrade_configs",
         "stream_idle_timeout",
-        "delayed_close_timeout",  # of HTTP/1.1 and of protocol errors; what was sent is flushed in both
+        "delayed_close_timeout",  # for HTTP/1.1 and protocol errors; sent data is flushed in both
         "request_timeout",
         "max_request_headers_kb",
         "server_header_transformation",
@@ -392,7 +392,7 @@ def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
 
 
 def compile_http2(message: core.Http2ProtocolOptions) -> http_model.Http2Settings:
-    """HTTP/2 options; ranges as RFC 9113 and Envoy demand."""
+    """Compile HTTP/2 options, with the ranges of RFC 9113 and Envoy."""
     only(
         message,
         "max_concurrent_streams",

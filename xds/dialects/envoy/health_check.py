@@ -1,4 +1,4 @@
-"""Active health checks of clusters and endpoints."""
+"""Compiles active health checks of clusters and endpoints."""
 
 import re
 
@@ -9,7 +9,7 @@ from xds.proto.envoy.config.cluster.v3 import cluster_pb2 as cluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as endpoint
 
-#: RFC 9110, 5.6.2, in lower case.
+#: The characters of header names (RFC 9110, 5.6.2), in lower case.
 _HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9a-z]+")
 
 
@@ -36,7 +36,7 @@ def _compile(message: core.HealthCheck) -> HealthCheck:
         "interval_jitter",
         "unhealthy_threshold",
         "healthy_threshold",
-        "reuse_connection",  # spares connections; each check opens its own
+        "reuse_connection",  # an optimization; here each check opens its own connection
         "http_health_check",
         "tcp_health_check",
         "grpc_health_check",
@@ -164,7 +164,7 @@ def _method(message: core.HealthCheck.HttpHealthCheck) -> str:
 
 
 def _headers(message: core.HealthCheck.HttpHealthCheck) -> tuple[tuple[str, str], ...]:
-    """Return the headers of a check, which are taken as they stand: operators have no connection to speak of."""
+    """Return the headers of a check, taken literally: command operators would have no connection to describe."""
     headers = []
     for index, option in enumerate(message.request_headers_to_add):
         with at("request_headers_to_add", index):

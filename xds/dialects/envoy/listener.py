@@ -1,4 +1,4 @@
-"""LDS listeners."""
+"""Compiles LDS listeners."""
 
 import itertools
 from collections.abc import Sequence, Sized
@@ -46,7 +46,7 @@ _STATES = {
 }
 #: Fields that an update may change without a new listener.
 _IN_PLACE = ("filter_chains", "default_filter_chain", "filter_chain_matcher")
-#: Of every chain that a matcher chooses.
+#: The match criteria of every chain that a matcher chooses.
 _ANY = ChainMatch()
 _IPPROTO_TCP, _TCP_FASTOPEN = 6, 23  # linux/tcp.h
 
@@ -54,7 +54,7 @@ _IPPROTO_TCP, _TCP_FASTOPEN = 6, 23  # linux/tcp.h
 def compile_listener(
     message: proto.Listener, surroundings: Surroundings, parts: Parts | None = None
 ) -> model.Listener:
-    """One listener with its chains.
+    """Compile one listener with its chains.
 
     Args:
         message: the listener.
@@ -77,7 +77,7 @@ def compile_listener(
         "use_original_dst",
         "per_connection_buffer_limit_bytes",  # a soft limit of Envoy's buffers; ours hold less than its default
         "metadata",
-        "drain_type",  # failed health checks drain nothing here: both kinds are alike
+        "drain_type",  # failed health checks do not drain here, so both kinds are equal
         "listener_filters",
         "transparent",
         "freebind",
@@ -86,7 +86,7 @@ def compile_listener(
         "listener_filters_timeout",
         "traffic_direction",
         "continue_on_listener_filters_timeout",
-        "connection_balance_config",  # of several threads; here one accepts
+        "connection_balance_config",  # balances several threads; here one thread accepts
         "access_log",
         "tcp_backlog_size",
         "bind_to_port",
@@ -94,7 +94,7 @@ def compile_listener(
         "stat_prefix",
         "enable_reuse_port",
         "ignore_global_conn_limit",  # there is none
-        "max_connections_to_accept_per_socket_event",  # how many are accepted in one turn is bounded anyhow
+        "max_connections_to_accept_per_socket_event",  # the number accepted in one iteration is always bounded
         "bypass_overload_manager",  # there is none
     )
     required(message, "name")
@@ -160,7 +160,7 @@ def _frame_digest(message: proto.Listener) -> str:
     frame = proto.Listener()
     for field, value in message.ListFields():
         if field.name in _IN_PLACE:
-            continue  # never copied: they are all but the whole of a big listener
+            continue  # not copied, because chains are nearly all of a big listener
         if field.is_repeated:
             getattr(frame, field.name).MergeFrom(value)
         elif field.message_type is not None:
@@ -249,7 +249,7 @@ def _chain_or_kept(
     if chain is None:
         before = len(asked)
         chain = _chain(message, noted, content)
-        if len(asked) == before:  # the same bytes may mean something else next time
+        if len(asked) == before:  # with other surroundings, equal bytes can have another meaning
             parts.keep_chain(chain)
     return chain
 

@@ -1,4 +1,4 @@
-"""Listener filters."""
+"""Compiles listener filters."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _WORKLOAD_TYPES = {0: "deployment", 1: "cronjob", 2: "pod", 3: "job"}
 
 
 def compile_entry(message: proto.ListenerFilter, surroundings: Surroundings) -> model.ListenerFilterEntry:
-    """A listener filter in its place, configured inline or by ECDS."""
+    """Compile an entry in a list of listener filters, configured inline or by ECDS."""
     disabled = None
     if message.HasField("filter_disabled"):
         with at("filter_disabled"):
@@ -66,16 +66,16 @@ def discovered(message: proto.ListenerFilter | proto.Filter) -> tuple[dict[str, 
 
 
 def compile_listener_filter(message: Message, surroundings: Surroundings) -> model.ListenerFilter:
-    """A listener filter from its configuration message.
+    """Compile a listener filter from its configuration message.
 
     Raises:
-        Unsupported: a type that is no listener filter here.
+        Unsupported: the type is not a listener filter that we support.
     """
     match message:
         case OriginalDst():
             return model.OriginalDst()
         case OriginalSrc():
-            only(message, "mark")  # bind_port has never been implemented by anyone
+            only(message, "mark")  # Envoy has never implemented bind_port either
             return model.OriginalSrc(message.mark)
         case SetDstAddress():
             return model.SetDstAddress()

@@ -1,4 +1,4 @@
-"""``xds.type.matcher.v3.Matcher`` to :mod:`xds.model.matcher`."""
+"""Compiles ``xds.type.matcher.v3.Matcher`` to :mod:`xds.model.matcher`."""
 
 from sys import intern
 
@@ -16,7 +16,7 @@ _FEW = 64
 
 
 def compile_matcher(message: proto.Matcher, parts: Parts) -> model.Matcher:
-    """A matcher whose actions are names of filter chains.
+    """Compile a matcher whose actions are names of filter chains.
 
     Args:
         message: the matcher.
@@ -45,7 +45,7 @@ def compile_matcher(message: proto.Matcher, parts: Parts) -> model.Matcher:
 def _on_match(message: proto.Matcher.OnMatch, parts: Parts) -> model.OnMatch:
     kind = message.WhichOneof("on_match")
     if kind == "matcher":
-        # The levels above hold the whole tree: their bytes are never the same, and long.
+        #         The levels above contain the whole tree, so their bytes are long and differ after each change.
         if len(message.matcher.matcher_tree.exact_match_map.map) > _FEW:
             with at("matcher"):
                 return model.OnMatch(compile_matcher(message.matcher, parts), message.keep_matching)

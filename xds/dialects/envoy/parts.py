@@ -1,4 +1,4 @@
-"""Parts of a listener by content, so that a new version compiles only what is new in it.
+"""Caches the compiled parts of a listener by content, so that a new version compiles only changed parts.
 
 The outbound listener of the ambient dialect has a chain per service and an entry per service and per pod. The
 control plane sends the whole listener after each change of one chain.
@@ -25,12 +25,12 @@ class Parts:
         self._earlier_on_matches = {} if earlier is None else earlier._on_matches
 
     def complete(self) -> None:
-        """Let go of the version before."""
+        """Drop the parts of the previous version."""
         self._earlier_chains = {}
         self._earlier_on_matches = {}
 
     def chain(self, content: str) -> FilterChain | None:
-        """The earlier version's chain with that digest, if this version has not used it already."""
+        """Return the previous version's chain with this digest, if this version has not used it already."""
         if content in self._chains:
             return None
         found = self._earlier_chains.get(content)
@@ -39,11 +39,11 @@ class Parts:
         return found
 
     def keep_chain(self, chain: FilterChain) -> None:
-        """Have a chain for the next version."""
+        """Keep a chain for the next version."""
         self._chains[chain.content] = chain
 
     def on_match(self, key: bytes) -> OnMatch | None:
-        """An entry of either version with that key."""
+        """Return a matcher entry of either version by its key."""
         found = self._on_matches.get(key)
         if found is None:
             found = self._earlier_on_matches.get(key)
@@ -52,7 +52,7 @@ class Parts:
         return found
 
     def keep_on_match(self, key: bytes, on_match: OnMatch) -> None:
-        """Have an entry for this version and the next."""
+        """Keep a matcher entry for this version and the next."""
         self._on_matches[key] = on_match
 
 

@@ -1,4 +1,4 @@
-"""``envoy.config.rbac.v3.RBAC`` to policy lists.
+"""Compiles ``envoy.config.rbac.v3.RBAC`` to policy lists.
 
 A permission or principal without a known field, or with an unknown field, is refused: enforcing a policy in part
 would admit or reject peers against its author's intention.
@@ -178,7 +178,7 @@ def _any(message: config.Permission | config.Principal) -> None:
 
 
 def _needs_http(kind: str) -> ConfigError:
-    """The error of a rule about a request, which this layer has none of.
+    """Return the error for a rule about HTTP requests, which this layer does not see.
 
     Envoy refuses headers, and treats a path as a condition that never matches. Inside a ``not`` such a path would
     match every connection, which cannot be intended. So both are refused.

@@ -1,4 +1,4 @@
-"""What all compilers of this dialect share: paths in errors, refusal of fields, and the small messages."""
+"""Helpers of all compilers of this dialect: paths in errors, refusal of fields, and common small messages."""
 
 import hashlib
 import ipaddress
@@ -52,7 +52,7 @@ _TYPED_STRUCTS = (xds_type.TypedStruct, udpa_type.TypedStruct)
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What configuration may refer to outside itself.
+    """The values outside of a message that its configuration can refer to.
 
     Attributes:
         read_file: contents of a file; raises ``OSError``.
@@ -92,7 +92,7 @@ class _Noted(Mapping[str, str]):
 
 
 class _Collector:
-    """Faults of one compilation, with their whole paths.
+    """Collects the faults of one compilation, with their full paths.
 
     Attributes:
         gaps: omitted parts. A fault behind a gap in the same place can be its consequence ("needs a last filter"),
@@ -107,11 +107,11 @@ class _Collector:
         self._places: list[tuple[tuple[str | int, ...], int]] = []
 
     def enter(self, steps: tuple[str | int, ...]) -> None:
-        """Begin a place below the current one."""
+        """Enter a field below the current path."""
         self._places.append((steps, self.gaps))
 
     def add(self, error: ConfigError) -> None:
-        """Record an error raised at the current place."""
+        """Record an error raised at the current path."""
         for steps, _ in reversed(self._places):
             error = error.under(_path(steps))
         self.faults.append(error)
@@ -146,7 +146,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
     Returns:
         Returns: the result, if there is no fault, and the faults in the order of their places.
     """
-    global _collector  # passing it on would be an argument of every compiler
+    global _collector  # global, because it would otherwise be an argument of every compiler
     assert _collector is None
     _collector = found = _Collector()
     try:
@@ -156,7 +156,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
             found.faults.append(error)
         return None, found.faults
     except Exception:
-        # Behind a fault what the compiler has in its hands is incomplete.
+        #         After a fault, the values of the compiler are incomplete.
         if not found.faults:
             raise
         return None, found.faults
@@ -166,12 +166,12 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
 
 
 class Shared(Generic[Compiled]):
-    """Values by the bytes that they were compiled from: a mesh has thousands of equal messages.
+    """A cache of compiled values by their messages' bytes: a mesh has thousands of equal messages.
 
     Bounded: when it is full it is emptied.
     """
 
-    def __init__(self, most: int = 256) -> None:  # a guess: control planes make few
+    def __init__(self, most: int = 256) -> None:  # a guess: control planes send few distinct values
         self._most = most
         self._values: dict[bytes, Compiled] = {}
 
@@ -187,7 +187,7 @@ class Shared(Generic[Compiled]):
             self._values[packed] = value
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Remove all values."""
         self._values.clear()
 
 
@@ -220,12 +220,12 @@ def _path(steps: tuple[str | int, ...]) -> str:
 
 
 def at(*steps: str | int) -> _At:
-    """Put a path in front of the errors raised inside: ``with at("filters", 0, "typed_config")``."""
+    """Prefix the errors raised inside with a path: ``with at("filters", 0, "typed_config")``."""
     return _At(steps)
 
 
 def only(message: Message, *names: str) -> None:
-    """Refuse every set field but these.
+    """Refuse any field that is set, except ``names``.
 
     Raises:
         Unsupported: names the first other field that is set.
@@ -268,7 +268,7 @@ def nothing_unknown(message: Message) -> None:
 
 
 def constraint(message: Message, field: str, rule: str) -> ConfigError:
-    """The error of a violated constraint, in Envoy's words."""
+    """Return the error of a violated constraint, in Envoy's wording."""
     camel = "".join(part.capitalize() for part in field.split("_"))
     name = f"{message.DESCRIPTOR.name}ValidationError.{camel}"
     return ConfigError(f"Proto constraint validation failed ({name}: {rule})", field)
@@ -278,7 +278,8 @@ def enum_name(message: Message, field: str) -> str:
     """Return the name of an enumeration's value.
 
     Raises:
-        ConfigError: it has none. The enumerations of proto3 are open: values of a later version arrive as numbers.
+        ConfigError: the value has no name. The enumerations of proto3 are open: values of a later version arrive
+            as numbers.
     """
     value = getattr(message, field)
     enum = message.DESCRIPTOR.fields_by_name[field].enum_type
@@ -289,7 +290,7 @@ def enum_name(message: Message, field: str) -> str:
 
 
 def required(message: Message, field: str) -> None:
-    """Refuse an empty string."""
+    """Return a string; refuse an empty one."""
     if not getattr(message, field):
         raise constraint(message, field, "value length must be at least 1 characters")
 
@@ -338,12 +339,12 @@ def unpack_as(packed: AnyMessage, expected: type[M], name: str) -> M:
 
 
 def digest(message: Message) -> str:
-    """A digest that is equal for equal messages, unknown fields included."""
+    """Return a digest of a message; equal for equal messages, unknown fields included."""
     return hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
 def seconds(message: Message, field: str, default: float) -> float:
-    """A duration field in seconds; ``default`` when unset.
+    """Return a duration field in seconds; ``default`` when unset.
 
     Raises:
         ConfigError: negative.
@@ -359,12 +360,12 @@ def seconds(message: Message, field: str, default: float) -> float:
 
 
 def wrapped(message: Message, field: str, default: Any) -> Any:
-    """The value of a wrapper field (``UInt32Value`` ...), ``default`` when unset."""
+    """Return the value of a wrapper field (``UInt32Value`` ...), ``default`` when unset."""
     return getattr(message, field).value if message.HasField(field) else default
 
 
 def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
-    """A CIDR range; bits beyond the prefix are dropped.
+    """Compile a CIDR range; bits beyond the prefix are dropped.
 
     Like in Envoy, an IPv4-mapped range stays an IPv6 range, which contains no IPv4 addresses.
 
@@ -379,7 +380,7 @@ def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
 
 
 def socket_address(address: core.SocketAddress) -> SocketAddress:
-    """An IP address and numeric port.
+    """Compile an address: an IP address and a numeric port.
 
     Raises:
         ConfigError: a name instead of an address, a named port, UDP, or a namespace.
@@ -408,7 +409,7 @@ def _is_ip(text: str) -> bool:
 
 
 def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
-    """The address of an endpoint; ``names`` allows DNS names (clusters that resolve)."""
+    """Compile the address of an endpoint; ``names`` allows DNS names (clusters that resolve)."""
     kind = address.WhichOneof("address")
     if kind == "socket_address":
         with at("socket_address"):
@@ -430,7 +431,7 @@ def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
 
 
 def string_match(matcher: envoy_matcher.StringMatcher | xds_matcher.StringMatcher) -> StringMatch:
-    """A string matcher.
+    """Compile a string matcher.
 
     Raises:
         ConfigError: no pattern, an extension, or a regular expression that does not compile.
@@ -448,7 +449,7 @@ def string_match(matcher: envoy_matcher.StringMatcher | xds_matcher.StringMatche
 
 
 def regex_match(pattern: str) -> StringMatch:
-    """A full-match regular expression in RE2's syntax.
+    """Compile a full-match regular expression in RE2's syntax.
 
     Raises:
         ConfigError: RE2 refuses it, or it has classes by Unicode property.
@@ -462,7 +463,7 @@ def regex_match(pattern: str) -> StringMatch:
 
 
 def config_source(source: core.ConfigSource) -> ConfigSource:
-    """Where resources come from.
+    """Compile the source of resources (``ConfigSource``).
 
     Raises:
         ConfigError: no source is named, or the source is REST.
@@ -502,7 +503,7 @@ def only_v3(message: Message, field: str) -> None:
 
 
 def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
-    """A gRPC stream of its own, to a cluster by name.
+    """Compile a source with its own gRPC stream, to a cluster by name.
 
     Whether it repeats the node is the bootstrap's to say for ADS; other streams send it once.
     """
@@ -521,7 +522,7 @@ def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
 
 
 def grpc_cluster(service: core.GrpcService) -> str:
-    """The cluster of a gRPC service.
+    """Return the cluster of a gRPC service.
 
     Raises:
         ConfigError: it is reached in another way, or with settings that are not obeyed.
@@ -536,12 +537,12 @@ def grpc_cluster(service: core.GrpcService) -> str:
 
 
 def fetch_timeout(source: core.ConfigSource) -> float:
-    """``initial_fetch_timeout``: 15 s unless set, 0 is for ever."""
+    """Return ``initial_fetch_timeout``: 15 s unless set; 0 means no limit."""
     return seconds(source, "initial_fetch_timeout", 15.0)
 
 
 def data(source: core.DataSource, surroundings: Surroundings, *, watched: bool = False) -> bytes:
-    """The bytes of a data source.
+    """Return the bytes of a data source.
 
     Args:
         source: the message.
@@ -572,12 +573,12 @@ def data(source: core.DataSource, surroundings: Surroundings, *, watched: bool =
 
 
 def format_text(message: core.SubstitutionFormatString, surroundings: Surroundings) -> FormatString:
-    """A text format.
+    """Compile a text format.
 
     Raises:
         ConfigError: JSON where text is needed, or a bad format string.
     """
-    # The type of content concerns bodies of answers, and there are none. Callers read omit_empty_values.
+    # The content type concerns response bodies, which do not exist here. Callers read omit_empty_values.
     only(message, "text_format", "text_format_source", "json_format", "omit_empty_values", "content_type")
     kind = message.WhichOneof("format")
     if kind == "text_format":
@@ -589,7 +590,7 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
 
 
 def struct(message: Struct) -> dict[str, Any]:
-    """A protobuf struct as plain values; numbers stay floats."""
+    """Return a protobuf struct as plain values; numbers stay floats."""
     fields = message.fields
     # Keys are the same few words in every endpoint. (The map's own items() is a loop in Python.)
     return {intern(key): _value(fields[key]) for key in fields}
@@ -610,7 +611,7 @@ def _value(value: Any) -> Any:
 
 
 def metadata(message: core.Metadata) -> Mapping[str, Mapping[str, Any]]:
-    """``filter_metadata`` as plain values; equal structs are one, such as every endpoint's wish for a tunnel."""
+    """Return ``filter_metadata`` as plain values. Equal structs share one object."""
     spaces = message.filter_metadata
     if not spaces:
         return NO_METADATA

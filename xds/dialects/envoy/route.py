@@ -1,4 +1,4 @@
-"""Route configurations, as far as a terminator of CONNECT needs them."""
+"""Compiles route configurations, as far as they concern the termination of CONNECT."""
 
 import re
 
@@ -27,7 +27,7 @@ _NOT_FOUND_STATUS = {0: 503, 1: 404, 2: 500}
 
 
 def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroundings) -> model.RouteTable:
-    """A route configuration.
+    """Compile a route configuration.
 
     Raises:
         ConfigError: with the path of the first route that cannot be obeyed.
@@ -58,7 +58,7 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
 
 
 def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> model.VirtualHost:
-    # A tunnel's request goes no further than here: the header that would say which attempt it is has no reader.
+    #     A tunnel's request ends here, so the header with the attempt's number would have no reader.
     only(message, "name", "domains", "routes", "include_request_attempt_count", "metadata")
     required(message, "name")
     if not message.domains:
@@ -76,7 +76,7 @@ def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> mod
 
 
 def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
-    # The decorator names spans of traces, which are not made.
+    #     The decorator names the spans of traces, which this proxy does not create.
     only(message, "match", "route", "direct_response", "metadata", "decorator", "name")
     with at("match"):
         path = _path(message.match)

@@ -1,4 +1,4 @@
-"""TLS contexts and secrets."""
+"""Compiles TLS contexts and secrets."""
 
 import base64
 import re
@@ -53,7 +53,7 @@ def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surrou
 
 
 def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundings) -> TlsContext:
-    """A client's context; renegotiation and session resumption do not exist here."""
+    """Compile a client's context; renegotiation and session resumption do not exist here."""
     only(message, "common_tls_context", "sni", "max_session_keys")
     if len(message.sni.encode()) > 255:
         raise constraint(message, "sni", "value length must be at most 255 bytes")
@@ -176,7 +176,7 @@ def _secret_ref(message: proto.SdsSecretConfig) -> SecretRef:
 
 
 def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
-    """A certificate or a validation context.
+    """Compile a certificate or a validation context.
 
     Raises:
         ConfigError: another kind of secret, or unusable contents.

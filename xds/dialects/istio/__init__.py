@@ -1,1 +1,1 @@
-"""The Istio dialect: WDS and authorization messages of istiod, and ztunnel's local file, to ``xds.model``."""
+"""Istio's dialect: compiles istiod's WDS and authorization messages, and ztunnel's local file."""

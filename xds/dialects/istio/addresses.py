@@ -1,4 +1,4 @@
-"""``istio.workload.Address``: a workload or a service, or why it is refused.
+"""Compiles ``istio.workload.Address``: a workload or a service, or an error with the reason.
 
 An unknown enum number refuses the resource, because a partial description could send traffic in plain text that
 must be encrypted. Unknown fields are ignored; istiod relies on that in older proxies. Refusing one resource does
@@ -113,7 +113,7 @@ def compile_address(data: bytes, name: str = "") -> Workload | Service:
 
 
 def compile_workload(message: wds.Workload, name: str = "") -> Workload:
-    """One workload; see :func:`compile_address`.
+    """Compile one workload; see :func:`compile_address`.
 
     Raises:
         ConfigError: see :func:`compile_address`.
@@ -171,7 +171,7 @@ def compile_service(message: wds.Service) -> Service:
     vips: list[NetworkAddress] = []
     blocks: list[CidrAddress] = []
     for address in message.addresses:
-        # A length that is the whole address says no more than no length.
+        #         A prefix of full length means the same as no prefix length.
         if address.HasField("length") and address.length != len(address.address) * 8:
             blocks.append(CidrAddress(intern(address.network), network_of(address.address, address.length)))
         else:

@@ -1,4 +1,4 @@
-"""``istio.security.Authorization`` to a policy that fails closed.
+"""Compiles ``istio.security.Authorization`` to a policy that fails closed.
 
 A policy is never refused because of its content: the control plane would still believe that it is enforced. Each
 unsupported part is replaced, at the smallest level, by the answer that admits no connection: :class:`Never` in an
@@ -62,7 +62,7 @@ def compile_authorization(data: bytes) -> AuthorizationPolicy:
     """Compile one packed ``Authorization``.
 
     Raises:
-        ConfigError: it is no such message, or has no name to be known by.
+        ConfigError: the bytes are not such a message, or the policy has no name.
     """
     try:
         message = security.Authorization.FromString(data)
@@ -137,7 +137,7 @@ class _Compiler:
         return condition_of_match(match) if understood else self._closed, shown(match)
 
     def _items(self, attribute: str, values: Iterable[object], place: str) -> Iterable[Item]:
-        """Those values of a list that are understood."""
+        """Return the values of a list that are supported."""
         for index, value in enumerate(values):
             where = f"{place}[{index}]"
             if isinstance(value, Message) and not self._understood(value, where):

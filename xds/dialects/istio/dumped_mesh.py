@@ -1,4 +1,4 @@
-"""The mesh as a ztunnel's ``config_dump`` shows it, ours or the Rust one's, for answers without the proxy.
+"""Reads the mesh from a ztunnel's ``config_dump``, ours or the Rust one's, for answers without the proxy.
 
 A dump has the form of a local file (:mod:`xds.dialects.istio.local_file`) with three exceptions. Unknown keys come
 from newer versions and are ignored. A workload only names its services; the services' entries have the ports. An
@@ -47,7 +47,7 @@ class DumpedMesh:
     """The mesh as read from a dump.
 
     Attributes:
-        unread: what could not be read, a line each.
+        unread: the entries that could not be read, one line each.
     """
 
     mesh: Mesh
@@ -61,7 +61,7 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
         dump: the parsed dump. Lists can be mappings whose values count, like in older dumps.
 
     Raises:
-        ConfigError: a list of the dump is none.
+        ConfigError: a list of the dump has another type.
     """
     unread: list[str] = []
     workloads: dict[WorkloadUid, Workload] = {}
@@ -143,7 +143,7 @@ def _one(
     read: Callable[[object], Read],
     unread: list[str],
 ) -> Read | None:
-    """Return what is read of the known keys of an entry; ``None``, and a line in ``unread``, if it cannot be."""
+    """Read an entry by its known keys. If that fails, add a line to ``unread`` and return ``None``."""
     try:
         return read({key: entry[key] for key in keys if entry.get(key) is not None})
     except ConfigError as error:

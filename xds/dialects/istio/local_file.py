@@ -1,4 +1,4 @@
-"""The mesh as ztunnel's local file describes it: YAML with workloads, policies and services.
+"""Reads the mesh from ztunnel's local file: YAML with workloads, policies and services.
 
 A person writes this file, so it is read strictly: unknown keys, bad values and repeated keys are all reported with
 their places, and a faulty file is not used at all.
@@ -76,11 +76,11 @@ class LocalMesh:
 
 
 def parse_local_file(source: str | IO[str]) -> LocalMesh:
-    """Read a local file, given as its text or as what has it.
+    """Read a local file, given as text or as an open file.
 
     Raises:
         ConfigError: every fault with its place, one after the other.
-        OSError, UnicodeDecodeError: by the file.
+        OSError, UnicodeDecodeError: raised by reading the file.
     """
     from xds.dialects.istio import local_yaml  # most meshes come from a control plane
 
@@ -94,7 +94,7 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
     return mesh
 
 
-# One entry alone: config dumps show them in the same form
+# Single entries: config dumps show them in the same form
 
 
 def read_workload(value: object) -> Workload:
@@ -142,7 +142,7 @@ class _Fields:
         return default if value is None else self._reader.read(read, value, f"{self.place}.{key}", default)
 
     def need(self, key: str, read: Callable[[object, str], Read], default: Other) -> Read | Other:
-        """The same for a key that must be there."""
+        """Like :meth:`take`, for a required key."""
         if self._left.get(key) is None:
             self._left.pop(key, None)
             self._reader.fault(f"{self.place}.{key}", "is required")
@@ -150,14 +150,14 @@ class _Fields:
         return self.take(key, read, default)
 
     def end(self) -> None:
-        """Report what is left."""
+        """Report the remaining keys as unknown."""
         for key in self._left:
             self._reader.fault(f"{self.place}.{key}", "unknown key")
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads, and collects what cannot be read."""
+    """Reads the file's values, and collects all faults."""
 
     faults: list[str] = field(default_factory=list)
 
@@ -501,7 +501,7 @@ def _destination(value: object, place: str) -> NetworkAddress | NamespacedHostna
     try:
         return NetworkAddress(before, canonical(after))
     except ValueError:
-        pass  # a name, then
+        pass  # not an address, so it is a name
     if not slash or not before or not after or "/" in after:
         raise ConfigError(f"{value!r} is neither network/address nor namespace/hostname")
     return NamespacedHostname(before, after)

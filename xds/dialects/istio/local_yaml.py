@@ -1,6 +1,6 @@
-"""The YAML of :mod:`xds.dialects.istio.local_file`: with tags for string matches, and no key twice.
+"""Parses the YAML of :mod:`xds.dialects.istio.local_file`: with tags for string matches, and no repeated keys.
 
-Values are made of the parser's events, one element of a list at a time. PyYAML's own way makes the tree of the
+Values are built from the parser's events, one element of a list at a time. PyYAML's own way makes the tree of the
 whole document first: 3 GB for a mesh of 100,000 workloads, whose model takes 120 MB.
 """
 
@@ -13,11 +13,12 @@ import yaml
 from xds.dialects.istio.rules import Comparison, Text
 from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES, resolvers
 
-#: Texts that are kept to be shared. Repeated texts of a large mesh (names of nodes, services, keys) occur early.
+#: The most texts that are kept to be shared. Repeated texts of a large mesh (names of nodes, services, keys) occur
+#: early.
 _MOST_KEPT: Final = 65_536
 
 _TAG: Final = "tag:yaml.org,2002:"
-#: Tags of collections that only repeat their kind.
+#: YAML's standard tags of mappings and lists, which add no information.
 _PLAIN_MAPPING: Final = (None, "!", _TAG + "map")
 _PLAIN_LIST: Final = (None, "!", _TAG + "seq")
 _MERGE: Final = object()
@@ -68,21 +69,21 @@ def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
 
 @contextmanager
 def _declared() -> Iterator[None]:
-    """Raise what the parser and its constructors raise as :class:`Unreadable`."""
+    """Convert the errors of the parser and its constructors to :class:`Unreadable`."""
     try:
         yield
     except yaml.YAMLError as error:
         raise Unreadable(f"not valid YAML: {' '.join(str(error).split())}") from None
     except UnicodeDecodeError:
         raise
-    except ValueError as error:  # a scalar that looks like a date and is none
+    except ValueError as error:  # a scalar that looks like a date but is invalid
         raise Unreadable(f"not valid YAML: {error}") from None
     except RecursionError:
         raise Unreadable("not valid YAML: nested too deeply") from None
 
 
 class _Document:
-    """Makes values of events.
+    """Builds values from events.
 
     Each anchored value is stored with the number of values in it after expansion of its aliases. An alias inside
     of its own anchored value would be endless, and is undefined at that time.
@@ -127,7 +128,7 @@ class _Document:
 
     def _begin(self) -> bool:
         """Enter the document. Return False if it is empty."""
-        self._next()  # of the stream
+        self._next()  # the start of the stream
         if type(self._next()) is yaml.StreamEndEvent:
             return False
         event = self._next()
@@ -141,7 +142,7 @@ class _Document:
         raise Unreadable("the file must be a mapping with workloads, policies and services")
 
     def _end(self) -> None:
-        self._next()  # of the document
+        self._next()  # the start of the document
         event = self._next()
         if type(event) is not yaml.StreamEndEvent:
             raise _error("there is another document", event)
@@ -156,7 +157,7 @@ class _Document:
             yield element
 
     def _each(self) -> Iterator[object]:
-        """Iterate over what is left of a list."""
+        """Iterate over the remaining elements of a list."""
         while True:
             event = self._next()
             if type(event) is yaml.SequenceEndEvent:

@@ -1,4 +1,4 @@
-"""What all readers of this dialect share: addresses in bytes, and values that repeat kept once.
+"""Helpers of all readers of this dialect: addresses from bytes, and sharing of equal values.
 
 A mesh of 200,000 workloads repeats the same few namespaces, accounts, localities and port maps. Equal
 ones become one object here, which is what keeps a workload at a few hundred bytes (``bench/scale_istio.py``).
@@ -20,13 +20,13 @@ _SHARED = 65536
 
 
 def unknown_field(message: Message) -> int | None:
-    """The number of the first field of a message that our protobuf does not name."""
+    """Return the number of the first field of a message that our protobuf definition lacks."""
     unknown = UnknownFieldSet(message)
     return unknown[0].field_number if len(unknown) else None
 
 
 def host_of(data: bytes) -> str:
-    """The canonical text of an address.
+    """Return the canonical text of an address given as bytes.
 
     Raises:
         ConfigError: neither 4 nor 16 bytes.
@@ -39,10 +39,10 @@ def host_of(data: bytes) -> str:
 
 
 def network_of(data: bytes, length: int) -> IpNetwork:
-    """A block of addresses; bits past the prefix are dropped, an IPv4-mapped block is one of IPv4.
+    """Return a block of addresses. Bits past the prefix are dropped; IPv4-mapped IPv6 becomes IPv4.
 
     Raises:
-        ConfigError: no address, or a prefix that is longer than it.
+        ConfigError: not an address, or a prefix longer than the address.
     """
     if len(data) not in (4, 16):
         raise ConfigError(f"failed to parse address, had {len(data)} bytes")
@@ -58,7 +58,7 @@ def service_key(text: str) -> ServiceKey:
     """Read ``namespace/hostname``.
 
     Raises:
-        ConfigError: not exactly these two.
+        ConfigError: the text does not have exactly these two parts.
     """
     namespace, slash, hostname = text.partition("/")
     if not slash or not namespace or not hostname or "/" in hostname:
@@ -67,10 +67,10 @@ def service_key(text: str) -> ServiceKey:
 
 
 def port(number: int, what: str) -> int:
-    """Check a port.
+    """Return a port after checking it.
 
     Raises:
-        ConfigError: above 65535; 0 has a meaning in many places.
+        ConfigError: above 65535; 0 is allowed, because many fields give it a meaning.
     """
     if not 0 <= number < 65536:
         raise ConfigError(f"{what} {number} is no port".lstrip())
@@ -79,13 +79,13 @@ def port(number: int, what: str) -> int:
 
 @lru_cache(maxsize=_SHARED)
 def shared_locality(region: str, zone: str, subzone: str) -> Locality:
-    """A locality, once."""
+    """Return a locality; equal ones share one object."""
     return Locality(intern(region), intern(zone), intern(subzone))
 
 
 @lru_cache(maxsize=_SHARED)
 def shared_gateway(destination: NetworkAddress | NamespacedHostname, hbone_mtls_port: int) -> GatewayAddress:
-    """A gateway's address, once."""
+    """Return a gateway's address; equal ones share one object."""
     return GatewayAddress(destination, hbone_mtls_port)
 
 
@@ -105,5 +105,5 @@ def shared_services(
 
 @lru_cache(maxsize=_SHARED)
 def shared_policies(names: tuple[str, ...]) -> tuple[PolicyKey, ...]:
-    """Names of policies, once."""
+    """Return names of policies; equal tuples share one object."""
     return tuple(PolicyKey(intern(name)) for name in names)

@@ -32,7 +32,7 @@ from xds.model.strings import StringMatch
 
 
 class Comparison(StrEnum):
-    """How a text is compared, in the words of dumps and local files."""
+    """The kind of a string match, by its name in dumps and local files."""
 
     EXACT = "Exact"
     PREFIX = "Prefix"
@@ -42,7 +42,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One string match; presence has no value."""
+    """One string match; a presence match has no value."""
 
     comparison: Comparison
     value: str = ""
@@ -66,12 +66,12 @@ Match = Mapping[str, Sequence[Item]]
 
 
 def negated(attribute: str) -> str:
-    """The name of an attribute's other half."""
+    """Return the name of the negated form of an attribute."""
     return f"not{attribute[0].upper()}{attribute[1:]}"
 
 
 def condition_of_match(match: Match) -> Condition:
-    """When a match matches: every attribute that says something agrees, and at least one does."""
+    """Return the condition of a match: every attribute that is set matches, and at least one is set."""
     conditions: list[Condition] = []
     for attribute in ATTRIBUTES:
         if wanted := match.get(attribute):
@@ -84,17 +84,17 @@ def condition_of_match(match: Match) -> Condition:
 
 
 def condition_of_clause(matches: Sequence[Condition]) -> Condition:
-    """When a clause does."""
+    """Return the condition of a clause: at least one of its matches holds."""
     return _any_of(matches) if matches else Always()
 
 
 def condition_of_rule(clauses: Sequence[Condition]) -> Condition:
-    """When a rule does."""
+    """Return the condition of a rule: all of its clauses hold."""
     return clauses[0] if len(clauses) == 1 else AllOf(tuple(clauses))
 
 
 def condition_of_rules(rules: Sequence[Condition]) -> Condition:
-    """When a policy does."""
+    """Return the condition of a policy: at least one of its rules holds."""
     return _any_of(rules)
 
 

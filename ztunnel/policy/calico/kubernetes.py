@@ -126,9 +126,7 @@ class KubernetesReader(ConfigReader):
         return value
 
     def needed(self, rule: RuleFaults, read: Callable[[], _Value]) -> _Value:
-        """Return a clause of a rule whose entries are all needed: the fallback for a fault matches more, never
-        less.
-        """
+        """Return a clause that needs all of its entries: the fallback for a fault never matches less traffic."""
         value, faults = self.attempt(read)
         rule.faults += faults
         rule.opens = rule.opens or bool(faults)

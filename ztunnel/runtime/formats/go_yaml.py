@@ -132,7 +132,7 @@ def load_all(text: str) -> list[object]:
 
 
 def load_each(text: str) -> list[Part]:
-    """Return the documents of a file, each read on its own, so that a faulty one costs no other; never fails.
+    """Return the documents of a file, each read on its own, so that a faulty one affects no other; never raises.
 
     A ``---`` at the beginning of a line separates documents wherever it stands (YAML 1.2, 9.1.2), so a file is
     split there if it cannot be read whole. A text that begins with ``{`` and is JSON is split between its values.
@@ -553,7 +553,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Return the tag that a plain scalar would get, other than text's if any known reader says so."""
+        """Return the tag that a plain scalar would get: not text's if any known reader finds another type."""
         tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]  # of the stubs
         if kind is not yaml.ScalarNode or not implicit[0]:
             return tag

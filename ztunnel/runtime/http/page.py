@@ -1,4 +1,4 @@
-"""Requests and pages as values, made without I/O; :mod:`ztunnel.runtime.http.server` sends them.
+"""HTTP requests and pages as values, without I/O; :mod:`ztunnel.runtime.http.server` sends them.
 
 A body is a sequence of pieces, so that a long page never blocks the event loop for long: other work runs between
 the pieces. A piece that takes long can be a :class:`Deferred`, which the server runs in a thread. It must not read
