@@ -1,4 +1,4 @@
-"""Accounts for the time of an addon's calls, and decides when it has used too much of the loop. Pure."""
+"""Adds up the time of an addon's calls, and decides when the addon has used too much event-loop time. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOUNDS_US: Final = (10.0, 50.0, 200.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0
 #: The histogram's first bound.
 QUICK_NS: Final = 10_000
 _BOUNDS_NS: Final = tuple(int(bound * 1000) for bound in BOUNDS_US)
-#: The part of the loop's time that one addon can use in :data:`WINDOW_S`.
+#: The fraction of the event loop's time that one addon may use within :data:`WINDOW_S`.
 SHARE: Final = 0.02
 WINDOW_S: Final = 60
 _WINDOW_NS: Final = WINDOW_S * 1_000_000_000
@@ -24,8 +24,8 @@ class HookCounts(NamedTuple):
     Attributes:
         addon: its name.
         hook: the hook's name.
-        results: calls by result.
-        buckets: calls by duration: up to each of :data:`BOUNDS_US`, and longer ones.
+        results: the number of calls, by result.
+        buckets: the number of calls by duration: up to each bound in :data:`BOUNDS_US`, and longer ones.
         total_ns: the time of all calls.
         over_budget: calls above the addon's budget.
     """
@@ -60,13 +60,14 @@ class HookCounts(NamedTuple):
 
 
 class HookAccount:
-    """Counts the calls of one hook. Callers add to the numbers directly, since most calls are short and silent.
+    """Counts the calls of one hook. Callers increment the attributes directly, because most calls are short and
+    return no verdict.
 
     Attributes:
-        results: calls by another result than ``none``: the name of a verdict in lower case, ``fault``,
-            ``timeout``, ``cancelled`` or ``suspended``.
-        silent: calls with the result ``none``.
-        quick: calls of at most :data:`QUICK_NS`.
+        results: the number of calls by their result, if other than ``none``: the name of a verdict in lower case,
+            ``fault``, ``timeout``, ``cancelled`` or ``suspended``.
+        silent: the number of calls with the result ``none``.
+        quick: the number of calls that took at most :data:`QUICK_NS`.
         total_ns: the time of all calls.
         over_budget: calls above the budget.
     """
@@ -106,7 +107,7 @@ class LoopShare:
 
     The clock is read only when the sum reaches the addon's share of a minute. If the window is then older than a
     minute, the addon is within its share, and the sum is reset. This needs neither a list of calls nor a clock
-    reading per call. An addon is detected after at most twice its share.
+    reading per call. An addon that exceeds its share is detected before it has used twice the share.
 
     Attributes:
         used_ns: the time used in this window. Callers add to it directly, and call :meth:`exceeded` above
@@ -125,7 +126,7 @@ class LoopShare:
         return self.used_ns > MOST_NS and self.exceeded(now_ns)
 
     def exceeded(self, now_ns: int) -> bool:
-        """Return whether the sum was used within a minute. If not, start a new window."""
+        """Return whether the addon used its time within a minute. If not, start a new window."""
         if now_ns - self._began_ns < _WINDOW_NS:
             return True
         self._began_ns, self.used_ns = now_ns, 0
@@ -133,5 +134,5 @@ class LoopShare:
 
 
 def too_much(used_ns: int) -> str:
-    """Return why an addon is suspended that has exceeded its share."""
+    """Return the reason for suspending an addon that exceeded its share of event-loop time."""
     return f"it used {used_ns / 1e9:.2f} s of the loop within {WINDOW_S} s, more than {SHARE:.0%}"

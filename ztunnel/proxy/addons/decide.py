@@ -14,22 +14,23 @@ from typing import Final, NamedTuple
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON
 
-#: The longest delay. A longer value is rejected as a mistaken unit.
+#: The longest delay that a verdict may have, in seconds. Longer ones are rejected, as probably in the wrong unit.
 LONGEST_DELAY_S: Final = 300.0
-#: The longest reason in the access line. Longer reasons are truncated.
+#: The longest reason of a verdict in the access line, in characters. Longer reasons are truncated.
 _LONGEST_REASON: Final = 200
-#: The most samples in one of an addon's metric families.
+#: The largest number of samples in one metric family of an addon.
 MOST_SAMPLES: Final = 10_000
 _METRIC_NAME: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LABEL: Final = re.compile(r"(?!__|addon$)[a-zA-Z_][a-zA-Z0-9_]*")
 
-#: The verdicts of each hook that decides.
+#: The verdict types that each deciding hook may return.
 ALLOWED_VERDICTS: Final[Mapping[str, tuple[type[Verdict], ...]]] = {
     "connecting": (Deny, Delay, Prefer, Cut),
     "accepting": (Deny,),
 }
 
-#: Labels that an endpoint must all have. Hashable, because the cache of draws uses them as a key.
+#: A set of labels that an endpoint must have (all of them). Hashable, because it is a key in the cache of
+#: load-balancing choices.
 Labels = frozenset[tuple[str, str]]
 
 
@@ -37,7 +38,7 @@ class Outcome(NamedTuple):
     """The verdicts of all addons so far.
 
     Attributes:
-        denied: the denial's text for the access line, or empty if no addon denies.
+        denied: the text for the access line if an addon denies the connection, otherwise empty.
         addons: the names of addons that returned a verdict, in order.
         prefer: the preferred endpoint labels, in the addons' order.
         delay_s: the sum of delays.
@@ -55,11 +56,11 @@ NOTHING: Final = Outcome()
 
 
 def fault_of(hook: str, answer: object) -> str:
-    """Return the fault in a hook's answer, or the empty string. ``None`` is always valid."""
+    """Check a hook's return value. Return what is wrong with it, or the empty string. ``None`` is always valid."""
     if answer is None:
         return ""
     allowed = ALLOWED_VERDICTS.get(hook, ())
-    # Not isinstance: a subclass can have properties that run code of the addon later.
+    # Not isinstance: a subclass could have properties that run addon code later.
     if type(answer) not in allowed:
         names = " or ".join((*(each.__name__ for each in allowed), "None"))
         return f"returned {_shown(answer)} instead of {names}"
@@ -92,7 +93,7 @@ def _fault_of_cut(cut: Cut) -> str:
 
 
 def fault_of_metric(family: object) -> str:
-    """Return the fault in a metric family returned by the hook ``metrics``, or the empty string."""
+    """Check a metric family returned by a hook ``metrics``. Return what is wrong, or the empty string."""
     if type(family) is not Metric:
         return f"returned {_shown(family)} instead of Metric"
     labels = family.labels
@@ -128,12 +129,12 @@ def _is_label(pair: object) -> bool:
 
 
 def _shown(answer: object) -> str:
-    """Return the kind of a value without calling code of the addon."""
+    """Describe a value by its type, without calling addon code."""
     return f"a value of type {type(answer).__name__}"
 
 
 def combined(so_far: Outcome, addon: str, verdict: Verdict) -> Outcome:
-    """Return the outcome with one more addon's verdict, which :func:`fault_of` has found right."""
+    """Return the outcome with one more addon's verdict, which :func:`fault_of` has already checked."""
     addons = (*so_far.addons, addon)
     match verdict:
         case Deny(reason):
@@ -147,7 +148,9 @@ def combined(so_far: Outcome, addon: str, verdict: Verdict) -> Outcome:
 
 
 def _lower(one: Cut | None, other: Cut) -> Cut:
-    """Return the lower of each limit. The later addon's reason is used if it lowers a limit."""
+    """Combine two sets of limits by the lower value of each. The later addon's reason is used if it lowers a
+    limit.
+    """
     if one is None:
         return other
     seconds = _least(one.after_s, other.after_s)
@@ -162,7 +165,7 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 
 def in_words(verdict: Verdict | None) -> str:
-    """Return a verdict as an explanation shows it."""
+    """Return a verdict in words, as ``ztunnel explain`` shows it."""
     match verdict:
         case None:
             return "nothing"
@@ -179,12 +182,12 @@ def in_words(verdict: Verdict | None) -> str:
 
 
 def refusal(addon: str, reason: str) -> str:
-    """Return the text of the access line of a connection that an addon denied."""
+    """Return the access line's error text for a connection that an addon denied."""
     line = " ".join(reason.split())
     return f"connection refused by addon {addon}: {line[:_LONGEST_REASON]}"
 
 
 def cut_reason(addons: Sequence[str], cut: Cut) -> str:
-    """Return the text of the access line of a connection that was cut."""
+    """Return the access line's error text for a connection that addons have cut."""
     line = " ".join(cut.reason.split())
     return f"{CUT_BY_ADDON} {','.join(addons)}: {line[:_LONGEST_REASON]}"

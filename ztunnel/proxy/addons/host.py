@@ -1,7 +1,7 @@
 """Calls the hooks of all addons of this process in order. Both front ends use this module.
 
-A front end without addons has no such object, and its connections pay for one comparison with ``None``.
-The state of an addon is that of one process: with several workers, each has its own objects.
+A front end without addons creates no such object, which costs its connections one comparison with ``None``.
+Addon state is per process: with several workers, each worker has its own addon objects.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ztunnel.proxy.dataplane.lives import Life
 
 log = logging.getLogger(__name__)
 
-#: The interval of checking the byte counts of a connection with a limit.
+#: How often the byte count of a connection with a limit is checked, in seconds.
 _LOOK_S: Final = 0.01
-#: The least time between two calls of the hook ``mesh_changed``.
+#: The shortest time between two calls of the hook ``mesh_changed``, in seconds.
 _MESH_EVERY_S: Final = 1.0
 
 
-#: Addons with their hook of one name.
+#: Addons, each with its hook of the same name.
 Hooks = tuple[tuple[RunningAddon, Hook], ...]
 
 
@@ -43,7 +43,7 @@ class Asked:
         facts: the latest facts about the connection. The front end replaces them when more is known.
         outcome: the verdicts so far.
         is_open: whether ``opened`` was called.
-        waited: whether an addon has let the connection wait, so that facts can be outdated.
+        waited: whether an addon has made the connection wait, so that its facts may be outdated.
         undecided: the hooks that :meth:`AddonHost.ask_now` has left to :meth:`AddonHost.decide_rest`.
     """
 
@@ -69,10 +69,10 @@ class Asked:
         return self.outcome.prefer
 
     def opened(self, life: Life, counts: ByteCounts) -> None:
-        """Inform the addons that bytes flow, and begin to watch the limits of a ``Cut``.
+        """Inform the addons that the relay runs, and start to enforce the limits of a ``Cut``.
 
         Args:
-            life: ended when a limit is reached.
+            life: the connection's table entry, which is ended when a limit is reached.
             counts: the bytes of its relay.
         """
         self.is_open = True
@@ -89,7 +89,7 @@ class Asked:
 
 
 class _Cutting:
-    """Ends a connection at its limits of time or bytes."""
+    """Ends a connection when it reaches its time or byte limit."""
 
     __slots__ = ("_counts", "_life", "_limit", "_reason", "_timers")
 
@@ -125,8 +125,8 @@ class AddonHost:
         loaded: the addons in calling order.
 
     Attributes:
-        current: the hook that runs now.
-        problems: why the changed file of an addon was not loaded, by name.
+        current: the hook that is running now, for the watchdog.
+        problems: by addon name, why its changed file could not be loaded.
     """
 
     def __init__(self, loaded: Sequence[LoadedAddon]) -> None:
@@ -142,14 +142,14 @@ class AddonHost:
         self._index()
 
     def _index(self) -> None:
-        #: Addons with these hooks, in order.
+        #: The addons that have each hook, in calling order.
         self.connecting = self._with("connecting")
         self.accepting = self._with("accepting")
         self._opened = self._with("opened")
         self._closed = self._with("closed")
         self._refused = self._with("refused")
         self._mesh = self._with("mesh_changed")
-        #: Further facts that an addon needs.
+        #: The optional facts that some addon needs.
         self.needs = frozenset().union(*(each.loaded.needs for each in self.addons))
 
     def _with(self, name: str) -> Hooks:
@@ -184,7 +184,8 @@ class AddonHost:
 
         Args:
             hooks: see :meth:`ask_now`.
-            life: the connection's life. It is in :attr:`State.HELD` while this waits, and in its own state after.
+            life: the connection's table entry. It is in :attr:`State.HELD` while this waits, and afterwards in its
+                previous state.
             asked: gets the outcome.
         """
         if not self.ask_now(hooks, asked):
@@ -233,7 +234,7 @@ class AddonHost:
             addon.inform(hook, record)
 
     def mesh_changed(self, summary: Callable[[], MeshSummary]) -> None:
-        """Inform the addons that the mesh has changed, soon and at most once a second."""
+        """Schedule a notification to the addons that the mesh has changed, at most once a second."""
         if not self._mesh or self._mesh_timer is not None:
             return
         loop = asyncio.get_running_loop()
@@ -250,13 +251,13 @@ class AddonHost:
     # Pages
 
     def report(self) -> AddonReport:
-        """Return the counts of this process's addons, with their own families."""
+        """Return the counts of this process's addons, including the addons' own metric families."""
         report = AddonReport()
         report.add(self.counts(), self.families(), self.states())
         return report
 
     def families(self) -> Iterator[AddonFamily]:
-        """Yield the addons' own families."""
+        """Yield the metric families that the addons' hooks ``metrics`` return."""
         for addon in self.addons:
             for each in addon.families():
                 yield AddonFamily(addon.name, each.name, each.help, each.kind, each.labels, dict(each.values))
@@ -284,7 +285,8 @@ class AddonHost:
     # Change and end
 
     def replace(self, old: RunningAddon, loaded: LoadedAddon) -> None:
-        """Replace an addon by another version at the same place in the order, and end the old version.
+        """Replace an addon by a new version, which keeps its position in the calling order, and end the old
+        version.
 
         Waiting calls of the old version continue until they return.
         """
@@ -309,11 +311,11 @@ class AddonHost:
 
 @contextmanager
 def held(life: Life) -> Iterator[None]:
-    """Have a life in :attr:`State.HELD` meanwhile."""
+    """Context manager that keeps a connection's table entry in :attr:`State.HELD`."""
     before = life.state
     life.state = State.HELD
     try:
         yield
     finally:
-        if life.state is State.HELD:  # else it has been closed meanwhile
+        if life.state is State.HELD:  # otherwise it was closed meanwhile
             life.state = before

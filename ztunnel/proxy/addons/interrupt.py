@@ -1,10 +1,10 @@
 """Interrupts a hook that blocks the loop, and names the running hook for the watchdog.
 
-Code on the loop cannot end a function that does not return. A thread checks every :data:`_LOOK_S` how long the
-current call has run, and sends a signal to the main thread above :data:`LIMIT_S`. Python runs the signal handler
-in the main thread between two instructions, and interrupts a blocking system call to run it. The handler raises
-:class:`Blocked` if a hook is still running. If the hook has returned meanwhile, the handler returns without
-effect: its check and its raise run in the hook's thread.
+Code on the event loop cannot stop a function that does not return. So a thread checks every :data:`_LOOK_S`
+seconds how long the current call has run, and signals the main thread once it has run for :data:`LIMIT_S`. Python
+runs the signal handler in the main thread between two instructions, and interrupts a blocking system call to run
+it. The handler raises :class:`Blocked` if a hook is still running. If the hook has returned meanwhile, the handler
+returns without effect: its check and its raise run in the hook's thread.
 
 Two cases cannot be interrupted: a C function holding the interpreter's lock, and a hook that catches
 ``BaseException`` and continues. The watchdog (:mod:`ztunnel.runtime.watchdog`) reports them with the name of the
@@ -19,23 +19,25 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import Any, Final, Self
 
-#: The longest that one call can block the loop.
+#: The longest time that one call may block the event loop, in seconds.
 LIMIT_S: Final = 0.1
-#: The time between two checks. A call is interrupted at most this late.
+#: The time between two checks, in seconds. A call is interrupted at most this late.
 _LOOK_S: Final = 0.05
-#: A signal without another use in this process. Its default action would end the process.
+#: The signal to send, which this process does not use otherwise. Its default action would end the process.
 _SIGNAL: Final = signal.SIGALRM
 
 
 class Blocked(BaseException):
-    """A hook has blocked the loop for too long. Not an ``Exception``, which hooks often catch."""
+    """Raised in a hook that has blocked the event loop for too long. Not an ``Exception``, because hooks often
+    catch those.
+    """
 
     def __str__(self) -> str:
         return f"it blocked the loop for more than {LIMIT_S:g} s and was interrupted"
 
 
 class CurrentCall:
-    """The hook that runs now on the loop of this process.
+    """The hook that is running on this process's event loop.
 
     Attributes:
         hook: the running hook, or ``None``. Its text names the addon and the hook.
@@ -63,7 +65,7 @@ class CurrentCall:
 
 
 class Interrupter:
-    """The thread and the signal handler, from entering to leaving.
+    """A context manager that runs the checking thread and installs the signal handler.
 
     Outside the process's main thread it has no effect, because Python handles signals only there. Tests use it
     that way.

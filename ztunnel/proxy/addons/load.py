@@ -1,4 +1,4 @@
-"""Loads an addon: reads its file or imports its module, finds its class, reads its options, makes the object.
+"""Loads an addon: reads its file or imports its module, finds its class, parses its options, creates the object.
 
 An addon is the operator's own code and runs with the proxy's rights. A digest (``@sha256:``) ensures that only
 reviewed code runs, for example from a ConfigMap with more writers. The file is read once, so the digest covers the
@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 #: Optional facts that an addon can request.
 _NEEDS: Final = frozenset({"server_name"})
 _MAY_WAIT: Final = frozenset({"connecting", "accepting"})
-#: A method at least this similar to a hook counts as a misspelt one.
+#: A method whose name is at least this similar to a hook's is reported as misspelt.
 _NEAR: Final = 0.8
 _numbers = itertools.count(1)
 
@@ -45,7 +45,7 @@ class AddonError(ConfigError):
     """An addon cannot be loaded.
 
     Attributes:
-        faults: one line each, naming the addon and the place.
+        faults: one line per fault, naming the addon and where the fault is.
     """
 
     def __init__(self, *faults: str) -> None:
@@ -61,9 +61,9 @@ class LoadedAddon:
         name: its name, unique among loaded addons.
         spec: where it was loaded from.
         sha256: its file's digest. Empty for a module.
-        instance: the object.
-        hooks: its methods by the name of the hook.
-        waits: the ``async def`` hooks.
+        instance: the addon object.
+        hooks: its hook methods, by name.
+        waits: the names of its ``async def`` hooks.
         common: see :class:`ztunnel.proxy.addons.options.Common`.
         pure: see :attr:`ztunnel.addons.Addon.pure`.
         needs: see :attr:`ztunnel.addons.Addon.needs`.
@@ -89,7 +89,7 @@ def load_all(settings: AddonSettings) -> list[LoadedAddon]:
     """Load every addon, in the given order.
 
     Raises:
-        AddonError: all faults together. The addons that were loaded have been ended.
+        AddonError: lists all faults. The addons loaded so far have been ended again.
     """
     loaded: list[LoadedAddon] = []
     faults: list[str] = []
@@ -124,7 +124,7 @@ def load(spec: AddonSpec, options: Mapping[str, Mapping[str, Given]]) -> LoadedA
         options: the options of all addons, by name.
 
     Raises:
-        AddonError: it cannot be loaded.
+        AddonError: the addon cannot be loaded.
     """
     cls, digest = find_class(spec)
     return load_class(cls, options, spec, digest)
@@ -140,7 +140,7 @@ def find_class(spec: AddonSpec) -> tuple[type, str]:
 
 
 def faults_of(settings: AddonSettings) -> list[str]:
-    """Return the faults in addons' files, classes and options, without creating an addon."""
+    """Check the addons' files, classes and options without creating the addons. Return the faults."""
     faults: list[str] = []
     names: set[str] = set()
     for spec in settings.specs:
@@ -168,17 +168,18 @@ def load_class(
     *,
     start: bool = True,
 ) -> LoadedAddon:
-    """Make the addon of a class; see :func:`load`.
+    """Load the addon that a class defines; see :func:`load`.
 
     Args:
         cls: the class.
         options: the options of all addons, by name.
         spec: where the class was loaded from, for messages. ``None``: the class's name.
         digest: its file's digest.
-        start: make the object and call its hook ``configured``. Otherwise it can only be described.
+        start: whether to create the object and call its hook ``configured``. If not, the addon can only be
+            described.
 
     Raises:
-        AddonError: it cannot be loaded.
+        AddonError: the addon cannot be loaded.
     """
     spec = spec or AddonSpec(text=cls.__name__)
     place = f"addon {spec.text}"
@@ -259,7 +260,8 @@ def _from_file(spec: AddonSpec, place: str) -> tuple[ModuleType, str]:
     digest = hashlib.sha256(source).hexdigest()
     if spec.sha256 and digest != spec.sha256:
         raise AddonError(f"{place}: the file has another digest, sha256:{digest}")
-    # A name of its own for each version: the old one's functions keep their globals until it has ended.
+    # Each version gets its own module name, because the old version's functions need their globals until it has
+    # ended.
     stem = re.sub(r"\W", "_", Path(spec.file).stem)
     name = f"ztunnel_addon_{next(_numbers)}_{stem}"
     module = ModuleType(name)
@@ -374,7 +376,7 @@ def where(error: BaseException) -> str:
     """Return the type and text of an addon's error, with the last line of the addon's code in its traceback."""
     try:
         words = str(error)
-    except Exception:  # noqa: BLE001  the error is the addon's, and so is its text
+    except Exception:  # noqa: BLE001  formatting the error runs addon code, which can fail
         words = ""
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     if isinstance(error, SyntaxError):

@@ -18,7 +18,7 @@ COMMON: Final = ("on_error", "budget_us", "time_limit_s")
 
 
 class Common(NamedTuple):
-    """The settings of an addon that its caller obeys; see :class:`ztunnel.addons.Addon`."""
+    """The settings of an addon that the proxy applies when it calls hooks; see :class:`ztunnel.addons.Addon`."""
 
     on_error: str = "deny"
     budget_us: float = 200.0
@@ -34,7 +34,7 @@ class OptionsError(Exception):
     """The options of an addon are unusable.
 
     Attributes:
-        faults: one line each, naming the addon, the option and the place.
+        faults: one line per fault, naming the addon, the option and where it was given.
     """
 
     def __init__(self, faults: list[str]) -> None:
@@ -46,7 +46,8 @@ class OptionsError(Exception):
 
 
 def read_options(name: str, cls: type, given: Mapping[str, Given]) -> tuple[Any, Common]:
-    """Return the value of the addon's ``Options``, or ``None`` if it has none, and its common settings.
+    """Parse an addon's options. Return its ``Options`` object, or ``None`` if it has no such class, and its common
+    settings.
 
     Args:
         name: the addon's name.
@@ -54,7 +55,7 @@ def read_options(name: str, cls: type, given: Mapping[str, Given]) -> tuple[Any,
         given: its options by key.
 
     Raises:
-        OptionsError: all unusable options together.
+        OptionsError: lists all unusable options.
     """
     faults: list[str] = []
 

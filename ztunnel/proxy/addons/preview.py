@@ -37,7 +37,7 @@ class Said(NamedTuple):
     denies: bool = False
 
     def shown(self) -> dict[str, Any]:
-        """Return it as an answer has it."""
+        """Return the prediction as JSON values, as ``/explain`` answers."""
         return {"addon": self.addon, "says": self.says}
 
 
@@ -84,12 +84,13 @@ def _one(loaded: LoadedAddon, suspended: str, hook: str, function: Callable[...,
 
 
 def preview_of(settings: AddonSettings) -> list[tuple[LoadedAddon, str]]:
-    """Load addons for questions only, in a process that calls none: those whose verdicts follow from the facts.
+    """Load addons in a process that only predicts their verdicts, and carries no connections.
 
-    Others are loaded without being started, so that they have no effect.
+    Addons whose verdicts do not follow from the facts are loaded without being started, so that they have no
+    effect.
 
     Raises:
-        AddonError: one cannot be loaded.
+        AddonError: an addon cannot be loaded.
     """
     found = []
     for spec in settings.specs:

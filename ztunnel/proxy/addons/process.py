@@ -1,4 +1,5 @@
-"""The addons of one process from its start to its end: loaded, watched for changes, interrupted, ended.
+"""Runs the addons of one process: loads them, watches their files for changes, interrupts blocking hooks, and ends
+them.
 
 A changed file is loaded beside the running addon and replaces it when its hook ``configured`` has returned. If it
 cannot be loaded, the running version stays, and the log and ``ztunnel addons`` show the reason. Modules and entry
@@ -23,7 +24,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: The interval of checking the files for changes.
+#: How often the addons' files are checked for changes, in seconds.
 CHECK_EVERY_S: Final = 1.0
 
 
@@ -31,18 +32,18 @@ class AddonProcess:
     """Runs the addons of this process while entered.
 
     Args:
-        settings: which.
+        settings: which addons to load.
 
     Attributes:
-        host: calls them.
+        host: calls the addons.
 
     Raises:
-        AddonError: one cannot be loaded.
+        AddonError: an addon cannot be loaded.
     """
 
     def __init__(self, settings: AddonSettings) -> None:
         self._settings = settings
-        # Before the files are read: a change in between is loaded once more.
+        # Take the files' state before reading them, so that a change in between is noticed and loaded.
         self._seen = {spec.text: _state(spec.file) for spec in settings.specs}
         self.host = AddonHost(load_all(settings))
         self._tasks = Tasks("addons")

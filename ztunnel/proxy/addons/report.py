@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.proxy.addons.budget import BOUNDS_US, HookCounts
 
-#: Results that count as a denial, and as a fault.
+#: The results that count as a denial, and those that count as a fault.
 _DENIALS: Final = ("deny",)
 _FAULTS: Final = ("fault", "timeout")
 
@@ -23,7 +23,7 @@ class AddonState(NamedTuple):
         suspended: why it is not called. Empty if it is called.
         on_error: ``deny`` or ``ignore``.
         hooks: the names of its hooks.
-        problem: why a changed file has not replaced it. Empty if none has failed.
+        problem: why its changed file could not be loaded. Empty if there is no such file.
     """
 
     name: str
@@ -36,7 +36,7 @@ class AddonState(NamedTuple):
 
 
 class AddonFamily(NamedTuple):
-    """One family of an addon's hook ``metrics``; see :class:`ztunnel.addons.Metric`."""
+    """One metric family returned by an addon's hook ``metrics``; see :class:`ztunnel.addons.Metric`."""
 
     addon: str
     name: str
@@ -48,12 +48,12 @@ class AddonFamily(NamedTuple):
 
 @dataclass(slots=True)
 class AddonReport:
-    """The sum over processes.
+    """What the addons of one or several processes report, added up.
 
     Attributes:
         hooks: counts by addon and hook.
-        families: the addons' own, by addon and name.
-        states: one for each addon and process.
+        families: the addons' own metric families, by addon and name.
+        states: the state of each addon in each process.
     """
 
     hooks: dict[tuple[str, str], HookCounts] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class AddonReport:
         self.states.extend(states)
 
     def copy(self) -> AddonReport:
-        """Return a report that changes apart from this one."""
+        """Return a copy that can be changed without affecting this report."""
         return AddonReport(dict(self.hooks), dict(self.families), list(self.states))
 
 

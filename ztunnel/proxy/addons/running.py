@@ -1,6 +1,6 @@
-"""One addon that is called: each call is timed, and its faults suspend it.
+"""Runs one addon: times each call of its hooks, and suspends it after a fault.
 
-A hook runs on the loop that carries connections, so its time is theirs. Four limits apply:
+Hooks run on the event loop that carries the connections, so a slow hook delays them. Four limits apply:
 
 * A ``def`` hook above its budget is counted, and named in the log at most once a minute.
 * A hook that blocks the loop for :data:`ztunnel.proxy.addons.interrupt.LIMIT_S` is interrupted and has failed.
@@ -31,11 +31,12 @@ from ztunnel.proxy.addons.load import LoadedAddon, where
 
 log = logging.getLogger(__name__)
 
-#: A cancelled hook must end within this time.
+#: The time within which a cancelled hook must end, in seconds.
 _ENDS_S: Final = 1.0
-#: The minimum interval of log lines about one addon's calls over budget.
+#: The shortest time between log lines about one addon's calls that exceeded its budget, in seconds.
 _LINE_EVERY_NS: Final = 60 * 1_000_000_000
-#: Tasks of one addon that wait at a time: one per connection. More means that they do not end.
+#: The largest number of waiting tasks of one addon, one per connection. If there are more, they probably never
+#: end.
 _MOST_WAITING: Final = 10_000
 
 
@@ -46,7 +47,7 @@ class Hook:
         addon: the addon's name.
         name: the hook's name.
         function: the bound method, with one argument.
-        waits: it is ``async def``.
+        waits: whether it is ``async def``.
         account: its counts.
     """
 
@@ -72,7 +73,7 @@ class RunningAddon:
     """An addon between its start and its end.
 
     Args:
-        loaded: it.
+        loaded: the loaded addon.
         current: the process's current call, for interrupting and naming hooks that block.
 
     Attributes:
@@ -114,7 +115,9 @@ class RunningAddon:
     # Hooks that decide
 
     def decide(self, hook: Hook, facts: object) -> Verdict | None:
-        """Call a ``def`` hook and return its verdict, or after an error that of ``on_error``. Never raises."""
+        """Call a ``def`` hook and return its verdict, or if it fails the verdict set by ``on_error``. Never
+        raises.
+        """
         if self.suspended:
             return self._not_called(hook)
         try:
@@ -127,9 +130,9 @@ class RunningAddon:
         return self._checked(hook, answer)
 
     async def decide_later(self, hook: Hook, facts: object) -> Verdict | None:
-        """Run an ``async def`` hook and return its verdict, or that of ``on_error``.
+        """Run an ``async def`` hook and return its verdict, or if it fails the verdict set by ``on_error``.
 
-        The hook has a task of its own. Cancelling this call cancels it, and waits for neither.
+        The hook runs in its own task. Cancelling this call also cancels the task, without waiting for it to end.
         """
         if self.suspended:
             return self._not_called(hook)
@@ -221,7 +224,7 @@ class RunningAddon:
     # One call
 
     def _call(self, hook: Hook, argument: object) -> object:
-        """Call a ``def`` hook, with its time on the account.
+        """Call a ``def`` hook, and add its duration to the addon's counts.
 
         Raises:
             _Failed: it raised, and the addon is suspended.
@@ -229,12 +232,12 @@ class RunningAddon:
         current, account, share = self._current, hook.account, self._share
         loop = None
         if self._guards_loop:
-            # A hook that is no coroutine has no business with the loop, and could stop it.
+            # A ``def`` hook does not need the event loop, and could stop it.
             loop = _get_running_loop()
             _set_running_loop(None)
         began = current.began_ns = perf_counter_ns()
         try:
-            # Inside the block: the interruption of a hook that blocks is raised while ``hook`` is set.
+            # Inside the try block, because a blocking hook is interrupted by an exception while ``hook`` is set.
             current.hook = hook
             answer = hook.function(argument)
             current.hook = None
@@ -262,7 +265,7 @@ class RunningAddon:
         return answer
 
     def charge(self, hook: Hook, took_ns: int) -> None:
-        """Add loop time of a hook that is not a finished ``def`` call; suspends above the share."""
+        """Charge event-loop time to the addon, and suspend it if it has exceeded its share."""
         if not hook.waits:
             hook.account.took(took_ns)
         if self._share.use(took_ns, perf_counter_ns()):
@@ -305,7 +308,7 @@ class RunningAddon:
 
     def _cancel(self, task: asyncio.Task[Any], hook: Hook) -> None:
         task.cancel()
-        # The answer is no longer used, so an error is ignored as well.
+        # The hook's answer is no longer used, so its errors are ignored as well.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         asyncio.get_running_loop().call_later(_ENDS_S, self._must_have_ended, task, hook)
 
@@ -345,7 +348,7 @@ class RunningAddon:
         """
         if cancel:
             for task in list(self._waiting):
-                self._abandon(task)  # else a hook that survives its cancellation would keep the process
+                self._abandon(task)  # otherwise a hook that survives its cancellation would keep the process alive
         done = self.hooks.get("done")
         if done is not None:
             try:
@@ -411,7 +414,7 @@ class _Steps:
                 if self.abandoned:
                     with contextlib.suppress(
                         RuntimeError
-                    ):  # it survives this as well, and is left to the collector
+                    ):  # the hook survives this as well, and is left to the garbage collector
                         coroutine.close()
                     raise
                 error = thrown

@@ -1,4 +1,4 @@
-"""Which addons a process loads, and their options as they were given: from flags, variables and a file. Pure.
+"""Parses which addons a process loads, and their options, from flags, environment variables and a file. Pure.
 
 =============================  ===========================================================================
 ``FILE.py[:Class]``            a file; without a class it must define one addon
@@ -49,11 +49,11 @@ class AddonSpec:
 
 
 class Given(NamedTuple):
-    """An option as it was given.
+    """An addon option as the operator gave it.
 
     Attributes:
         value: text, or a value of YAML.
-        place: the flag, variable or file that it is from.
+        place: the flag, variable or file that contains it.
     """
 
     value: Any
@@ -92,7 +92,7 @@ def addon_settings(env: Mapping[str, str], file_options: object = None) -> tuple
     """Return the addon settings in an environment, and their faults.
 
     Args:
-        env: flags are put into it under their variables.
+        env: the environment, in which flags are stored under their variables' names.
         file_options: the contents of the file of :data:`OPTIONS_FILE`, as YAML reads them.
 
     Returns:

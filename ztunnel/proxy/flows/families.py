@@ -17,7 +17,7 @@ _LabelsT = TypeVar("_LabelsT", bound=tuple[str, ...])
 
 
 def time_families(times: ConnectionTimes) -> Iterator[Family]:
-    """Yield failed connections, and every histogram that has a value."""
+    """Yield the metric family of failed connections, and every histogram that has a value."""
     yield family(
         "ztunnel_connection_errors",
         "counter",

@@ -1,8 +1,8 @@
 """Filters of Hubble's GetFlows, compiled once per call. Pure.
 
 They have the meaning of Hubble's own filters; tests compare both by ``hubble observe --input-file``. A filter that
-is unknown or has an unreadable value is refused by its name: ignoring it would show too many flows. Flows are in
-JSON's types, as :mod:`ztunnel.proxy.flows.hubble` makes them.
+is unknown or has an invalid value is refused with an error naming it, because ignoring it would show too many
+flows. Flows are in JSON's types, as :mod:`ztunnel.proxy.flows.hubble` makes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xds.proto.hubble.flow.flow_pb2 import (
 
 Flow = Mapping[str, Any]
 Test = Callable[[Flow], bool]
-#: Names of filters that are not supported, by their numbers in FlowFilter.
+#: The names of unsupported filters, by field number in FlowFilter.
 _UNSUPPORTED: Final = {
     9: "http_status_code",
     18: "dns_query",

@@ -1,4 +1,5 @@
-"""Keeps how much a process's totals grew in the last 15 minutes: a ring of ten-second steps in 3 KiB. Pure.
+"""Records by how much a process's totals grew in each ten seconds of the last 15 minutes, in a ring of 3 KiB.
+Pure.
 
 A timer samples existing totals, so connections have no additional cost. Steps are numbered by the monotonic clock,
 which all processes of a node share, so the rings of workers can be added. If no sample was taken for several steps
@@ -12,7 +13,7 @@ from typing import Final, NamedTuple
 
 STEP_S: Final = 10.0
 STEPS: Final = 90
-#: The largest growth in a step. Numbers of worker processes are not trusted.
+#: The largest accepted growth per step, because numbers from worker processes are not trusted.
 _MOST: Final = 1 << 56
 
 
@@ -37,18 +38,20 @@ _WIDTH: Final = len(Totals._fields)
 
 
 class Steps(NamedTuple):
-    """Growth as a value for another process: the first step's number, and per step a row like :class:`Totals`."""
+    """The recorded growth, for sending to another process: the number of the first step, and a row like
+    :class:`Totals` per step.
+    """
 
     first: int
     rows: tuple[tuple[int, ...], ...]
 
 
 class History:
-    """The ring of one process."""
+    """The history of one process."""
 
     def __init__(self) -> None:
         self._grown = array("q", bytes(8 * _WIDTH * STEPS))
-        # The steps that are known: from the first to before the next.
+        # The range of steps with known growth: from the first up to, but not including, the next one.
         self._first = self._next = 0
         self._before: Totals | None = None
 
@@ -90,12 +93,14 @@ class History:
             self._grown[index] = min(_MOST, self._grown[index] + min(_MOST, max(0, grown)))
 
     def steps(self) -> Steps:
-        """Return the known steps."""
+        """Return the steps whose growth is known."""
         places = (step % STEPS * _WIDTH for step in range(self._first, self._next))
         return Steps(self._first, tuple(tuple(self._grown[place : place + _WIDTH]) for place in places))
 
     def add(self, steps: Steps) -> None:
-        """Add the growth of another process. A ring without samples takes the other's steps, else only its own."""
+        """Add the growth of another process. A history without samples takes over the other's steps; otherwise
+        only the steps that it knows itself are added.
+        """
         end = steps.first + len(steps.rows)
         if self._before is None and self._first == self._next:
             self._first = self._next = max(steps.first, end - STEPS)
@@ -110,7 +115,7 @@ class History:
         A list has :data:`STEPS` numbers at most, the oldest first.
 
         Args:
-            now_s, wall_s: the time by either clock.
+            now_s, wall_s: the current time, by the monotonic and the wall clock.
         """
         rows = self.steps().rows
         return {

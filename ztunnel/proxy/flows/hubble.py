@@ -53,7 +53,7 @@ class Side:
 
     @property
     def known(self) -> bool:
-        """Whether it is a workload of the mesh."""
+        """Whether this side is a workload known in the mesh."""
         return bool(self.pod or self.workload)
 
 
@@ -85,7 +85,7 @@ _DROPPED: Final = {
 
 
 def verdict_of(ended: Ended, *, outbound: bool, tunnelled: bool) -> tuple[str, tuple[int, int], int]:
-    """Return Hubble's verdict, type and sub-type of the event, and drop reason (0 without one)."""
+    """Return Hubble's verdict, the event's type and sub-type, and the drop reason (0 if not dropped)."""
     if ended.reason in _DROPPED:
         event, drop = _DROPPED[ended.reason]
         return "DROPPED", event, 181 if ended.reason is Reason.POLICY and ended.policy else drop
@@ -94,7 +94,9 @@ def verdict_of(ended: Ended, *, outbound: bool, tunnelled: bool) -> tuple[str, t
 
 
 def identity_of(side: Side) -> int:
-    """Return Cilium's number of a side: the same on all nodes, and different for workloads of one account."""
+    """Return a number for a side like Cilium's numeric identity: the same on all nodes, and different for
+    workloads that share a service account.
+    """
     if not side.known:
         return WORLD
     text = f"{side.spiffe}|{side.cluster}|{side.workload or side.pod}"
@@ -114,7 +116,7 @@ def response(
     tunnel: str,
     emitter: str,
 ) -> dict[str, Any]:
-    """Return a GetFlowsResponse.
+    """Return a recorded connection as a GetFlowsResponse of Hubble's API.
 
     Args:
         entry: the ring's entry.
@@ -214,7 +216,7 @@ def _endpoint(side: Side) -> dict[str, Any]:
 
 
 def summary(entry: Entry, reason: str, tunnel: str) -> str:
-    """Return the line for people: bytes, duration, tunnel and reason, without control characters."""
+    """Return a flow's readable summary: bytes, duration, tunnel, reason, without control characters."""
     way = f"HBONE {tunnel}" if tunnel else "TCP"
     moved = f"{entry.sent} bytes sent, {entry.received} received"
     text = f"{way}: {reason or 'closed'} after {shown_duration(entry.duration_s)}, {moved}"
@@ -222,7 +224,7 @@ def summary(entry: Entry, reason: str, tunnel: str) -> str:
 
 
 def shown_duration(seconds: float) -> str:
-    """Return a duration for people."""
+    """Return a duration in a readable form."""
     return f"{seconds * 1000:.0f}ms" if seconds < 10 else f"{seconds:.0f}s"
 
 

@@ -1,8 +1,8 @@
 """Hubble's gRPC service over the flight recorder: Observer, Peer and Health, for ``hubble`` and ``hubble-relay``.
 
 Import this module only where the service is configured: grpcio takes 13 MiB and a thread. A call reads the ring in
-slices, one per loop iteration, filters in JSON's types, and makes messages of matching flows. A following client
-that is slower than the ring gets a LostEvent. It never delays the proxy.
+slices, one per loop iteration, filters in JSON's types, and makes messages of matching flows. A client that
+follows the flows too slowly gets a LostEvent; it never delays the proxy.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
 log = logging.getLogger(__name__)
 
-#: Concurrent calls for flows. Further calls are refused.
+#: The largest number of concurrent GetFlows calls. Further calls are refused.
 MOST_CALLS: Final = 8
 #: The number of entries that a call for the newest flows examines first.
 _FIRST_LOOK: Final = 64
-#: Entries per loop iteration. One entry takes 0.1 ms.
+#: The number of entries handled per loop iteration. One entry takes 0.1 ms.
 _SLICE: Final = 8
-#: The polling interval of a following call.
+#: How often a call that follows the flows looks for new entries, in seconds.
 _AGAIN_S: Final = 0.25
-#: The polling interval for peers.
+#: How often the list of peers is checked for changes, in seconds.
 _PEERS_S: Final = 2.0
-#: The delay before an address is tried again.
+#: The delay before listening on an address is tried again, in seconds.
 _RETRY_S: Final = 5.0
-#: The time limit for a client to read a message.
+#: The time within which a client must read a message, in seconds.
 _WRITE_S: Final = 30.0
 _MOST: Final = 1 << 62
 _HOUR_NS: Final = 3600 * 10**9
@@ -78,10 +78,10 @@ class Observer:
         more: returns the lines of other processes, if there are any.
         node: ``CLUSTER/NODE``.
         settings: the addresses to serve.
-        found: returns discovered peers, beside the configured peers.
+        found: returns the discovered peers, in addition to the configured ones.
 
     Attributes:
-        address: the served address, at which relays reach this node.
+        address: the address served, at which Hubble Relay reaches this node.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Observer:
     ) -> tuple[list[Response], int]:
         """Return the newest matching flows, oldest first, and the time of the newest flow in the ring.
 
-        A few entries are read first, because usually the newest ones suffice.
+        Only a few of the newest entries are read first, because they usually suffice.
         """
         last = max(_FIRST_LOOK, number)
         while True:
@@ -254,7 +254,9 @@ class Observer:
         return Peer(name=self._node, address=self.address)
 
     async def _notify(self, message: bytes, context: Context) -> None:
-        """Send every peer, then changes. The call stays open: a relay reconnects half a minute after its end."""
+        """Send all peers, then their changes. The call stays open, because Hubble Relay reconnects only half a
+        minute after its end.
+        """
         known: dict[str, Peer] = {}
         while True:
             found = {each.name: each for each in (self._own, *self._settings.peers, *self._found())}
@@ -297,14 +299,14 @@ async def _write(context: Context, message: Message) -> None:
     """Send a message.
 
     Raises:
-        TimeoutError: the client does not read.
+        TimeoutError: the client did not read the message in time.
     """
     async with asyncio.timeout(_WRITE_S):
         await context.write(message.SerializeToString())
 
 
 async def serve(observer: Observer, settings: HubbleSettings) -> None:
-    """Serve until cancelled. If the address is in use, for example by a predecessor, it is tried again."""
+    """Serve until cancelled. If the address is in use, for example by a predecessor, try again later."""
     reason = ""
     while True:
         try:

@@ -12,19 +12,19 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.runtime.http.page import PLAIN, Page, Query, text
 
 JSON_LINES: Final = "application/jsonlines"
-#: Lines per loop iteration. One line takes 0.1 ms.
+#: The number of lines made per loop iteration. One line takes 0.1 ms.
 _SLICE: Final = 8
 _MOST: Final = 1 << 62
 
 
 #: Returns an entry as a GetFlowsResponse in JSON's types.
 Shape = Callable[[Entry], dict[str, Any]]
-#: Returns the lines of other processes, by ``after`` and ``last``.
+#: Returns the flow lines of other processes, selected by ``after`` and ``last``.
 More = Callable[[int, int], Awaitable[list[tuple[int, str]]]]
 
 
 def lines(ring: FlowRing, shape: Shape, after_ns: int = 0, last: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yield time and JSON line of entries, the oldest first."""
+    """Yield the entries as (time in nanoseconds, JSON line), oldest first."""
     for entry in ring.entries(after_ns, last):
         yield entry.ended_ns, json.dumps(shape(entry), separators=(",", ":"))
 

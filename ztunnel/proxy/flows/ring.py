@@ -1,8 +1,8 @@
 """A ring buffer of the last ended connections, in preallocated slots.
 
-One call per connection writes numbers into octets and references into a list. It creates no object that outlives
-the connection: CPython returns memory by the megabyte, so a few small survivors would keep megabytes allocated.
-Texts come from a bounded table. Entries are formatted only when they are read.
+One call per connection writes numbers into octets and references into a list. It creates no objects that outlive
+the connection: CPython frees memory in blocks of a megabyte, so that a few small objects would keep whole
+megabytes allocated. Texts come from a bounded table. Entries are formatted only when they are read.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-#: The connections that are kept by default; about 200 octets each.
+#: The default number of connections kept; about 200 octets each.
 CAPACITY: Final = 4096
 _MOST_ENTRIES: Final = 1_000_000
-#: Different texts and identities that a ring keeps references to; then the table starts over.
+#: The largest number of different texts and identities in the shared table; it is cleared when full.
 _MOST_TEXTS: Final = 8192
 #: Time, durations, bytes, ports, flags, addresses, trace id: 93 octets.
 _SLOT: Final = struct.Struct("<qddqqHHB16s16s16s")
@@ -24,10 +24,10 @@ _V4_IN_V6: Final = bytes(10) + b"\xff\xff"
 
 
 def flow_count(text: str) -> int:
-    """Read the capacity of a ring.
+    """Parse the capacity of a flight recorder.
 
     Raises:
-        ValueError: it is no number between 0 and a million.
+        ValueError: the text is not a number between 0 and a million.
     """
     if not (text.isascii() and text.isdigit()) or int(text) > _MOST_ENTRIES:
         raise ValueError(f"must be a number from 0 to {_MOST_ENTRIES:,}")
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """An ended connection.
 
     Attributes:
-        ended_ns: wall time, in nanoseconds. No two entries of a ring have the same.
+        ended_ns: wall time in nanoseconds, unique within a ring.
         duration_s: from accept to end.
         connect_s: from accept until it counted as opened; negative if it never did.
         sent, received: bytes from the client to the server, and back.
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
         trace: the trace id, 16 octets; zeroes without one.
         outbound: whether the source's proxy reports.
         secured: whether mTLS was used.
-        refs: the values stored by the front end, in its order.
+        refs: values that the front end stores, in an order of its own.
     """
 
     ended_ns: int
@@ -68,10 +68,10 @@ class FlowRing:
 
     Args:
         capacity: entries that are kept; 0 keeps none.
-        width: references per entry.
+        width: the number of references (``refs``) per entry.
 
     Attributes:
-        total: entries ever written.
+        total: the number of entries written since the start.
         capacity: see above.
     """
 
@@ -106,7 +106,8 @@ class FlowRing:
             ends: host and port of source and destination.
             trace: a ``traceparent``, or empty.
             flags: bit 0 outbound, bit 1 secured.
-            refs: recurring values. Pass texts and other per-connection values through :meth:`text` first.
+            refs: values shared by many entries. Pass texts and other per-connection values through :meth:`text`
+                first.
         """
         capacity = self.capacity
         if not capacity:
@@ -177,7 +178,7 @@ class FlowRing:
                 yield self._entry(slot)
 
     def lost(self, after_ns: int) -> int:
-        """Return a lower bound of the entries after a time that were overwritten. 0 if unknown."""
+        """Return how many entries newer than ``after_ns`` were overwritten, at least. 0 if unknown."""
         if not after_ns or self.total <= self.capacity or not self.capacity:
             return 0
         return 1 if self._ended(self.total % self.capacity) > after_ns else 0

@@ -29,7 +29,7 @@ class Peer:
 
     @property
     def server_name(self) -> str:
-        """A name that the node's certificate must have, by Cilium's convention."""
+        """The DNS name that the node's certificate must contain, by Cilium's convention."""
         cluster, _, node = self.name.partition("/")
         return ".".join((node.replace(".", "-"), cluster.replace(".", "-"), "hubble-grpc.cilium.io"))
 
@@ -42,7 +42,7 @@ class HubbleSettings:
         address: ``unix:/path`` or ``HOST:PORT``.
         tls: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``. Clients need certificates of that root. Empty:
         no TLS.
-        peers: the peers that relays learn from this node, beside itself.
+        peers: the peers that this node announces to Hubble Relay, in addition to itself.
     """
 
     address: str
@@ -51,7 +51,7 @@ class HubbleSettings:
 
     @property
     def port(self) -> int:
-        """The port; 0 for a Unix socket."""
+        """The TCP port, or 0 for a Unix socket."""
         return 0 if self.address.startswith("unix:") else host_and_port(self.address, least_port=0)[1]
 
 

@@ -1,6 +1,6 @@
-"""Counts one process's failed connections and the durations of connections' steps, in both dialects.
+"""Counts one process's failed connections, and measures how long the steps of connections take, in both dialects.
 
-Bounded: labels are closed lists, and none names a workload.
+The size is bounded: each label has a fixed list of values, and none names a workload.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ HISTOGRAMS: Final = (
     ),
     Family("waits", "ztunnel_wait_seconds", "Waits of connections for what had not arrived", ("what",)),
 )
-#: The label ``what`` of waits.
+#: The values of the label ``what`` of waits.
 WAITS: Final = ("workload", "policy", "certificate")
 #: Histograms as values, by attribute and labels.
 TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
@@ -47,9 +47,9 @@ class ConnectionTimes:
 
     Attributes:
         errors: failed connections by reporter, stage and reason.
-        connects: from accept to the answer of the far side, of sources, by path and result.
-        lengths: from accept to end, by reporter and path.
-        handshakes: TLS handshakes of tunnel connections, by role (client, server) and result.
+        connects: the times from accept to the far side's answer, measured by sources, by path and result.
+        lengths: the times from accept to end, by reporter and path.
+        handshakes: the durations of tunnel connections' TLS handshakes, by role (client, server) and result.
         waits: the durations of waits by cause. Connections that need not wait are not counted.
         history: growth of the counts in the last 15 minutes.
     """
@@ -66,11 +66,11 @@ class ConnectionTimes:
         self.waits = {(what,): Durations(CONNECT_BUCKETS) for what in WAITS}
 
     def shook_hands(self, role: str, seconds: float, succeeded: bool) -> None:
-        """Count the end of a handshake."""
+        """Count a finished TLS handshake."""
         self.handshakes[role, RESULTS[0] if succeeded else RESULTS[1]].observe(seconds)
 
     def waited(self, what: str, seconds: float) -> None:
-        """Count a wait. ``what`` is one of :data:`WAITS`."""
+        """Record how long a connection waited. ``what`` is one of :data:`WAITS`."""
         self.waits[what,].observe(seconds)
 
     def failed(self, reporter: str, stage: Stage, reason: Reason) -> None:

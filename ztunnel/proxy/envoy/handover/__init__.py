@@ -1,1 +1,1 @@
-"""Open connections of Envoy's dialect that move to the process which replaces this one."""
+"""Hands the open connections of a proxy in Envoy's dialect over to the process that replaces it."""

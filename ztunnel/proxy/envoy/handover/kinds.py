@@ -1,4 +1,4 @@
-"""What Envoy's dialect gives to :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
+"""The Envoy front end's functions for :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ztunnel.proxy.envoy.handover.units import survey
 
 
 def kinds_of(parts: Parts) -> Kinds:
-    """Return how the connections of a process move."""
+    """Return the functions that move the connections of a process."""
 
     async def made(offer: messages.Offer, socks: list[socket.socket]) -> Pending:
         return await make(parts, offer, socks)

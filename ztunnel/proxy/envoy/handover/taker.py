@@ -90,7 +90,7 @@ class Parts:
 
 
 class Hop(NamedTuple):
-    """A hop that can continue here: the value from the other process, and its configuration in this one."""
+    """A hop to continue in this process: the value received, and the hop's configuration here."""
 
     value: HopValue
     info: StreamInfo
@@ -104,7 +104,7 @@ class Hop(NamedTuple):
         """Its cluster and host.
 
         Raises:
-            ValueError: it has none, as the connection of tunnels.
+            ValueError: it has none, because it is a tunnel connection.
         """
         if self.cluster is None or self.host is None:
             raise ValueError("a relay to no host")
@@ -112,7 +112,9 @@ class Hop(NamedTuple):
 
 
 async def make(parts: Parts, offer: messages.Offer, socks: list[socket.socket]) -> Pending:
-    """Return the unit of an offer with its sockets; see :data:`ztunnel.proxy.dataplane.handover.taker.Make`."""
+    """Build the unit described by an offer, using the sockets that came with it; implements
+    :data:`ztunnel.proxy.dataplane.handover.taker.Make`.
+    """
     if not isinstance(offer, Offer):
         raise Declining("an offer of another dialect")
     objection = parts.objection()
@@ -189,7 +191,7 @@ def _cluster(parts: Parts, name: str) -> LiveCluster:
 
 
 def _hop(parts: Parts, value: HopValue, accepted: Hop | None) -> Hop:
-    """Return a hop with its configuration. ``accepted`` is the connection of a request.
+    """Look up the configuration of a received hop. ``accepted`` is the connection of a request.
 
     Raises:
         Declining: this process lacks the hop's listener, chain or cluster.
@@ -221,7 +223,7 @@ def _place(parts: Parts, kind: Kind, info: StreamInfo) -> tuple[LiveListener, Li
     """Return the listener and the filter chain of a hop, as they are now.
 
     Raises:
-        Declining: there is none any more, or of another kind.
+        Declining: there is no such listener or chain any more, or the chain is of another kind.
     """
     inner = kind is Kind.INNER
     listener = parts.listeners.internal(info.listener) if inner else parts.listeners.get(info.listener)
@@ -286,7 +288,7 @@ class Pending:
         self._routes = [self._route_of(each[0]) for each in hops]
         for index, each in enumerate(hops):
             for hop in each:
-                _ = hop.place  # nothing fails in start()
+                _ = hop.place  # checked here, because start() must not fail
             unit.idle_timeouts_s[index] = self._idle_timeout_s(each[0], self._routes[index])
 
     @property
@@ -301,7 +303,7 @@ class Pending:
         try:
             return tunnel_route(manager.model, manager.routes, hop.info)
         except RequestRefused:
-            return None  # routes are for new requests
+            return None  # routes apply only to new requests
 
     def _idle_timeout_s(self, hop: Hop, route: Route | None) -> float | None:
         manager, proxy = hop.chain.manager, hop.chain.proxy

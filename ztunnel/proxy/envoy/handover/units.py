@@ -25,7 +25,7 @@ class Unit:
     Attributes:
         connector: owns the tunnel connections dialled by this process.
         connection: the tunnel connection, if there is one.
-        accepted: the connection's life, if it was accepted.
+        accepted: the connection's table entry, if the connection was accepted.
         relays: each relay with its hops, outermost first.
     """
 
@@ -76,7 +76,7 @@ class Unit:
         )
 
     def went(self) -> None:
-        """Have the other process write the lines and count the ends."""
+        """Mark the hops as moved, so that the other process writes their access lines and counts their ends."""
         for _, hops in self.relays:
             for hop in hops:
                 hop.moved = True
@@ -90,7 +90,7 @@ class Unit:
 
 
 def survey(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
-    """Return the units of the process, and the number of connections that belong to none, by reason."""
+    """Return the units of the process, and the number of connections that cannot move, by reason."""
     stays = Counter[str]()
     carriers: dict[int, Unit] = {}
     for life in connections:
@@ -114,7 +114,7 @@ def survey(connections: Connections, connector: Connector) -> tuple[list[Unit], 
 
 
 def _relays(connections: Connections, stays: Counter[str]) -> Iterator[tuple[Relay, Hops]]:
-    """Iterate over the relays that run, each with its hops."""
+    """Yield the running relays, each with its hops."""
     for first in (*connections, *connections.hops):
         relay, upstream = first.relay, first.upstream
         if relay is not None and upstream is not None:

@@ -1,4 +1,6 @@
-"""Converts a connection's hop to a value, and a value to a hop in this process's configuration."""
+"""Serializes a connection's hop for another process, and restores a received hop with this process's
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ _TEXTS: Final = (
 
 
 def hop_value(hop: LiveHop, now_s: float) -> HopValue:
-    """Return a hop as a value; ``now_s`` is monotonic."""
+    """Return a hop as a serializable value; ``now_s`` is in monotonic seconds."""
     kind = Kind.INNER
     if isinstance(hop, LiveConnection):
         kind = Kind.CONNECTION
@@ -118,7 +120,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def info_of(value: InfoValue, connection_id: int, now_s: float) -> StreamInfo:
-    """Return a hop's facts without its configuration.
+    """Restore a hop's facts from a received value, without its configuration.
 
     Args:
         value: the hop's value.
@@ -165,12 +167,12 @@ def _tls_of(value: TlsValue) -> TlsFacts:
 
 
 def _certificate_of(chain_pem: bytes | None) -> Certificate | None:
-    """Return a certificate that logs print. Its key has stayed where it was."""
+    """Restore a certificate for log lines, without its key."""
     return None if chain_pem is None else Certificate(chain_pem=chain_pem, key_pem=b"")
 
 
 def address_value(address: EndpointAddress) -> AddressValue:
-    """Return an address as texts."""
+    """Return an endpoint address as a tuple of texts."""
     match address:
         case SocketAddress():
             return ("ip", str(address))
@@ -183,10 +185,10 @@ def address_value(address: EndpointAddress) -> AddressValue:
 
 
 def address_of(value: AddressValue) -> EndpointAddress:
-    """Return the address of a value.
+    """Restore an endpoint address from a received value.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not an address.
     """
     match value:
         case ("ip", text):

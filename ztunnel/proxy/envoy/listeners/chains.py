@@ -252,17 +252,19 @@ class LiveConnectionManager:
         self.connection_came(secured=secured)
 
     def connection_came(self, *, secured: bool) -> None:
-        """Count a connection that another process has admitted and counted."""
+        """Update the gauges for a connection taken over from another process, which has counted it as new."""
         self.cx_active.stored += 1
         self.cx_ssl_active.stored += secured
 
     def connection_went(self, *, secured: bool) -> None:
-        """Count that a connection is not here any more: it has ended, or another process has it."""
+        """Update the gauges for a connection that has ended or moved to another process."""
         self.cx_active.stored -= 1
         self.cx_ssl_active.stored -= secured
 
     def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
-        """Count the end of a connection, which can have open requests. :meth:`connection_went` is called, too."""
+        """Count the end of a connection, which can have open requests. The caller also calls
+        :meth:`connection_went`.
+        """
         self.cx_destroy.value += 1
         (self.cx_destroy_remote if by_peer else self.cx_destroy_local).value += 1
         if in_use:
@@ -302,7 +304,7 @@ class LiveSsl:
 
 @dataclass(frozen=True, slots=True)
 class _Filters:
-    """Filters of a chain at work, by kind."""
+    """The instantiated filters of a filter chain, by kind."""
 
     rbac: tuple[LiveRbac, ...]
     limits: tuple[LiveConnectionLimit | LiveRateLimit, ...]
@@ -312,7 +314,7 @@ class _Filters:
     def of(
         cls, models: Iterable[ChainFilter], stats: Stats, now: Callable[[], float], decisions: Decisions
     ) -> _Filters:
-        """Put filters to work."""
+        """Instantiate the configured filters."""
         listed = list(models)
         return cls(
             tuple(LiveRbac(each, stats, decisions) for each in listed if isinstance(each, Rbac)),
@@ -339,7 +341,7 @@ class LiveChain:
     """One filter chain.
 
     Attributes:
-        rbac, limits, filter_state: its filters, those from ECDS behind the inline ones.
+        rbac, limits, filter_state: its filters by kind; those from ECDS come after the inline ones.
         sinks: the loggers of the terminal filter.
         is_complete: the configuration of each filter from ECDS has arrived, or has a default.
 
@@ -408,7 +410,7 @@ class LiveChain:
         return self._discovered[place] is None
 
     def _put_together(self) -> None:
-        """Combine the current filters for new connections."""
+        """Combine inline filters and those from ECDS into the lists used for new connections."""
         all_filters = [self._inline, *(each for each in self._discovered if each is not None)]
         self.rbac = tuple(rbac for each in all_filters for rbac in each.rbac)
         self.limits = tuple(limit for each in all_filters for limit in each.limits)
@@ -435,7 +437,7 @@ class LiveChain:
             limit.check(info)
 
     def hold(self, info: StreamInfo) -> None:
-        """Have the limits count a connection that another process has admitted."""
+        """Count a connection that another process has admitted towards the chain's limits."""
         for limit in self.limits:
             limit.hold(info)
 

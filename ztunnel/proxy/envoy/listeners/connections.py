@@ -1,7 +1,7 @@
-"""The live connections of this proxy: accepted connections, their requests and further hops.
+"""The open connections of this proxy: accepted connections, their requests and further hops.
 
-Each is a life of the process's table (:mod:`ztunnel.proxy.dataplane.lives`). Drains, policies and revocation lists
-reach them by reviews; pages iterate over them.
+Each is an entry of the process's connection table (:mod:`ztunnel.proxy.dataplane.lives`). Drains and changes of
+policies or revocation lists are applied by reviews of the table.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HopAddons(Protocol):
         """Ask the addons about a connection to an application."""
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
-        """Give later hooks the facts of another host."""
+        """Store the facts about another host, for later hooks."""
 
     def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
         """Return the addons' predicted verdicts on a connection."""
@@ -62,7 +62,7 @@ class HopAddons(Protocol):
 
 
 class HopAccount(Protocol):
-    """Where ends of connections count: :class:`ztunnel.proxy.envoy.path.account.Account`."""
+    """Counts ended connections: :class:`ztunnel.proxy.envoy.path.account.Account`."""
 
     def ended(self, hop: LiveHop) -> None:
         """Count the end of a connection."""
@@ -72,7 +72,8 @@ class HopAccount(Protocol):
 
 
 class LiveHop(Life):
-    """One hop: an accepted connection, one behind an internal listener, or the inbound half of a joined tunnel.
+    """One hop: an accepted connection, one behind an internal listener, or the inbound half of a node-local
+    tunnel.
 
     Its access lines are written once, when it closes.
 
@@ -162,15 +163,15 @@ class LiveHop(Life):
         return ALLOWED
 
     def require(self, *, live: bool = False) -> None:
-        """Check it by the listener's active version. Its chain can have been chosen in an earlier version.
+        """Check the hop against the listener's active version, because its chain can be of an earlier version.
 
         A peer that was revoked since its handshake is refused, too.
 
         Args:
-            live: it was allowed before, and is judged again.
+            live: whether the hop was allowed before and is judged again.
 
         Raises:
-            Refused: it is not allowed, or not served any more.
+            Refused: the hop is not allowed, or no chain serves it any more.
         """
         chain = self.current_chain()
         tls = self.info.tls
@@ -195,7 +196,7 @@ class LiveHop(Life):
         return chain
 
     def refused(self, error: Refused) -> None:
-        """Record the reason why it ends before bytes flow."""
+        """Record why the hop ends before bytes flow."""
         info = self.info
         if error.flag is not None:
             info.flags.add(error.flag)
@@ -210,7 +211,7 @@ class LiveHop(Life):
             info.policy = error.policy
 
     def close(self) -> None:
-        """Release all that it has, then write its access lines. Idempotent."""
+        """Release the hop's resources, then write its access lines. Idempotent."""
         if self.state is State.CLOSED:
             return
         info = self.info
@@ -247,9 +248,9 @@ class LiveConnection(LiveHop):
     """One accepted connection, counted by its listener and for its pod from the beginning to the end.
 
     Args:
-        pod: the address of the pod that it is of: the client's, or where tunnels end.
+        pod: the address of its pod: the client, or for incoming tunnels the destination.
         release: closes the accepted socket.
-        came: another process has accepted it, and counted it as new.
+        came: whether it was taken over from another process, which has counted it as new.
 
     Attributes:
         id: unique in the process.
@@ -285,7 +286,7 @@ class LiveConnection(LiveHop):
 
     @property
     def pod(self) -> str:
-        """The address of the pod that it is of."""
+        """The address of the pod that the connection belongs to."""
         return self._pod
 
     @property
@@ -294,7 +295,7 @@ class LiveConnection(LiveHop):
         return hops_of(self.info)[1:]
 
     def move_to(self, listener: LiveListener) -> None:
-        """Have another listener count and log it, which it was handed to."""
+        """Hand the connection to another listener, which counts and logs it from now on."""
         self.owner.closed()
         self.owner = listener
         listener.opened()
@@ -316,7 +317,7 @@ class LiveConnection(LiveHop):
 
 
 class PodQuota:
-    """Accepted connections by pod, for the time when descriptors run short.
+    """Limits accepted connections per pod when the process runs short of file descriptors.
 
     A listener of this dialect accepts for all pods of the node. So a pod with too many connections cannot be left
     waiting in its accept queue, as in an Istio mesh. Its next connections are closed while others' are served.
@@ -355,7 +356,7 @@ class Connections(Lives[LiveConnection]):
 
     Attributes:
         table: all live connections of this process.
-        hops: hops that are no accepted connection: requests, hops behind internal listeners, joined halves.
+        hops: the other hops: requests, hops behind internal listeners, inbound halves of node-local tunnels.
         addons: this process's addons, if any.
         account: counts the ends of connections.
     """
@@ -373,7 +374,7 @@ class Connections(Lives[LiveConnection]):
         self._numbers = itertools.count(1)
 
     def next_id(self) -> int:
-        """Return a number that no other connection has."""
+        """Return a new connection id, unique in this process."""
         return next(self._numbers)
 
     def review_all(

@@ -24,7 +24,7 @@ class Rejected(HboneError):
 
 
 class _Waiting:
-    """One connection on its way through a limiter; ends the connection while its handshake runs."""
+    """One connection in a handshake limiter; can end it while its handshake runs."""
 
     __slots__ = ("connection", "turn")
 
@@ -37,10 +37,10 @@ class _Waiting:
 
 
 class Handshakes:
-    """Those of a process.
+    """Schedules all listener handshakes of a process.
 
     Args:
-        half_open: their limits; its owner closes it.
+        half_open: limits the connections in their handshake; its owner closes it.
     """
 
     def __init__(self, half_open: HalfOpen) -> None:
@@ -50,13 +50,13 @@ class Handshakes:
     async def turn(
         self, sock: socket.SocketType, connection: Life, source: str, destination: str, timeout_s: float
     ) -> PendingHandshake:
-        """Wait until a connection's ClientHello is there and its handshake may begin.
+        """Wait until a connection's ClientHello has arrived and its handshake may begin.
 
         Args:
-            sock: closed if it does not come to that.
+            sock: the socket, closed if the handshake is not to begin.
             connection: ended if its handshake has to give way to another.
             source: the client's address.
-            destination: the address that it dialled.
+            destination: the address that the client dialled.
             timeout_s: the longest wait for the ClientHello.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Limits of a chain's connections: concurrent connections, and the rate of new ones."""
+"""Limits the connections of a filter chain: how many are open, and how fast new ones may come."""
 
 from collections.abc import Callable
 
@@ -89,7 +89,7 @@ class LiveRateLimit:
 def live_limit(
     model: ConnectionLimit | LocalRateLimit, stats: Stats, now: Callable[[], float]
 ) -> LiveConnectionLimit | LiveRateLimit:
-    """Return a limit of the configuration at work."""
+    """Instantiate a configured limit."""
     if isinstance(model, ConnectionLimit):
         return LiveConnectionLimit(model, stats)
     return LiveRateLimit(model, stats, now)

@@ -181,9 +181,7 @@ class LiveListener:
         return self.chains[id(chain)] if chain is not None else None
 
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
-        """Return a filter. Return a filter's configuration. With ECDS, the delivered or the default version, else
-        ``None``.
-        """
+        """Return a listener filter's configuration: with ECDS the delivered or default one, or ``None``."""
         if isinstance(entry.filter, DiscoveredFilter):
             return self._discovered.get(entry.name, entry.filter.default)
         return entry.filter
@@ -224,7 +222,7 @@ class LiveListener:
         return ",".join(map(str, addresses))
 
     def stop(self) -> None:
-        """Accept queued connections and then no more; open ones continue. Idempotent."""
+        """Accept the queued connections, then stop accepting. Open connections continue. Idempotent."""
         for sock in self.sockets:
             sock.accept_queued()
             sock.close()

@@ -189,7 +189,7 @@ class ListenerManager:
         """Add a listener of ``static_resources``.
 
         Raises:
-            ConfigError: it cannot be obeyed.
+            ConfigError: the listener's configuration is invalid or unsupported.
         """
         model = self._compile(body)
         self._refuse_duplicate_address(model)
@@ -261,7 +261,7 @@ class ListenerManager:
         self.failures[name] = Failure(name, body, reason, self._clock.wall(), version)
 
     def _check_sources(self, model: Listener) -> None:
-        """Refuse a listener that would wait for a source which this proxy does not have.
+        """Refuse a listener that needs a configuration source which this proxy does not have.
 
         Raises:
             ConfigError: see :meth:`ztunnel.proxy.envoy.config.sources.Sources.check`.
@@ -450,7 +450,7 @@ class ListenerManager:
         """Return the content of an ECDS resource, and mark it as active.
 
         Raises:
-            UpdateRejected: it cannot be used.
+            UpdateRejected: the resource cannot be used.
         """
         try:
             extension = registry.unpack(resource.body)
@@ -554,7 +554,7 @@ class ListenerManager:
             self._drain_listener(listener)
 
     def _discard(self, listener: LiveListener) -> None:
-        """Drop a version that never served; parts that it shares with the active one stay."""
+        """Discard a listener version that never served. Chains and sockets shared with the active version stay."""
         active = self._table.get(listener.name)
         shared = set(map(id, active.sockets)) if active is not None else set()
         for sock in listener.sockets:

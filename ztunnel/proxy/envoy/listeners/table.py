@@ -1,6 +1,6 @@
 """The table of active listeners, by name, address and port.
 
-The manager writes it. The data path, internal listeners and tunnel ends read it.
+Only the listener manager changes it. The data path looks listeners up in it.
 """
 
 from collections.abc import Collection, Iterator

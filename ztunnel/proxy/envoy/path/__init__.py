@@ -1,1 +1,1 @@
-"""The path of a connection in Envoy's dialect."""
+"""The data path of Envoy's dialect: how a connection is carried from accept to end."""

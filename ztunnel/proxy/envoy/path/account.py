@@ -1,7 +1,7 @@
-"""Counts the ends of connections in Envoy's dialect, and writes them into the flight recorder.
+"""Counts ended connections in Envoy's dialect, and records them in the flight recorder.
 
-A pod's connection has one entry with all its hops. At the other node, each tunnel request has one entry. The
-tunnel connection itself has an entry only if it ends without having carried a request.
+A pod's connection is recorded once, with all its hops. At the destination's node, each tunnel request is recorded
+once. The tunnel connection itself is recorded only if it ends without having carried a request.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ztunnel.runtime.clock import Clock
 
 #: References of an entry, in the order of :meth:`Account.ended`.
 _WIDTH: Final = 10
-#: Live connections per iteration of the loop: a millisecond.
+#: The number of open connections handled per loop iteration: about a millisecond of work.
 _SLICE: Final = 1000
-#: The longest text that is kept of a peer.
+#: The longest text supplied by a peer that is kept.
 _MOST_TEXT: Final = 512
 #: Names that istiod gives to the policies of its RBAC filters.
 _ISTIO_POLICY: Final = re.compile(r"ns\[(.*)\]-policy\[(.*)\]-rule\[\d+\]")
 
 
 class Account:
-    """The account of a process.
+    """Counts and records the ended connections of one process.
 
     Args:
         capacity: entries that the flight recorder keeps; 0 keeps none.
@@ -81,14 +81,14 @@ class Account:
         self._moved += counts.sent_here + counts.received_here
 
     async def sample(self, connections: Connections) -> None:
-        """Sample the totals of ended and live connections for the history."""
+        """Add the totals of ended and open connections to the history."""
         history, now_s = self.times.history, self._clock.monotonic()
         if not history.is_due(now_s):
             return
         failures, denials = self.times.failures()
         opened, moved = sum(each.count for each in self.times.lengths.values()), self._moved
         for number, hop in enumerate([*connections, *connections.hops], 1):
-            tunnel = isinstance(hop, LiveConnection) and hop.owner.ends_tunnels  # its requests count
+            tunnel = isinstance(hop, LiveConnection) and hop.owner.ends_tunnels  # its requests are counted instead
             opened += hop.account is not None and not tunnel
             if hop.relay is not None:
                 counts = hop.relay.counts
@@ -109,7 +109,7 @@ class Account:
                 authority, tunnel = each.tunnel_authority, each.upstream_host
             if each.upstream_metadata:
                 there = host_name(each.upstream_metadata) or there
-        # The tunnel's port is not the application's, which the authority has.
+        # Use the port in the authority, which is the application's: the tunnel's own port is not.
         destination = (hop.application if inbound else None) or last_host(hops)
         if destination is None or tunnel:
             destination = info.destination
@@ -157,7 +157,9 @@ class Account:
         )
 
     def _side(self, workload: Workload, identity: str) -> Side:
-        """Return a side. A workload known only by its identity has its account's name."""
+        """Describe one side of a connection. A workload known only by its identity is named after its service
+        account.
+        """
         name = workload.name or workload.service_account
         return Side(
             namespace=workload.namespace,

@@ -37,15 +37,16 @@ if TYPE_CHECKING:
     from ztunnel.proxy.envoy.listeners.connections import LiveHop
     from ztunnel.proxy.envoy.upstream.host import Host
 
-#: Dynamic metadata with the names of addons that said something: ``%DYNAMIC_METADATA(ztunnel.addon:name)%``.
+#: Dynamic metadata with the names of the addons that returned a verdict:
+#: ``%DYNAMIC_METADATA(ztunnel.addon:name)%``.
 METADATA: Final = "ztunnel.addon"
 
 
 class StreamAddons:
-    """The addons of this process, for hops.
+    """Calls the addons of this process for hops of connections.
 
     Args:
-        host: calls them.
+        host: calls the addons.
         decisions: records their denials.
     """
 
@@ -57,7 +58,7 @@ class StreamAddons:
         """Ask the addons about a connection with a chosen host.
 
         Returns:
-            Preferred endpoint labels for another choice of host. ``None``: the host stays.
+            The endpoint labels to prefer when choosing a host again. ``None``: keep the host.
 
         Raises:
             Denied: an addon denies it.
@@ -82,7 +83,7 @@ class StreamAddons:
         self._note(hop.info, asked)
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
-        """Give later hooks the facts of a newly chosen host."""
+        """Store the facts about a newly chosen host, for later hooks."""
         asked = hop.asked
         if asked is not None and asked.facts.direction is Direction.OUTBOUND:
             asked.facts = self._outbound(asked.facts.connection, hop.info, host, tunnelled=tunnelled)
@@ -132,13 +133,13 @@ class StreamAddons:
         return answer
 
     def _note(self, info: StreamInfo, asked: Asked) -> None:
-        """Put the names of addons with verdicts into the metadata.
+        """Write the names of the addons that returned a verdict to the stream's dynamic metadata.
 
         Raises:
             Denied: an addon denies the connection.
         """
         if asked.addon:
-            # A copy: the tunnels of one connection share its facts, and each has a line of its own.
+            # A copy, because the tunnels of one connection share its facts, but each has its own log line.
             info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: {"name": asked.addon}})
         denied = asked.outcome.denied
         if denied:

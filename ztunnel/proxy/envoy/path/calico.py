@@ -1,8 +1,8 @@
-"""Connections of Envoy's dialect under Calico's policies; see :mod:`ztunnel.policy.calico.guard`.
+"""Enforces Calico's policies on connections of Envoy's dialect; see :mod:`ztunnel.policy.calico.guard`.
 
 Calico's policies are one more list that must allow, beside the filters of the configuration. They are evaluated
-when the address to dial is known, before dialling. Without Calico's policies these objects do not exist, and
-connections have no additional cost.
+when the address to dial is known, before dialling. Without Calico's policies these objects are not created, and
+connections cost nothing extra.
 
 =================================  ==================================================================
 target                             evaluated policies
@@ -50,7 +50,9 @@ _Question = tuple[c.Direction, c.Flow]
 
 
 class Enforcer:
-    """Asks before a connection is opened, and has every life judged again after each change."""
+    """Checks Calico's policies before a connection is opened, and checks every open connection again after each
+    change.
+    """
 
     def __init__(self, policies: LivePolicies, decisions: Decisions, connections: Connections) -> None:
         self._policies = policies
@@ -65,13 +67,13 @@ class Enforcer:
     async def admit_host(self, hop: LiveHop, proxy: LiveTcpProxy, host: Host) -> None:
         """Judge the host that a TCP proxy has chosen; see :meth:`_admit`."""
         address = host.endpoint.address
-        if isinstance(address, SocketAddress):  # another has no address yet, or never has one
+        if isinstance(address, SocketAddress):  # other kinds of hosts have no IP address, or none yet
             await self._admit(hop, _where_it_begins(hop.info, proxy, address, self._policies.guard.knows))
 
     async def _admit(self, hop: LiveHop, questions: tuple[_Question, ...]) -> None:
-        """Return if policies allow every question, and register the questions for later reviews of the hop.
+        """Check the policies' answers to all questions, and store the questions for later reviews of the hop.
 
-        A later attempt replaces the questions.
+        A later attempt replaces the stored questions.
 
         Raises:
             Denied: a question is denied.
@@ -92,11 +94,11 @@ class Enforcer:
 
     @property
     def in_sync(self) -> bool:
-        """Whether the policies have arrived."""
+        """Whether Calico's policies have been received completely."""
         return self._policies.source.in_sync
 
     def watch(self, hop: LiveHop, host: Host) -> None:
-        """Have a hop of another process judged as long as it lives, by the host that it has.
+        """Check a hop taken over from another process against policies as long as it is open, by its current host.
 
         Raises:
             Refused: the current configuration cannot express its question to the policies.
@@ -132,11 +134,11 @@ class Enforcer:
 
 
 def _note(info: StreamInfo, decision: Decision) -> None:
-    """Put the rule that decided in the connection's metadata."""
+    """Write the rule that decided to the connection's dynamic metadata."""
     told = {name.removeprefix("policy."): value for name, value in decision.fields}
     if decision.staged:
         told["dry_run"] = decision.staged
-    # A copy: the tunnels of one connection share its facts, and each has a line of its own.
+    # A copy, because the tunnels of one connection share its facts, but each has its own log line.
     info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: told})
 
 
@@ -150,7 +152,7 @@ def explained(
     """Return the result of Calico's policies for an explanation, without counting.
 
     Args:
-        guard: has the policies.
+        guard: evaluates the policies.
         info: the connection.
         proxy: the TCP proxy that opens it. ``None`` at the end of a tunnel.
         address: the next socket's address.
@@ -198,6 +200,6 @@ def _where_it_begins(
 
 
 def _own(info: StreamInfo) -> str:
-    """Return the identity of the pod that dials, as far as TLS has shown one on its side: normally it has not."""
+    """Return the identity of the dialling pod if its connection used TLS (unusual), otherwise empty."""
     peer = info.facts.peer
     return str(peer.identity) if peer is not None and peer.identity is not None else ""

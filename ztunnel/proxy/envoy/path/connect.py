@@ -69,7 +69,8 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-#: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
+#: The key of a pooled tunnel connection in Envoy's dialect, with the source of its TLS context and its socket
+#: options.
 TunnelKey = PoolKey[LiveContext | None, UpstreamOptions]
 #: Labels that a host must have all of, see :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
@@ -91,12 +92,12 @@ class Connector:
     Args:
         clusters: looks up clusters by name.
         dialler: opens sockets.
-        internal: internal listeners and, for the short cut, inbound chains.
+        internal: enters internal listeners and, for node-local tunnels, inbound chains.
         poller: this loop's poller.
         rng: picks among weighted clusters.
         keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
             loses there (``tunnel_source``).
-        times: counts handshakes.
+        times: records the durations of handshakes.
         early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it holds
             them.
         admit: a further decision about a host. ``None`` disables it.
@@ -130,7 +131,7 @@ class Connector:
     # The steps of a TCP proxy
 
     async def open(self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
-        """Connect a hop to its cluster, with the filter's number of attempts.
+        """Connect a hop to a host of its cluster, with up to as many attempts as the filter configures.
 
         Args:
             hop: the connection.
@@ -186,7 +187,7 @@ class Connector:
                         cluster.stats.cx_attempts_exceeded.value += 1
                         info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
                     raise
-                hop.refused(error)  # as in Envoy, the log says so even if a later attempt succeeds
+                hop.refused(error)  # as in Envoy, logs report this even if a later attempt succeeds
             else:
                 info.connected, info.failure = True, None
                 return upstream
@@ -267,7 +268,7 @@ class Connector:
         proxy = inner.proxy
         proxy.cx_total.value += 1
         try:
-            # Early data would arrive before the header.
+            # Data sent along with the CONNECT would arrive before the PROXY header.
             upstream = await self.open(inner.hop, proxy, None if header else client)
         except Refused as error:
             inner.hop.refused(error)
@@ -358,7 +359,7 @@ class Connector:
 
     @staticmethod
     def _account_request(cluster: LiveCluster, host: Host) -> Callable[[], None]:
-        """Count an open request. Return a function that counts its end."""
+        """Count an open request of a cluster and its host. Return a function that counts its end."""
         cluster.stats.rq_total.value += 1
         host.rq_total += 1
         host.rq_success += 1
@@ -380,7 +381,7 @@ class Connector:
         return pool
 
     async def _dial_tunnel(self, cluster: LiveCluster, key: TunnelKey, settings: ConnectionSettings) -> Connection:
-        """Open one connection for tunnels. The pool calls it."""
+        """Dial one tunnel connection; called by the connection pool."""
         context = key.credentials
         counted = CountedConnection(cluster, self._poller)
         try:
@@ -424,12 +425,12 @@ class Connector:
         return self._dialled
 
     def idle_s(self, connection: Connection) -> float | None:
-        """Return how many seconds a connection has had no tunnels; ``None`` if its cluster was replaced."""
+        """Return how long a tunnel connection has been idle, in seconds. ``None`` if its cluster was replaced."""
         pool = self._pools.get(self._dialled[connection].cluster)
         return None if pool is None else pool.idle_s(connection)
 
     def went(self, connection: Connection) -> None:
-        """Count that another process has a connection, which will count its end."""
+        """Update the counts for a connection that moved to another process, which will count its end."""
         self._dialled.pop(connection).counted.went()
 
     def settings_for(self, cluster: LiveCluster) -> ConnectionSettings:
@@ -509,7 +510,7 @@ def passed_on(
 
 
 def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
-    """Return whether a proxy opens a tunnel for a connection."""
+    """Return whether a TCP proxy filter opens a tunnel for a connection."""
     return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
 
 

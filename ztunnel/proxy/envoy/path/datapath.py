@@ -1,9 +1,9 @@
-"""START HERE: the life of one connection, from accept to its last log line.
+"""START HERE: what happens to one connection, from accept to its last log line.
 
 :meth:`Datapath.accepted` is called for each socket. Its callees follow top to bottom: listener filters, filter
 chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (bytes go to a cluster, plainly or in a
-tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (bytes are tunnels that end here). Leaving
-``_serve`` is the only place where an error becomes flags, and closing the connection's life counts and logs it.
+tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (terminates the tunnels in it). All errors
+are turned into response flags at the end of ``_serve``; closing the connection's table entry counts and logs it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Datapath:
 
     Args:
         listeners: the table for hand-off between listeners.
-        proxies: carry connections to clusters.
-        tunnels: end tunnels.
+        proxies: carries connections to clusters.
+        tunnels: terminates tunnels.
         connections: the table that every connection is registered in.
         poller: this loop's poller.
         clock: the clock of log times.
@@ -80,7 +80,7 @@ class Datapath:
     # Accepting
 
     def accepted(self, listener: LiveListener, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Carry an accepted socket, which this object closes; returns at once."""
+        """Start serving an accepted socket, which this object closes; returns at once."""
         try:
             source, local = SocketAddress.of(peer), SocketAddress.of(sock.getsockname())
         except (OSError, ValueError):
@@ -118,7 +118,8 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # Like in Envoy, a manager's loggers write a line per request and none for the connection.
+                # As in Envoy, the connection manager's loggers write a line per request and none for the
+                # connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)
             else:
@@ -212,7 +213,7 @@ class Datapath:
 
     @staticmethod
     def _choose_chain(connection: LiveConnection, info: StreamInfo) -> LiveChain:
-        # The active version's chain, because the listener can have been replaced while filters waited for bytes.
+        # Use the listener's active version, because it can have been replaced while filters waited for bytes.
         chain = connection.owner.latest.chain_for(info.facts)
         if chain is None:
             raise NoFilterChain()

@@ -1,6 +1,7 @@
-"""Opens sockets to hosts of clusters: TCP, TLS if the cluster has it, and pipes; counts and limits them.
+"""Opens connections to the hosts of clusters (TCP or Unix socket, with TLS if configured), and counts and limits
+them.
 
-``connect.py`` uses them for a TCP proxy, ``terminate.py`` for a tunnel's end.
+Used by ``connect.py`` for TCP proxies, and by ``terminate.py`` for terminated tunnels.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ClusterUpstream: TypeAlias = Upstream[LiveHop]
 
 
 class Dialler:
-    """Opens sockets to hosts.
+    """Opens connections to the hosts of clusters.
 
     Args:
         poller: this loop's poller.
@@ -54,7 +55,7 @@ class Dialler:
 
         Raises:
             Overflow: the cluster has too many connections.
-            UpstreamFailed: it could not be opened.
+            UpstreamFailed: the connection could not be opened.
         """
         breaker = cluster.breaker
         if breaker.connections >= breaker.limits.max_connections:
@@ -127,7 +128,7 @@ class Dialler:
 
         Raises:
             TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
-            UpstreamFailed: likewise, of a Unix socket.
+            UpstreamFailed: the same, for a Unix socket.
         """
         if isinstance(address, PipeAddress):
             sock = await self._connect_pipe(cluster, address.path)
@@ -171,7 +172,7 @@ class Dialler:
         self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
     ) -> socket.socket:
         keepalive = cluster.model.keepalive
-        # A pod that talks to itself cannot be impersonated: source and destination would be one address.
+        # If a pod connects to itself, do not use the client's address: source and destination would be the same.
         source = options.source if options.source != address.host else None
         return await sockets.connect(
             (address.host, address.port),
@@ -190,7 +191,7 @@ class Dialler:
 
 
 class CountedConnection:
-    """A connection in its cluster's statistics, from the first SYN to its end, which is reported once.
+    """Counts one upstream connection in its cluster's statistics, from the first SYN to its end.
 
     Args:
         age_s: for a moved connection, its age in the other process, which has counted it as new. ``None``: it is
@@ -208,17 +209,17 @@ class CountedConnection:
 
     @property
     def age_s(self) -> float:
-        """Seconds since its first SYN."""
+        """The connection's age: seconds since its first SYN."""
         return self._now_s() - self._began_s
 
     def connected(self) -> None:
-        """Count that it may carry something: after TCP, and TLS if the cluster has it."""
+        """Count the connection as established: after TCP, and TLS if the cluster uses it."""
         self._stats.cx_connect_ms.record((self._now_s() - self._began_s) * 1000)
 
     def failed(self, error: BaseException) -> None:
-        """Count that it was not made.
+        """Count a connection that could not be established.
 
-        The host ended it, unless we did: when time was up, or we could not bind, or were cancelled.
+        It counts as ended by the host, unless this side timed out, could not bind, or was cancelled.
         """
         cause = error.__cause__ if isinstance(error, UpstreamFailed) else error
         bind = isinstance(cause, KernelRefused) and cause.code in _OF_BIND
@@ -228,7 +229,7 @@ class CountedConnection:
         self.ended(by_peer=isinstance(error, Exception) and not (bind or late), in_use=False)
 
     def went(self) -> None:
-        """Count that another process has it, which will count its end."""
+        """Update the counts for a connection that moved to another process, which will count its end."""
         self._stats.cx_active.stored -= 1
 
     def ended(self, *, by_peer: bool, in_use: bool) -> None:
@@ -243,12 +244,12 @@ class CountedConnection:
         stats.cx_length_ms.record((self._now_s() - self._began_s) * 1000)
 
 
-#: bind(2)'s errors for an address that is not the host's, or whose ports are all taken.
+#: Errors of bind(2) if the address is not local, or all its ports are in use.
 _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection, which is also one request, like in Envoy."""
+    """Count an open connection, which counts as one request too, as in Envoy."""
     cluster.stats.rq_total.value += 1
     host.cx_total += 1
     count_open(cluster, host)
@@ -289,7 +290,7 @@ def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:
 
 
 def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
-    """Count an error of a library, and return it as a failure with the text for logs."""
+    """Count an error raised by a library, and return the failure for it, with a text for logs."""
     if isinstance(error, UpstreamFailed):
         return error
     if isinstance(error, TlsError):

@@ -1,4 +1,6 @@
-"""The server's handshake with a listener's client: waits in the queue, records the peer, counts failures."""
+"""Runs the server side of a client's TLS handshake: waits for its turn, stores the peer's identity, counts
+failures.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _HANDSHAKE_S: Final = 10.0
 
 
 def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
-    """Return a chain's context for the next handshake. ``None`` without TLS.
+    """Return a filter chain's TLS context for a new handshake, or ``None`` if the chain does not use TLS.
 
     Raises:
         Refused: a secret has not arrived.
@@ -47,7 +49,7 @@ def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
 async def handshake_turn(
     handshakes: Handshakes, connection: LiveConnection, chain: LiveChain, sock: socket.SocketType
 ) -> PendingHandshake:
-    """Wait until a handshake can begin. Closes the socket if it cannot.
+    """Wait until a connection's handshake may begin. Closes the socket if it is refused.
 
     Raises:
         Rejected: a limit of half-open connections is reached.
@@ -72,10 +74,10 @@ async def accept_tls(
     end: PlainSocket,
     poller: Poller,
 ) -> TlsSocket:
-    """Do the server's handshake, for chains without tunnels. The connection owns the returned socket.
+    """Run the server side of a TLS handshake, for chains without tunnels. The connection owns the returned socket.
 
     Raises:
-        Refused: it failed, or a secret of the chain has not arrived.
+        Refused: the handshake failed, or a secret of the chain has not arrived.
     """
     context = context_of(listener, chain)
     assert context is not None

@@ -1,4 +1,5 @@
-"""Explains the path that a connection would take: repeats the data path's decisions and records them. Pure.
+"""Explains the path that a hypothetical connection would take: makes the data path's decisions and records them.
+Pure.
 
 It uses the data path's objects and functions without counting, opening sockets or calling a balancer: every
 possible endpoint is followed. This module does not know which listener the kernel redirects a packet to, so the
@@ -51,7 +52,7 @@ class Question:
     """A hypothetical connection.
 
     Attributes:
-        identity: the client's, if the connection arrives in a tunnel.
+        identity: the client's identity, if the connection arrives in a tunnel.
         listener: name of the accepting listener. If it is empty, :func:`first_listener` finds one.
     """
 
@@ -63,7 +64,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class SavedSecrets:
-    """The secrets of a saved dump. Dumps have no private keys, so contexts cannot be built.
+    """The certificates in a saved config dump. Dumps have no private keys, so TLS contexts cannot be built from
+    them.
 
     Attributes:
         identities: the certificates' identities by secret name.
@@ -76,7 +78,7 @@ class SavedSecrets:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The current configuration.
+    """The configuration that an explanation uses.
 
     Attributes:
         listeners: the active listeners, in order.
@@ -185,7 +187,7 @@ class _Explainer:
         self._configuration = configuration
 
     def hop(self, listener: LiveListener, info: StreamInfo, depth: int) -> Answer:
-        """Explain one listener: its filters, its chain, its policies, its cluster."""
+        """Explain one hop: the listener's filters, and the chosen chain, policies and cluster."""
         answer: Answer = {"listener": listener.name, "address": listener.address_text}
         notes, missing_filter = _run_filters(listener, info)
         if notes:
@@ -257,7 +259,9 @@ class _Explainer:
     def _cluster(
         self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, end: LiveChain | None = None
     ) -> Answer:
-        """Explain a cluster. ``end`` is the chain of a tunnel that leads to it, else ``None``."""
+        """Explain the choice of a host in a cluster. ``end`` is the chain that terminated a tunnel to it, or
+        ``None``.
+        """
         cluster = self._configuration.cluster(name)
         answer: Answer = {"cluster": name}
         if cluster is None:
@@ -352,7 +356,7 @@ class _Explainer:
     def _inbound(
         self, authority: str, identity: str, outer: StreamInfo, depth: int, client: LiveContext
     ) -> Answer | None:
-        """Explain the far end of a tunnel to this node. ``None`` for another node's."""
+        """Explain the far end of a tunnel if it is on this node. Return ``None`` if not."""
         try:
             destination = SocketAddress.parse(authority)
         except ValueError:
@@ -399,7 +403,7 @@ class _Explainer:
         return {"hop": self.hop(listener, info, depth + 1)}
 
 
-# Pieces
+# Parts of an answer
 
 
 def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], str]:
@@ -526,7 +530,7 @@ def _candidates(
 def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
     before = cluster.stats.original_dst_host_invalid.value
     address = cluster.original.address(info)
-    cluster.stats.original_dst_host_invalid.value = before  # a question is no connection
+    cluster.stats.original_dst_host_invalid.value = before  # an explanation must not be counted
     if address is None:
         return [], "ORIGINAL_DST: the connection has no original destination"
     known = next((host for host in cluster.all_hosts if host.endpoint.key == str(address)), None)
@@ -570,14 +574,14 @@ def _server_tls(chain: LiveChain, configuration: Configuration) -> Answer:
 
 
 def _presented(context: LiveContext, now_s: float) -> Answer:
-    """Return the identities of a context's own certificate, and how long it is valid."""
+    """Return the identities in a TLS context's own certificate, and how long it is valid."""
     leaf = context.presented.leaf
     ends = leaf.not_valid_after_utc if leaf is not None else None
     return {"identity": list(context.local_uri_sans), **_validity(ends, now_s)}
 
 
 def _own(model: TlsContext, configuration: Configuration) -> Answer:
-    """Return the same by the dump's secrets."""
+    """Like :func:`_presented`, but from the certificates in a saved config dump."""
     source, saved = model.certificate, configuration.saved
     assert saved is not None
     if not isinstance(source, SecretRef):

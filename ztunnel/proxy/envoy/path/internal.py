@@ -1,4 +1,4 @@
-"""Connections that never leave the process: internal listeners, and tunnels between two pods of this node."""
+"""Connects hops within this process: through internal listeners, and by tunnels between two pods of this node."""
 
 import asyncio
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
 class Entry(NamedTuple):
-    """A connection that entered an internal listener; closing ``hop`` counts its end and writes its line."""
+    """A connection that entered an internal listener. Closing ``hop`` counts and logs its end."""
 
     hop: LiveHop
     proxy: LiveTcpProxy
@@ -42,12 +42,12 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class InternalListeners:
-    """Hops inside the process.
+    """Opens hops within this process.
 
     Args:
         listeners: the table of listeners.
         connections: the table that every hop is registered in.
-        terminator: the server's end of node-local tunnels.
+        terminator: terminates node-local tunnels.
         clock: the clock of start times.
         poller: this loop's poller.
         tasks: run the inbound halves of node-local tunnels.
@@ -77,7 +77,7 @@ class InternalListeners:
         Args:
             address: the endpoint.
             outer: the hop that connects.
-            metadata: passed on by its transport socket.
+            metadata: the metadata passed on by the endpoint's transport socket.
             shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
             keep_options: keep the client's address, which Envoy's internal connections lose.
         """
@@ -140,7 +140,7 @@ class InternalListeners:
         authority: str,
         headers: list[tuple[str, str]],
     ) -> ClusterUpstream | None:
-        """Join a tunnel to a pod of this node in-process, if its far end is one.
+        """Open a tunnel within this process, if its far end is a pod of this node.
 
         Both certificates are checked as in a handshake: the client's by the inbound chain's context, the
         server's by the client's. Then the inbound chain's policy and its request handling run unchanged.
@@ -170,7 +170,7 @@ class InternalListeners:
         if chain is None or not isinstance(chain.model.terminal, HttpConnectionManager) or chain.tls is None:
             return None
         if not agree(client, chain.tls, datetime.fromtimestamp(self.clock.wall(), UTC)):
-            return None  # the wire refuses it with the right alert and counters
+            return None  # connecting over the network fails with the right alert and counters
         facts.secured = True
         if client.presented.leaf is not None:
             facts.peer = peer_names(client.presented.leaf, client.local_uri_sans)
@@ -180,7 +180,7 @@ class InternalListeners:
                 if not isinstance(found, TlsInspector | HttpInspector):  # their facts are known
                     annotate(found, info, name)
         except FilterClosed:
-            return None  # the wire refuses it
+            return None  # connecting over the network is refused
         outer.behind = info
         joining = self._join(info, listener, chain, client)
         try:
@@ -217,7 +217,7 @@ class InternalListeners:
     async def _join(
         self, info: StreamInfo, listener: LiveListener, chain: LiveChain, client: LiveContext
     ) -> ClusterUpstream:
-        """Open the inbound half, in a fiber of its own.
+        """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Raises:
             UpstreamFailed: has the answer that the client would get over the network.
@@ -287,8 +287,8 @@ def facts_behind(
     """Return the facts about a connection that an internal listener has accepted.
 
     Args:
-        outer: the same of the hop that connects.
-        metadata: passed on by its transport socket.
+        outer: the facts about the hop that connects to it.
+        metadata: the metadata passed on by the endpoint's transport socket.
         shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
     """
     return ConnectionFacts(
@@ -302,7 +302,7 @@ def facts_behind(
 
 
 def takes_internal(chain: LiveChain) -> bool:
-    """Return whether a chain can carry a connection of an internal listener: bytes, without TLS."""
+    """Return whether a filter chain can serve an internal listener: it must have a TCP proxy and no TLS."""
     return chain.proxy is not None and chain.tls is None
 
 

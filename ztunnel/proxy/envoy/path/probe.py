@@ -1,4 +1,6 @@
-"""Probes a cluster's host: by TCP, HTTP/1.1 or gRPC's health service, with the cluster's TLS."""
+"""Runs active health checks on a cluster's hosts: by TCP, HTTP/1.1 or gRPC's health service, with the cluster's
+TLS.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,17 @@ from ztunnel.runtime.http.client import BadAnswer
 log = logging.getLogger(__name__)
 
 _READ: Final = 8 * 1024
-#: The longest answer to search for the expected bytes.
+#: The largest part of an answer, in bytes, that is searched for the expected bytes.
 _MOST_READ: Final = 1 << 20
 #: Methods that send ``content-length: 0`` without a body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
-#: Errors of a host that did not answer.
+#: The errors that mean that a host did not answer.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, BadAnswer)
 
 
 class Prober:
-    """Probes hosts.
+    """Runs health checks on hosts.
 
     Args:
         poller: this loop's poller.

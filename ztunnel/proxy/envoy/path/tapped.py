@@ -1,8 +1,8 @@
 """Feeds a pod's connections to a tap in Envoy's dialect. Imported only where taps are permitted.
 
-The dialect identifies pods by their addresses, and so does a tap here. A connection was opened by the pod if its
-client has the address, and came to the pod if its application has. A connection between two pods of the node can
-be both, and each side is observed at its own socket.
+The dialect identifies pods by their addresses, and so does a tap here. A connection belongs to the tapped pod if
+its client or its application has the pod's address. A connection between two pods of the node can be both, and
+each side is observed at its own socket.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TappedAddresses:
 
 
 def observed_client(capture: Capture, info: StreamInfo, upstream: ClusterUpstream, client: End) -> End:
-    """Return the client's end with a tap in front, or the end itself if no tap concerns the connection.
+    """Return the client's end wrapped by a tap, or unchanged if no tap captures the connection.
 
     Args:
         capture: the tap of the client's pod.
@@ -68,7 +68,7 @@ def observed_client(capture: Capture, info: StreamInfo, upstream: ClusterUpstrea
 
 
 def observed_application(taps: Taps, info: StreamInfo, application: End, tunnel: End | None = None) -> End:
-    """Return the application's end with a tap in front, or the end itself if no tap concerns the connection.
+    """Return the application's end wrapped by a tap, or unchanged if no tap captures the connection.
 
     Args:
         taps: this process's taps.

@@ -1,4 +1,4 @@
-"""Bytes of one connection go to a cluster, plainly or in a tunnel: outbound, passthrough and plaintext inbound."""
+"""Carries a connection to a cluster, plainly or in a tunnel: outbound, passthrough and plaintext inbound."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TcpProxies:
         """Carry one connection to its end.
 
         Raises:
-            Refused: it ended before bytes flowed.
+            Refused: the connection ended before bytes flowed.
         """
         proxy, info = chain.proxy, connection.info
         assert proxy is not None
@@ -64,7 +64,7 @@ class TcpProxies:
         chain.set_filter_state(info)
         proxy.cx_total.value += 1
         capture = self._taps.of(info.source.host) if self._taps is not None else None
-        # First bytes that leave along with a CONNECT pass no relay, where the tap would see them.
+        # First bytes sent along with a CONNECT bypass the relay, so a tap would not see them.
         first = downstream if capture is None else None
         # In Envoy both timers already run while the upstream connects. They bound the wait for a CONNECT's answer,
         # which no connect timeout of a cluster does.
@@ -99,7 +99,7 @@ class TcpProxies:
         """Carry a moved connection with a running relay to its end.
 
         Args:
-            connection: its ``upstream`` is that of the relay.
+            connection: the connection, whose ``upstream`` is the relay's.
             proxy: its chain's proxy.
             ends: the relay's ends, the client's first.
             running: the relay.
@@ -182,7 +182,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
         proxy.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
     elif any(each.reason for each in hops):
-        # One hop was ended on purpose. The other hops end gracefully as a result, like over the network.
+        # One hop was ended on purpose. The other hops then end gracefully, as they would over the network.
         for each in hops:
             each.info.termination_details = each.reason
         return

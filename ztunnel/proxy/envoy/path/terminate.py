@@ -1,4 +1,4 @@
-"""The server's end of a tunnel: chooses the route of a CONNECT and connects to the application.
+"""Terminates tunnels: chooses the route of a CONNECT request and connects to the application.
 
 It serves tunnels from the network and node-local tunnels (``internal.shortcut``) alike.
 """
@@ -26,7 +26,7 @@ from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 CONNECT_ERROR = 10
 
 NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
-#: The body that Envoy's RBAC filter answers with.
+#: The response body of Envoy's RBAC filter.
 DENIED = b"RBAC: access denied"
 _RESET = b"upstream connect error or disconnect/reset before headers. reset reason: "
 _BODIES = {
@@ -56,7 +56,7 @@ _NO_ROUTE = Answer(404, "route_not_found", failure=Reason.NO_ROUTE)
 
 
 class RequestRefused(Exception):
-    """The request is answered instead of becoming a tunnel.
+    """The proxy refuses a tunnel request and answers it with an error.
 
     Attributes:
         answer: the response.
@@ -76,7 +76,7 @@ class TunnelRules:
         a client with access to one pod of the node can reach every pod, judged by the first pod's policy.
         judge_ports: policies' ports are the application's. If off (like in Envoy), policies see the captured port,
         15008, so a DENY by port never matches a tunnel.
-        own_ports: returns this proxy's listening ports. A tunnel can lead to none.
+        own_ports: returns this proxy's listening ports, which no tunnel may lead to.
     """
 
     own_ports: Callable[[], Collection[int]]
@@ -234,12 +234,12 @@ def tunnel_route(model: HttpConnectionManager, table: RouteTable | None, info: S
     """Return the route of a request for a tunnel, and note its metadata in ``info``.
 
     Args:
-        model: the connection manager that has the request.
+        model: the configuration of the connection manager that received the request.
         table: its routes, or ``None`` if they have not arrived.
         info: the request.
 
     Raises:
-        RequestRefused: no route leads it to a cluster.
+        RequestRefused: no route leads the request to a cluster.
     """
     host = _virtual_host(table.virtual_hosts, info.authority) if table is not None else None
     route = _route_in(host, info)

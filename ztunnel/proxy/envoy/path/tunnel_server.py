@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Envoy's default timeouts, which cut tunnels; ``None`` disables one unless the configuration sets it."""
+    """Envoy's default timeouts, which end tunnels. ``None`` disables one, unless the configuration sets it."""
 
     route_s: float | None = None
     stream_idle_s: float | None = None
@@ -58,7 +58,7 @@ class Served:
         chain: its filter chain.
 
     Attributes:
-        connection: its life; set before the first request.
+        connection: its entry in the connection table; set before the first request.
         carried: its open requests.
     """
 
@@ -85,7 +85,7 @@ class Served:
 
         assert self.connection is not None
         self.connection.tunnels = tunnels
-        self.connection.account = None  # its requests have their own
+        self.connection.account = None  # its requests are counted instead
         self.connection.opened(ended, leave=tunnels.drain, finish=partial(ended, finish=True))
 
 
@@ -129,10 +129,10 @@ class TunnelServer:
     async def serve(
         self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> None:
-        """Serve one connection until it and its requests are over.
+        """Serve one tunnel connection until it and all its requests have ended.
 
         Raises:
-            Refused: it ended before its first request could be answered.
+            Refused: the connection ended before its first request could be answered.
         """
         served, info = Served(chain), connection.info
         served.connection = connection
@@ -263,7 +263,7 @@ class TunnelServer:
     # A request
 
     def register(self, served: Served, info: StreamInfo, abort: Abort | None) -> LiveRequest:
-        """Return the life of a request, which is registered with its connection."""
+        """Create a request's connection-table entry, registered with its tunnel connection."""
         assert served.connection is not None
         hop = LiveRequest(self._connections.hops, info, served.connection.owner, self._clock, abort)
         hop.chain = served.chain

@@ -1,4 +1,5 @@
-"""The verdict of an explanation in Envoy's dialect: the result for the connection over all its routes. Pure.
+"""Sums up an explanation in Envoy's dialect: whether the connection is allowed, over all its possible routes.
+Pure.
 
 Separate from :mod:`ztunnel.proxy.envoy.path.explain`: a command that adds the far side's answer computes the
 verdict again, and needs no other part of the data path.

@@ -1,4 +1,4 @@
-"""The two ends of a connection with all its hops, for pages and the flight recorder. Pure."""
+"""Finds the two ends of a connection through all its hops, for admin pages and the flight recorder. Pure."""
 
 from collections.abc import Mapping, Sequence
 

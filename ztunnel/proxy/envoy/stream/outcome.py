@@ -22,7 +22,7 @@ from ztunnel.proxy.envoy.stream.stream_info import Flag
 
 #: ``CONNECTION_TERMINATION_DETAILS`` of a connection that was open at the end of a grace period.
 DRAINED = "connection closed due to connection drain"
-#: The same of a connection that was open when the proxy stopped without a grace period.
+#: ``CONNECTION_TERMINATION_DETAILS`` of a connection that was open when the proxy stopped without a grace period.
 STOPPED = "connection closed: the proxy stops"
 #: The prefix of ``CONNECTION_TERMINATION_DETAILS`` if a new policy ends a live connection.
 POLICY_CHANGE = "connection closed due to policy change"
@@ -51,7 +51,7 @@ class Refused(Exception):
     """The connection ends before bytes flow.
 
     Attributes:
-        flag: response flag, ``None`` when the reference prints none.
+        flag: the response flag, or ``None`` if Envoy prints none.
         details: ``CONNECTION_TERMINATION_DETAILS``.
         response_details: ``RESPONSE_CODE_DETAILS``.
         failure: the reason in metrics.
@@ -100,7 +100,7 @@ class Denied(Refused):
     """A policy or an addon does not allow the connection.
 
     Attributes:
-        policy: the denying one. Empty if no policy allows it.
+        policy: the policy that denies it. Empty if no policy allows it.
     """
 
     failure = Reason.POLICY
