@@ -1,1 +1,1 @@
-"""Measurements of speed; see README.md."""
+"""Benchmarks; see README.md."""

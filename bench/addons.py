@@ -78,7 +78,7 @@ async def _life_us(number: int, addons: PodAddons | None) -> float:
 
 
 def _abort(reason: str) -> None:
-    """End nothing."""
+    """Do nothing: the measured lives have no connection to abort."""
 
 
 def _judge(entry: PodConnection) -> Any:
@@ -86,7 +86,7 @@ def _judge(entry: PodConnection) -> Any:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Measure, and print the cost per connection."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--number", type=int, default=100, help="of lives in a round")

@@ -17,7 +17,7 @@ RULES = 68
 SET_SIZES = ((3035, 1, 9), (446, 10, 99), (64, 100, 999), (158, 1_000, 2_000), (1, 54_566, 54_566))
 WITH_SET = 0.242
 ENDPOINT = c.EndpointId("k8s", "shop/web-0", "eth0")
-#: Of no set and no network of a rule.
+#: An address that no IP set and no rule's network contains.
 FLOW = c.Flow(
     source_ip="192.0.2.7",
     destination_ip="10.9.0.1",
@@ -28,7 +28,7 @@ FLOW = c.Flow(
 
 
 def updates(seed: int = 1) -> Iterator[c.Update]:
-    """Yield the snapshot, in Felix's order."""
+    """Yield the updates of a snapshot, in Felix's order."""
     draw = random.Random(seed)
     ids: list[str] = []
     for count, least, most in SET_SIZES:

@@ -486,7 +486,7 @@ def _metrics() -> str:
 
 
 def _wait(made: Chain, limit_s: float = 30.0) -> None:
-    """Until a request passes."""
+    """Wait until a request through the chain succeeds."""
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
@@ -499,7 +499,7 @@ def _wait(made: Chain, limit_s: float = 30.0) -> None:
 
 
 def version() -> str:
-    """Return machine and interpreter, for the table's heading."""
+    """Return the names of the machine and the interpreter, for the table's heading."""
     kernel = os.uname()
     python = sys.version.split()[0]
     release, platform = kernel.release.split("-")[0], sysconfig.get_platform()

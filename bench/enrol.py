@@ -37,7 +37,7 @@ _WARM_UP = 100
 
 
 class Cluster:
-    """Objects in memory, an annotation written at once."""
+    """A toy API server: objects in memory; annotations are written at once."""
 
     def __init__(self) -> None:
         self.objects: dict[ObjectKey, Object] = {}

@@ -4,7 +4,7 @@ from ztunnel.addons import Addon, Deny, Facts, MeshSummary, Metric, Record, Verd
 
 
 class Every(Addon):
-    """Every hook, each as short as it can be."""
+    """An addon with every hook, each as short as possible."""
 
     def connecting(self, facts: Facts) -> Verdict | None:
         """Say nothing."""

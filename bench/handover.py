@@ -113,7 +113,7 @@ class Machine:
 
 
 async def measured(kind: str, count: int) -> str:
-    """Return the row for one kind of connection."""
+    """Measure one kind of connection, and return its table row."""
     with contextlib.ExitStack() as stack:
         machine = Machine(stack)
         units: list[tuple[list[Relay], Connection | None]] = []

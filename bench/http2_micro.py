@@ -35,7 +35,7 @@ def _client() -> h2.connection.H2Connection:
 
 
 def _requests() -> list[bytes]:
-    """The preface, then one CONNECT per piece, as many as can be open at once."""
+    """Return the preface, then one CONNECT request per piece, up to the limit of open streams."""
     client = _client()
     pieces = [client.data_to_send()]
     for stream in range(1, 2 * REQUESTS, 2):
@@ -45,7 +45,7 @@ def _requests() -> list[bytes]:
 
 
 def _bulk() -> list[bytes]:
-    """The preface and one CONNECT, then DATA frames."""
+    """Return the preface and one CONNECT request, then DATA frames."""
     client = _client()
     client.send_headers(1, CONNECT)
     frame = FRAME_BYTES.to_bytes(3, "big") + b"\0\0" + (1).to_bytes(4, "big") + bytes(FRAME_BYTES)

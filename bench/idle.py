@@ -24,9 +24,10 @@ from deploy.lab import become_root_of_own_namespaces
 _WANTED = 100_000
 #: Descriptors that a proxy needs for other purposes.
 _OTHERS = 1000
-#: The part of the limit to use per worker: shares differ a little, and each hundred has a tunnel's connection.
+#: The fraction of the limit to use per worker: workers' shares differ, and each hundred connections share one
+#: tunnel connection.
 _SHARE = 0.85
-#: The pool has closed spare connections, and the memory trimmer has run (``ztunnel/runtime/heap.py``).
+#: After this time the pool has closed spare connections, and memory was trimmed (``ztunnel/runtime/heap.py``).
 _CALM_S = 60.0
 _FREED = 0.2
 

@@ -1,4 +1,4 @@
-"""A control plane in a hurry: 5,000 pushes a second for ten seconds, state of the world and delta, to our client.
+"""Measures our client against 5,000 pushes a second for ten seconds, by state of the world and by delta.
 
 ``python -m bench.pushes`` prints what arrived, how often the stream was lost, and what it cost; ``--rate 0``
 pushes as fast as the server can. The server is grpcio's, in a process of its own; every push changes one cluster.
@@ -52,7 +52,7 @@ def push_all(count: int, rate: float) -> tuple[grpc.Server, int, list[str]]:
                 if rate and number % 50 == 0:
                     time.sleep(max(0.0, begun + number / rate - time.monotonic()))
                 yield message
-            gone.wait()  # the stream is the client's to end
+            gone.wait()  # the client ends the stream
 
         return grpc.stream_stream_rpc_method_handler(push)
 
@@ -94,7 +94,7 @@ def _cluster(version: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A client's updates, the value of the last one, ended streams, seconds and CPU seconds."""
+    """What a client received: updates, the value of the last one, ended streams, seconds and CPU seconds."""
 
     updates: int
     last: str

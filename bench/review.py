@@ -26,7 +26,7 @@ POLICIES = PolicyList((Tier((DENY,)),), Verdict.ALLOW)
 
 
 class _Connection(Life):
-    """A life with facts as an inbound connection has them."""
+    """A registered connection with the facts of an inbound one."""
 
     def __init__(self, group: Lives["_Connection"], number: int) -> None:
         super().__init__(group)
@@ -36,7 +36,7 @@ class _Connection(Life):
         self.opened(lambda _: None)
 
     def judge(self) -> LifeVerdict:
-        """Judge by one policy."""
+        """Evaluate one policy."""
         return ALLOWED if judge(POLICIES, self.facts).allowed else LifeVerdict("denied")
 
 

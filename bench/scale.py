@@ -31,7 +31,7 @@ _SIZES = (10, 1000, 20_000)
 _VARIANTS = ("sotw", "delta")
 _REPEATS = 5
 _LIMIT_S = 600.0
-_CALM_S = 3.0  # after which a proxy gives free pages back
+_CALM_S = 3.0  # seconds until a proxy returns free pages to the system
 _KEY = "node"
 
 

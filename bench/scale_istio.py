@@ -156,7 +156,7 @@ class Stream:
         self._delivering = tasks.create_task(self._feed.deliver_forever())
 
     async def arrives(self, data: bytes) -> None:
-        """Handle a packed response up to its ACK."""
+        """Process a serialized response until its ACK is ready to send."""
         for event in self._client.receive_in_steps(data, 0.0):
             if isinstance(event, Received):
                 self._feed.arrived(event)

@@ -106,7 +106,7 @@ class ScaleMesh:
         """Return the node's current resources."""
         return Snapshot(dict(self.resources))
 
-    # One change each
+    #     Methods that change one resource each
 
     def change_endpoint(self, step: int) -> str:
         """Change the address of the last endpoint of a service; return the type that changed."""
@@ -133,18 +133,18 @@ class ScaleMesh:
     # Resources
 
     def cluster_name(self, index: int) -> str:
-        """The name of a service's cluster and of its chain."""
+        """Return the name of a service's cluster and of its chain."""
         return self._cluster.name.replace(_FIRST, f"service-{index}")
 
     def cluster(self, index: int) -> Cluster:
-        """The cluster of a service."""
+        """Return the cluster of a service."""
         message = Cluster()
         message.CopyFrom(self._cluster)
         message.name = self.cluster_name(index)
         return message
 
     def assignment(self, index: int) -> ClusterLoadAssignment:
-        """The endpoints of a service."""
+        """Return the endpoints of a service."""
         message = ClusterLoadAssignment(cluster_name=self.cluster_name(index))
         group = message.endpoints.add()
         template = self._assignment.endpoints[0].lb_endpoints[0]

@@ -49,7 +49,7 @@ class Stall:
         self._due = 0.0
 
     def start(self) -> None:
-        """Begin to watch, for ever."""
+        """Start the ticker, which runs until the process ends."""
         self._tick()
 
     def _tick(self) -> None:

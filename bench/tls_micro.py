@@ -31,7 +31,7 @@ Times = tuple[float, float]
 
 
 def shaken_hands(contexts: tuple[TlsContext, TlsContext]) -> tuple[TlsSession, TlsSession]:
-    """A client and a server after their handshake, each with the other's certificate proved."""
+    """Return a client and a server session after their handshake with mutual authentication."""
     client, server = map(TlsSession, contexts)
     while not (client.established and server.established):
         for one, other in ((client, server), (server, client)):

@@ -117,7 +117,7 @@ def run_b(listener: socket.socket, tls: TlsSettings | None, port: int, spin_s: f
 
 
 def run_server(listener: socket.socket) -> None:
-    """First byte says what to do: s sink, g give, e echo 1 KiB answers."""
+    """Serve connections; the first byte selects the mode: s discards, g sends, e answers with 1 KiB."""
     listener.setblocking(True)
 
     def serve(sock: socket.socket) -> None:

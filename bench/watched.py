@@ -20,14 +20,14 @@ from bench.compare import CASES
 from deploy.lab import become_root_of_own_namespaces
 
 _CASES = ("bulk up, 1", "rr, 1", "rr, 64", "crr, 32")
-#: Reads an endless page, like a browser in the background.
+#: A program that reads an endless page, like a browser in the background.
 _FOLLOWS = """
 import urllib.request
 with urllib.request.urlopen("http://127.0.0.1:15000/ui/events") as page:
     while page.read(65536):
         pass
 """
-#: A tap lasts no longer, and neither does the bench.
+#: The longest duration of a tap, and so of the benchmark.
 _TAP = ("--for", "900s", "--limit", "1GiB", "-w", "/dev/null")
 
 

@@ -48,7 +48,7 @@ class ApiServer:
         folder: for its files.
         programs: the paths of ``PROGRAMS``.
         ports: three that are free: of etcd for clients and for peers, and of the API.
-        own: is given each process that starts.
+        own: called with each started process.
 
     Attributes:
         url: of the API.
@@ -71,7 +71,7 @@ class ApiServer:
         self.ca = folder / "certificates" / "apiserver.crt"
 
     def start(self) -> None:
-        """Start both, and return when the API is ready."""
+        """Start etcd and kube-apiserver, and return when the API is ready."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -127,13 +127,13 @@ class ApiServer:
         self._end("kube-apiserver")
 
     def stop(self) -> None:
-        """Stop both; idempotent."""
+        """Stop etcd and kube-apiserver; idempotent."""
         if "kube-apiserver" in self._running:
             self.stop_api()
         self._end("etcd")
 
     def compact(self, version: str) -> None:
-        """Have etcd forget all earlier versions; watches from these are refused."""
+        """Compact etcd: drop all earlier versions, so that watches from them are refused."""
         body = json.dumps({"revision": version, "physical": True}).encode()
         address = f"http://127.0.0.1:{self._ports[0]}/v3/kv/compaction"
         with urllib.request.urlopen(urllib.request.Request(address, body), timeout=30) as answer:

@@ -249,7 +249,7 @@ ROWS: Final = (
 
 
 def queries() -> Iterator[str]:
-    """Yield every query."""
+    """Yield every PromQL query of the dashboard."""
     for row in ROWS:
         for panel in row.panels:
             yield from (query for query, _ in panel.queries)
@@ -337,7 +337,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return the file."""
+    """Return the dashboard file's text."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

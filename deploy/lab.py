@@ -136,7 +136,7 @@ class Worker:
         return _ipv6(f"fd00:10:244:{self.number}::1")
 
     def wanted(self, members: Sequence[str] | None = None) -> Node:
-        """Return the desired resources of this node, for all its pods or the named ones."""
+        """Return the desired kernel resources of this node, for all its pods or the named ones."""
         chosen = self.pods if members is None else {name: self.pods[name] for name in members}
         return Node(
             host_addresses=(*self.place.addresses, self.gateway(4), self.gateway(6)),

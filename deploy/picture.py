@@ -1,6 +1,7 @@
 """Draws the hops of one connection, for the README and docs: ``python -m deploy.picture``.
 
-Two files, as pages are light or dark and an image cannot ask which; text stays text, so that it can be read aloud.
+It draws a light and a dark file, because an image cannot detect the page's theme. Text stays text for screen
+readers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DESCRIPTION: Final = (
 
 
 class Theme(NamedTuple):
-    """Colours."""
+    """The colours of one theme."""
 
     page: str
     text: str
@@ -92,7 +93,7 @@ class _Drawing:
     def arrow(
         self, x: int, y: int, to_x: int, to_y: int, colour: str, *, width: int = 2, dashed: bool = False
     ) -> None:
-        """A line with a head at its end; heads are by colour."""
+        """Draw a line with an arrow head at its end."""
         dash = ' stroke-dasharray="5 5"' if dashed else ""
         self.elements.append(
             f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{colour}" stroke-width="{width}"{dash} '
@@ -101,17 +102,17 @@ class _Drawing:
 
     @staticmethod
     def head(colour: str) -> str:
-        """The name of the arrow head of a colour."""
+        """Return the name of the arrow head of a colour."""
         return f"head-{colour.removeprefix('#')}"
 
     def number(self, x: int, y: int, number: int, colour: str) -> None:
-        """A step, which the legend explains."""
+        """Draw the number of a step, which the legend explains."""
         self.elements.append(f'<circle cx="{x}" cy="{y}" r="11" fill="{colour}"/>')
         self.text(x, y + 5, str(number), fill=self.theme.page, size=13, bold=True)
 
 
 def picture(theme: Theme) -> str:
-    """Return the file."""
+    """Return the picture as SVG."""
     draw = _Drawing(theme)
     _node(draw, 20, "node A", "web", client=True)
     _node(draw, 620, "node B", "cart", client=False)

@@ -34,7 +34,7 @@ MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": Ku
 
 @contextlib.contextmanager
 def stage(mode: type[Demo], colour: bool, window: Window | None) -> Iterator[Demo]:
-    """The lab and a folder for its files; both are gone afterwards."""
+    """Yield the lab and a folder for its files; both are removed afterwards."""
     with demo_folder("ztunnel-demo-") as folder, Lab(mode.places) as lab:
         yield mode(lab, folder, colour, window)
 

@@ -51,13 +51,13 @@ def demo_folder(prefix: str) -> Iterator[Path]:
         prefix: of the folder's name; the folders that killed demos of this prefix left are removed first.
 
     Raises:
-        FolderTooDeep: it is no place for Unix sockets.
+        FolderTooDeep: its path is too long for Unix sockets.
     """
     _remove_abandoned(prefix)
     path, lock = _locked(prefix)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in handlers.items():
-        if handler is signal.SIG_DFL:  # nohup ignores SIGHUP, and means it
+        if handler is signal.SIG_DFL:  # keep SIGHUP ignored if nohup has started the demo
             signal.signal(number, _exit)
     before = os.environ.get(MARK)
     os.environ[MARK] = str(path)
@@ -124,7 +124,7 @@ def _remove_abandoned(prefix: str) -> None:
 
 
 def _watched(path: Path, lock: int) -> tuple[int, int]:
-    """Fork the watcher; its process id, and the end of the pipe that keeps it waiting."""
+    """Fork the watcher. Return its process id, and the end of the pipe that keeps it waiting."""
     ended, pipe = os.pipe()
     child = os.fork()
     if child:

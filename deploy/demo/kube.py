@@ -43,14 +43,14 @@ _POLICY = "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies"
 
 
 class MissingPrograms(Exception):
-    """The API server's programs are not here; the text says how to get them."""
+    """The API server's programs are not installed; the text says how to get them."""
 
 
 def programs() -> dict[str, str]:
     """Return the paths of etcd and kube-apiserver.
 
     Raises:
-        MissingPrograms: one is not here.
+        MissingPrograms: a program is not installed.
     """
     paths = {name: found(name) for name in PROGRAMS}
     missing = [name for name, path in paths.items() if path is None]
@@ -105,7 +105,7 @@ class KubeDemo(InPodDemo):
         self.wait("the application", lambda: self.listens(self.lab.pod("reviews-v1")))
         threading.Thread(target=self._be_istiod, name="istiod", daemon=True).start()
 
-    # The parts
+    #     The parts of the demo
 
     def _start_agent(self, node: str) -> None:
         options = [f"--kubeconfig={self.api.kubeconfig()}", f"--node={node}", f"--proc={self._proc(node).folder}"]
@@ -371,7 +371,7 @@ class KubeDemo(InPodDemo):
         self._wait_or_fail("new connections are plain", plain)
 
     def traffic(self) -> "contextlib.AbstractContextManager[object]":
-        """Without effect: the pods of this demo are created through the API server."""
+        """Do nothing: the pods of this demo are created through the API server."""
         return contextlib.nullcontext()
 
     def explain(self) -> None:

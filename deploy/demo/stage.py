@@ -118,7 +118,7 @@ class Demo(ABC):
             print(f"  {name:14} {command}")
 
     def print_traffic(self) -> None:
-        """Print what :meth:`traffic` does meanwhile."""
+        """Print what :meth:`traffic` does while the demo stays up."""
         print(
             "Meanwhile productpage goes on calling the service, on a connection that stays open and on new ones,"
         )
@@ -258,7 +258,7 @@ class Demo(ABC):
         return True
 
     def page(self, place: Place, port: int, path: str) -> tuple[int, str]:
-        """Return a page of a proxy's server, requested inside its namespace."""
+        """Return a page of a proxy's HTTP server, requested inside its namespace."""
         connection = connect(place, "127.0.0.1", port)
         try:
             connection.request("GET", path)

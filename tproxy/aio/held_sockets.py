@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 VARIABLE: Final = "ZTUNNEL_HOLDER_FD"
 CRASHES_VARIABLE: Final = "ZTUNNEL_HOLDER_CRASHES"
 TAKE, HELD, END, KEEP, DROP, READY = b"T", b"H", b"E", b"K", b"D", b"R"
-#: Of a packet; keys are shorter.
+#: The largest size of a packet; keys are shorter.
 MOST_BYTES: Final = 256
 _MEMORY: Final = "memory/"
 _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
 _COOKIE: Final = struct.Struct("=Q")
-#: The holder has no other work and answers at once.
+#: The longest wait for the holder, which has no other work and answers at once.
 _ANSWERS_S: Final = 5.0
 
 
@@ -63,7 +63,7 @@ class Holder:
         """Return the channel that an environment names, or ``None``. Workers and successors do not inherit it.
 
         Raises:
-            ValueError: the variable is no descriptor.
+            ValueError: the variable is not a descriptor.
         """
         text = environment.get(VARIABLE, "")
         if not text:
@@ -90,7 +90,7 @@ class Holder:
             for number in descriptors:
                 if key.startswith(_MEMORY):
                     with open(number, "rb") as memory:
-                        memory.seek(0)  # the offset is the writer's
+                        memory.seek(0)  # the file offset is shared with the writer
                         self._memories[key.removeprefix(_MEMORY)] = memory.read()
                 else:
                     self._held[key] = socket.socket(fileno=number)
@@ -107,7 +107,7 @@ class Holder:
         return found
 
     def keep(self, key: str, sock: socket.socket) -> None:
-        """Have a copy held."""
+        """Have the holder keep a copy of the socket."""
         self._send(KEEP, key, sock.fileno())
 
     def memory(self, name: str) -> bytes | None:
@@ -119,7 +119,7 @@ class Holder:
         self._send(KEEP, _MEMORY + name, number)
 
     def drop(self, key: str) -> None:
-        """Have the copy closed. Connections to an open copy would never be accepted."""
+        """Have the holder close its copy. Connections to an open copy would never be accepted."""
         self._send(DROP, key)
 
     def settle(self) -> None:
@@ -158,12 +158,12 @@ class HeldSocket(socket.socket):
     _kept = False
 
     def listen(self, *backlog: int) -> None:
-        """Listen, and have a copy held from now on."""
+        """Listen, and have the holder keep a copy from now on."""
         super().listen(*backlog)
         self.hold()
 
     def hold(self) -> None:
-        """Have a copy held from now on."""
+        """Have the holder keep a copy from now on."""
         self._kept = True
         self.holder.keep(self.key, self)
 
@@ -184,18 +184,18 @@ _holder: Holder | None = None
 
 
 def use(holder: Holder | None) -> None:
-    """Have the sockets of this process held from now on; ``None``: not any more."""
+    """Set the holder that keeps copies of this process's sockets; ``None`` for no holder."""
     global _holder
     _holder = holder
 
 
 def holder() -> Holder | None:
-    """Return what holds the sockets of this process."""
+    """Return the holder of this process's sockets, if any."""
     return _holder
 
 
 def held(sock: socket.socket, host: str, port: int) -> tuple[socket.socket, bool]:
-    """Return what takes the place of a new socket that is to be bound, and whether it is bound already.
+    """Return a held socket in place of a new one, or the new one; and whether it is bound already.
 
     Args:
         sock: owned by the result.

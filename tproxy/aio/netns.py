@@ -102,7 +102,7 @@ class Netns:
                 such name exists), or None for the caller's own.
 
         Raises:
-            UnknownNamespace: there is none.
+            UnknownNamespace: the namespace does not exist.
             NeedCapability: the process belongs to another user, and CAP_SYS_PTRACE is missing.
         """
         path = _path(where)

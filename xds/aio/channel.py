@@ -39,7 +39,7 @@ from xds.grpc.status import Headers, RpcFailed, Status
 logger = logging.getLogger(__name__)
 
 CONNECT_S: Final = 20.0  # the same as in gRPC's own clients
-_EACH_S: Final = 5.0  # of a name's addresses, but for the last: one that does not answer must not use up the time
+_EACH_S: Final = 5.0  # for each of a name's addresses but the last, so that a dead one does not use up the time
 _USER_AGENT: Final = "grpc-python-ztunnel"
 _UNSENT_BYTES: Final = 4 * 1024 * 1024
 _CLOSE_S: Final = 1.0
@@ -177,7 +177,7 @@ class Call:
 
 
 class _Connection:
-    """The shell of one :class:`~xds.grpc.connection.ClientConnection`. It is an :class:`xds.aio.tls.Inner`."""
+    """The socket of a :class:`~xds.grpc.connection.ClientConnection`. It is an :class:`xds.aio.tls.Inner`."""
 
     def __init__(self, keepalive: Keepalive | None) -> None:
         loop = asyncio.get_running_loop()
@@ -456,7 +456,7 @@ class Channel:
         await self.close()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """End the connections; calls under way have ``grace_s`` to end first. Returns when they are gone."""
+        """Close the connections; open calls have ``grace_s`` to end first. Returns when all are closed."""
         self._closed = True
         connections = [*self._retired, *filter(None, [self._connection])]
         self._connection = None

@@ -36,7 +36,7 @@ class StatusFilter:
 
 @dataclass(frozen=True, slots=True)
 class DurationFilter:
-    """The duration in whole milliseconds compares so with ``value``; never, while there is none."""
+    """Lets lines through by comparing the duration in whole milliseconds with ``value``."""
 
     comparison: Comparison
     value: int

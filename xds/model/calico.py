@@ -90,7 +90,7 @@ class PathMatch:
 
 @dataclass(frozen=True, slots=True)
 class HttpMatch:
-    """One of the methods (exact, ``*`` matches any) and one of the paths. An empty list matches."""
+    """An HTTP clause: one of the methods (``*`` matches any) and one of the paths. An empty list matches any."""
 
     methods: tuple[str, ...] = ()
     paths: tuple[PathMatch, ...] = ()

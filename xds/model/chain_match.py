@@ -64,7 +64,7 @@ class ChainSelector:
         return host in self._hosts
 
     def select(self, facts: ConnectionFacts) -> int | None:
-        """Index of the most specific match for a connection, the first of equals; ``None`` when there is none."""
+        """Return the index of a connection's most specific match, the first of equals; ``None`` without any."""
         group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
         if group is None:
             return None

@@ -64,7 +64,7 @@ class Validation:
         return self.pins or bool(self.san_matches)
 
     def merged(self, dynamic: "Validation") -> "Validation":
-        """``combined_validation_context``: ``dynamic`` (SDS) over this default, repeated fields joined."""
+        """Merge ``dynamic`` (SDS) into this default, for ``combined_validation_context``; join repeated fields."""
         return Validation(
             trusted_ca_pem=dynamic.trusted_ca_pem or self.trusted_ca_pem,
             crl_pem=dynamic.crl_pem or self.crl_pem,

@@ -71,7 +71,7 @@ def _first(extra: object, name: str) -> str:
 
 
 def node_of(account: Account, node_accounts: Collection[str]) -> str | None:
-    """Return the node whose proxy shows a token; ``None``: a proxy beside its application does.
+    """Return the node whose proxy presents a token; ``None`` if a sidecar proxy presents it.
 
     Raises:
         NotAdmitted: a node proxy whose token names no node.
@@ -87,10 +87,10 @@ def node_of(account: Account, node_accounts: Collection[str]) -> str | None:
 
 
 def check_certificate(account: Account, wanted: SpiffeId, trust_domain: str) -> None:
-    """Judge the request of a proxy beside its application.
+    """Authorise the certificate request of a sidecar proxy.
 
     Raises:
-        NotAdmitted: it requests another identity than its own.
+        NotAdmitted: the proxy requests another identity than its own.
     """
     own = SpiffeId(trust_domain, account.namespace, account.name)
     if wanted != own:
@@ -98,7 +98,7 @@ def check_certificate(account: Account, wanted: SpiffeId, trust_domain: str) -> 
 
 
 def check_stream(account: Account, node: Node) -> None:
-    """Judge the node that a proxy beside its application says it is.
+    """Authorise the node id that a sidecar proxy claims.
 
     Raises:
         NotAdmitted: a dialect that brings the private keys of a node along, or the name of another pod.

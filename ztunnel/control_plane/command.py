@@ -1,4 +1,4 @@
-"""``ztunnel control-plane``."""
+"""The command ``ztunnel control-plane``."""
 
 import argparse
 import asyncio
@@ -53,7 +53,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def refuse_exposed(addresses: list[str]) -> str | None:
-    """Why an address must not be served without TLS: private keys would cross a network in the clear."""
+    """Return why an address must not be served without TLS: private keys would cross a network unencrypted."""
     for address in addresses:
         if address.startswith("unix:"):
             continue
@@ -71,7 +71,7 @@ def refuse_exposed(addresses: list[str]) -> str | None:
 
 
 def _faulty(args: argparse.Namespace) -> str | None:
-    """Return what is wrong with the options of tokens."""
+    """Return the fault in the options about tokens."""
     if not args.kube and (args.kubeconfig is not None or args.node_account):
         return "--kubeconfig and --node-account need --kube"
     for account in args.node_account or ():
@@ -81,7 +81,7 @@ def _faulty(args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
     from xds.grpc.serve_error import ServeError
     from ztunnel.control_plane.accounts import NODE_ACCOUNTS
     from ztunnel.control_plane.mesh import MeshFaults, parse_mesh

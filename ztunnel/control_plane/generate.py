@@ -1,4 +1,4 @@
-"""From a mesh to what one node's proxy is sent: listeners, clusters, endpoints. Pure.
+"""Generates one node's configuration from a mesh: listeners, clusters, endpoints. Pure.
 
 The output equals the ambient control plane's of late 2022 (its names, order and structure), with three additions:
 servers are verified, clients must present a certificate, and sessions are not resumed, so that each connection
@@ -45,7 +45,7 @@ class Flavour(StrEnum):
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Generates for one node.
+    """Generates the configuration of one node.
 
     Args:
         mesh: the mesh.
@@ -61,11 +61,11 @@ class NodeConfig:
     access_log: str = "/dev/stdout"
     log_json: bool = False
 
-    # What there is
+    #     Parts of the mesh that concern the node
 
     @cached_property
     def local(self) -> list[Pod]:
-        """Pods of the node that are in the mesh and leave their tunnels to the proxy."""
+        """The pods of the node that are in the mesh and whose tunnels the proxy terminates."""
         return self.mesh.on(self.node)
 
     @cached_property
@@ -75,11 +75,11 @@ class NodeConfig:
 
     @cached_property
     def waypoints(self) -> dict[SpiffeId, tuple[Pod, ...]]:
-        """Waypoint pods by the identity they are for."""
+        """Waypoint pods, by the identity that they serve."""
         return {w.identity: tuple(self.mesh.pods[key] for key in w.pods) for w in self.mesh.waypoints}
 
     def messages(self) -> Iterator[Message]:
-        """Every resource of the node, secrets apart."""
+        """Return every resource of the node, except secrets."""
         yield from self._clusters()
         yield from self._assignments()
         yield from self._listeners()

@@ -36,13 +36,13 @@ _LEAST_RSA_BITS = 2048
 
 
 def node_name(node: Node) -> str:
-    """The node's name from the metadata of any kind of proxy. Empty if it is missing."""
+    """Return the node's name from the metadata of any kind of proxy. Empty if it is missing."""
     fields = node.metadata.fields
     return fields["NODE_NAME"].string_value if "NODE_NAME" in fields else ""
 
 
 def is_node_proxy(node: Node) -> bool:
-    """Whether this is Istio's node proxy (or ours in its place).
+    """Return whether a client is Istio's node proxy (or ours in its place).
 
     Raises:
         ConfigError: an id with a valid beginning and an invalid rest, which istiod also refuses.
@@ -56,10 +56,10 @@ def is_node_proxy(node: Node) -> bool:
 
 
 def bearer_token(caller: Caller) -> str | None:
-    """Return a caller's token; ``None``: it shows none, and need not.
+    """Return a caller's token; ``None`` if it presents none and needs none.
 
     Raises:
-        NotAdmitted: it must show one.
+        NotAdmitted: the caller must present a token.
     """
     authorization = caller.metadata.get("authorization", "")
     scheme, _, token = authorization.partition(" ")
@@ -71,7 +71,7 @@ def bearer_token(caller: Caller) -> str | None:
 
 
 class Registrar:
-    """Judges callers and signs their requests.
+    """Authorises callers and signs their certificate requests.
 
     Args:
         mesh: the current mesh.
@@ -124,7 +124,7 @@ class Registrar:
         return self.certificate(data, lambda identity: self._check(identity, proven), f"node {proven}")
 
     def certificate_for_account(self, data: bytes, check: Callable[[SpiffeId], None], account: str) -> bytes:
-        """Answer the request of a proxy beside its application.
+        """Answer the request of a sidecar proxy.
 
         Args:
             data: the request.
@@ -166,7 +166,7 @@ class Registrar:
         return IstioCertificateResponse(cert_chain=chain).SerializeToString()
 
     def _proven_node(self, caller: Caller) -> str | None:
-        """The node that a token proves. None without a token, if none is needed."""
+        """Return the node that a token proves. None without a token, if none is needed."""
         token = bearer_token(caller)
         if token is None:
             return None

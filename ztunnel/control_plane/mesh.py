@@ -106,7 +106,7 @@ class Service:
 
     @property
     def hostname(self) -> str:
-        """Its host name in the mesh."""
+        """The service's host name in the mesh."""
         return f"{self.name}.{self.namespace}.svc.cluster.local"
 
 
@@ -145,7 +145,7 @@ class Policy:
     rules: tuple[PolicyRule, ...]
 
     def selects(self, pod: Pod) -> bool:
-        """Whether the policy is for a pod."""
+        """Return whether the policy applies to a pod."""
         if pod.namespace != self.namespace:
             return False
         if self.pods:
@@ -155,7 +155,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Everything the file says."""
+    """The content of a mesh file."""
 
     trust_domain: str
     cluster: str
@@ -168,7 +168,7 @@ class Mesh:
     calico: Resources = field(default_factory=Resources)
 
     def on(self, node: str) -> list[Pod]:
-        """Pods of a node that are in the mesh."""
+        """Return the pods of a node that are in the mesh."""
         return [pod for pod in self.pods.values() if pod.node == node and pod.mesh]
 
 
@@ -407,6 +407,6 @@ class _Reader(ConfigReader):
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Namespace and name of ``namespace/name`` or ``name``."""
+    """Return namespace and name of ``namespace/name`` or ``name``."""
     namespace, slash, short = name.partition("/")
     return (namespace, short) if slash else ("default", name)

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def rbac_filters(mesh: Mesh, pod: Pod, waypoint: SpiffeId | None) -> list[Json]:
-    """The RBAC filters in front of a pod: audit, deny, allow, as far as there are policies.
+    """Return the RBAC filters in front of a pod: audit, deny and allow, each if there are such policies.
 
     Args:
         mesh: for its policies.

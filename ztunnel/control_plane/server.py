@@ -1,4 +1,4 @@
-"""Serving a mesh: snapshots per node and flavour, edits of the file applied live, certificates renewed.
+"""Serves a mesh: builds snapshots per node and flavour, follows edits of the file, renews certificates.
 
 A proxy's node selects its flavour: Envoy by its user agent, Istio's node proxy by the form of its id. Every other
 proxy is this project's in Envoy's dialect.
@@ -51,7 +51,7 @@ _SERVING_LIFE = timedelta(days=3650)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reviews:
-    """How tokens of service accounts are judged; see :class:`KubeRegistrar`."""
+    """The settings for reviews of service account tokens; see :class:`KubeRegistrar`."""
 
     api: Api
     audience: str = "istio-ca"
@@ -77,7 +77,7 @@ class NodePolicies:
         await self._server.__aexit__(*exception)
 
     async def publish(self, mesh: Mesh) -> None:
-        """Serve another mesh; nodes that it has not lose their sockets.
+        """Serve another mesh; close the sockets of nodes that it does not have.
 
         Raises:
             ServeError: the socket of a node cannot be served.
@@ -207,7 +207,7 @@ class ControlPlane:
         return self._server.addresses
 
     def _serving_tls(self, hosts: Sequence[str]) -> grpc.ServerCredentials:
-        """A certificate of our own, made for this process and good as long as the root."""
+        """Return server credentials with a new certificate, valid as long as the root."""
         certificate = self._ca.issue_for_hosts(hosts, ca.now(), _SERVING_LIFE)
         return server_tls(certificate.key_pem, certificate.chain_pem)
 
@@ -263,7 +263,7 @@ class ControlPlane:
             self._server.publish(f"{node}/{_NODE_PROXY}", replace(everything, own=own))
 
     def _secrets(self, config: NodeConfig) -> Iterator[Message]:
-        """Certificates of the identities that live on the node, and of no others; the root."""
+        """Return the root, and the certificates of the identities on the node only."""
         now = ca.now()
         for identity in config.identities:
             leaf = self._leaves.get(identity)
@@ -285,7 +285,7 @@ class ControlPlane:
             log.debug("%s accepted %s %s", key, kind, answered.version)
 
     def _key_of(self, node: Node) -> str:
-        """Snapshots are per node name and flavour."""
+        """Return the snapshot key of a node: its name and flavour."""
         name = node_name(node)
         if is_node_proxy(node):
             if self._mesh.registry_only:

@@ -21,7 +21,7 @@ from ztunnel.kube.objects import Object
 
 log = logging.getLogger(__name__)
 
-#: Reviews at once: a flood of tokens must not become one at the API server.
+#: The most reviews at a time, so that a flood of tokens does not reach the API server.
 _AT_ONCE: Final = 16
 _TIMEOUT_S: Final = 10.0
 

@@ -14,11 +14,11 @@ _VERSION: Final = "ztunnel-node-v1"
 
 
 class TokenError(Exception):
-    """Not a token of ours, or no longer; the text does not quote it."""
+    """A token is invalid or expired; the text does not quote it."""
 
 
 def node_token(secret: bytes, node: str, expires_s: float) -> str:
-    """A token for a node, valid until ``expires_s`` (seconds since the epoch)."""
+    """Return a token for a node, valid until ``expires_s`` (seconds since the epoch)."""
     claims = json.dumps({"node": node, "exp": int(expires_s)}, separators=(",", ":")).encode()
     body = base64.urlsafe_b64encode(claims).decode().rstrip("=")
     return f"{_VERSION}.{body}.{_signature(secret, body)}"
@@ -30,10 +30,10 @@ def is_node_token(token: str) -> bool:
 
 
 def node_of_token(secret: bytes, token: str, now_s: float) -> str:
-    """The node a token was made for.
+    """Return the node that a token was issued for.
 
     Raises:
-        TokenError: forged, damaged or expired.
+        TokenError: the token is forged, damaged or expired.
     """
     version, _, rest = token.partition(".")
     body, _, signature = rest.partition(".")

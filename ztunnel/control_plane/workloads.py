@@ -1,4 +1,4 @@
-"""From a mesh to what Istio's node proxies are sent: workloads, services, authorization. Pure.
+"""Generates the resources of Istio's node proxies from a mesh: workloads, services, policies. Pure.
 
 Every node gets the same resources. Waypoints of the mesh file are translated to today's terms: a waypoint is a
 service without addresses, and its workloads name it. As with Envoy, a waypoint enforces its workloads' policies.
@@ -24,7 +24,7 @@ _ACTIONS: Final = {"ALLOW": security.ALLOW, "DENY": security.DENY}
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """Generates for a mesh."""
+    """Generates the resources of a mesh."""
 
     mesh: Mesh
 
@@ -51,7 +51,7 @@ class WorkloadConfig:
             yield Named(name=name, message=authorization)
 
     def uid(self, pod: Pod) -> str:
-        """Of a pod's workload."""
+        """Return the uid of a pod's workload."""
         return f"{self.mesh.cluster}//Pod/{pod.namespace}/{pod.name}"
 
     def uids_on(self, node: str) -> frozenset[str]:

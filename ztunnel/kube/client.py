@@ -33,7 +33,7 @@ _REQUEST_TIMEOUT_S: Final = 30.0
 #: API servers send a bookmark about once a minute. A watch that is silent for longer has probably lost its
 #: connection without a FIN; to watch again from the last version costs one request.
 _SILENT_S: Final = 150.0
-#: etcd takes 1.5 MiB an object, and JSON is at most a few times longer.
+#: The longest line of a watch: etcd accepts objects of 1.5 MiB, and their JSON is at most a few times longer.
 _MAX_LINE: Final = 16 * 1024 * 1024
 
 
@@ -150,7 +150,7 @@ class Client:
         self.server = server
 
     async def list_page(self, selection: Selection, continued: str = "", limit: int = PAGE) -> ListPage:
-        """Return a page, or the first if ``continued`` is empty. 410 means that the token is too
+        """Return the page that ``continued`` names, the first if it is empty. 410 means that the token is too
         old: start over.
         """
         params = {**selection.params(), "limit": str(limit)}
@@ -165,7 +165,7 @@ class Client:
         return ListPage(page.items or (), page.metadata.resource_version, page.metadata.continued or "")
 
     async def watch(self, selection: Selection, version: str, timeout_s: int) -> AsyncGenerator[WatchEvent, None]:
-        """Yield what happens after ``version`` until the API server ends the stream, which it does as it likes.
+        """Yield the events after ``version`` until the API server ends the stream, which it can do at any time.
 
         Args:
             selection: the objects.

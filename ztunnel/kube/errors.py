@@ -41,7 +41,7 @@ class ApiUnreachable(KubeError):
 
 
 class BadAnswer(ApiUnreachable):
-    """What answered is no API server, or a proxy has broken the answer."""
+    """The answer does not come from an API server, or a proxy has damaged it."""
 
 
 class ApiRefused(KubeError):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
 SUFFIXES: Final = (".yaml", ".yml", ".json")
-#: Objects that a line names.
+#: The most objects that one log line names.
 _NAMED: Final = 8
 
 
@@ -127,7 +127,7 @@ class FileObjects:
             await asyncio.sleep(_POLL_S)
 
     def _listed(self) -> list[Path]:
-        """Return the files that are meant.
+        """Return the files at the configured paths.
 
         Raises:
             OSError: a path does not exist, or is a folder that cannot be read.
@@ -292,7 +292,7 @@ def _items(document: object) -> Iterator[object]:
 
 
 def _named(item: object) -> str:
-    """Return what an object calls itself, as far as it does."""
+    """Return the kind and name that an object states, as far as it does."""
     if not isinstance(item, Mapping):
         return ""
     metadata = item.get("metadata")

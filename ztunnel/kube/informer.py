@@ -51,11 +51,11 @@ class Known:
 
 
 class _Restart(Exception):
-    """The version to watch from is unusable: list again."""
+    """The resource version to watch from is unusable, so the kind must be listed again."""
 
 
 class Informer:
-    """Objects of some kinds, while entered.
+    """Follows the objects of some kinds while entered.
 
     Args:
         client: from :func:`ztunnel.kube.client.connect`.
@@ -260,7 +260,8 @@ class Informer:
             self._pending[key] = None
             self._news.set()
         else:
-            # The reader never had it. Without this, objects that come and go would collect before a slow reader.
+            #             The reader never received this object. Without this, objects that come and go would
+            # collect before a slow reader.
             self._pending.pop(key, None)
 
     def _has_listed(self, index: int) -> None:
@@ -269,7 +270,7 @@ class Informer:
             self._news.set()
 
     def _absent(self, index: int) -> None:
-        """Take the kind as one without objects: the API does not have it."""
+        """Treat a kind that the API does not have as one without objects."""
         for key in list(self._known[index]):
             self._gone(index, key)
         self._recovered(index)

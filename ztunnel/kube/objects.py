@@ -1,4 +1,4 @@
-"""Objects of a Kubernetes API server as values, and the seam to where they come from. Pure.
+"""Objects of a Kubernetes API server as values, and the interface of their sources. Pure.
 
 Readers of objects (policy, enrolment) know this module only. The API client and the reader of files implement
 :class:`ObjectSource`, so that a reader is tested with dictionaries, and works without a cluster.
@@ -14,7 +14,7 @@ Object: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectKey:
-    """Names an object. Kinds of different groups never share a name here.
+    """The key of an object. Kinds of different groups never share a name here.
 
     Attributes:
         kind: such as ``Pod``; with its API group behind a dot where two groups have kinds of one name.
@@ -44,7 +44,7 @@ class Changes:
 
 
 class ObjectSource(Protocol):
-    """Where objects of some kinds come from.
+    """A source of objects of some kinds.
 
     A deletion that was missed (while the stream was down) is reported when the source next lists the objects.
     """
@@ -59,11 +59,11 @@ class ObjectSource(Protocol):
 
 
 class WatchedSource(ObjectSource, Protocol):
-    """A source that says what it cannot follow."""
+    """A source that reports what it cannot follow."""
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """What cannot be followed at this moment, and why: plurals of kinds, or paths of files."""
+        """The plurals of kinds, or paths of files, that cannot be followed now, with the reason."""
         ...
 
 

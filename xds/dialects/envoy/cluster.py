@@ -344,7 +344,7 @@ def _internal(message: InternalUpstreamTransport, surroundings: Surroundings) ->
 def _proxy_header(
     message: ProxyProtocolUpstreamTransport, surroundings: Surroundings
 ) -> model.ProxyHeader | model.InternalUpstream:
-    """A PROXY header before the bytes of another transport socket.
+    """Compile a PROXY header that precedes another transport socket's bytes.
 
     Around ``internal_upstream`` and inside it the same bytes are sent; the value is always the latter.
     """

@@ -33,7 +33,7 @@ _SAN_TYPES = {
 
 
 def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surroundings) -> TlsContext:
-    """A server's context.
+    """Compile a server's context.
 
     A client certificate is required if the context says so or, like in Envoy, if it constrains the client's name
     or key. Session tickets are never issued, so their keys are accepted and unused.

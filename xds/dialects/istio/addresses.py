@@ -161,7 +161,7 @@ def compile_workload(message: wds.Workload, name: str = "") -> Workload:
 
 
 def compile_service(message: wds.Service) -> Service:
-    """One service.
+    """Compile one service.
 
     Raises:
         ConfigError: see :func:`compile_address`.

@@ -42,9 +42,9 @@ class Answer(StrEnum):
     OK = "ok"
     WRONG = "wrong"
     NONE = "-"
-    """It does not arise: the pod is not in the mesh, or not yet."""
+    """The question does not apply: the pod is not in the mesh, or not yet."""
     UNKNOWN = "?"
-    """It could not be asked: no proxy answers, or the pod's namespace cannot be entered."""
+    """The answer is unknown: no proxy answers, or the pod's namespace cannot be entered."""
 
 
 #: The question that each kind of finding answers.
@@ -65,7 +65,7 @@ OWN: Final = frozenset({NOT_ENROLLED, NOT_RELEASED, ANNOTATION_WRONG, RULES_CHAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audited:
-    """One pod, compared.
+    """The result of comparing one pod with its desired state.
 
     Attributes:
         phase: with the node agent; ``None``: it has no rules of this agent.
@@ -102,14 +102,14 @@ class Audited:
             elif not self.asked:
                 found[check] = Answer.UNKNOWN
             elif check is Check.CERTIFICATE and Check.WORKLOAD in wrong:
-                found[check] = Answer.UNKNOWN  # which account it has is what is wrong
+                found[check] = Answer.UNKNOWN  # the finding is that the account is wrong
             else:
                 found[check] = Answer.OK
         return found
 
 
 def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Finding]:
-    """Return what is wrong with a pod of what this agent writes itself.
+    """Return the findings about a pod's parts that this agent writes itself.
 
     Args:
         pod: the pod.

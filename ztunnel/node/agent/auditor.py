@@ -45,7 +45,7 @@ _ADMIN_PORT: Final = 15000
 _ASK_S: Final = 10.0
 #: The time for a requested repair. Unfinished work then continues in the background.
 _REPAIR_S: Final = 10.0
-#: The dump of a mesh with 100,000 workloads is smaller.
+#: The longest page that is read: larger than the dump of a mesh with 100,000 workloads.
 _MOST_BYTES: Final = 128 * 1024 * 1024
 
 
@@ -73,7 +73,7 @@ class Auditor:
         self._said: dict[PodUid, frozenset[Finding]] = {}
         self._turn = asyncio.Lock()
         self._asked = 0
-        #: Known obstacles to kubelet's probes.
+        #:         The known obstacles to kubelet's probes.
         self.hint = ""
         self.audited: dict[PodUid, Audited] = {}
         self.findings: dict[PodUid, frozenset[Finding]] = {}
@@ -145,7 +145,7 @@ class Auditor:
             return page(self._node, self._asked, self.audited.values(), done)
 
     async def _repair(self) -> None:
-        """Have repaired what is our own; returns when that has been done, or takes too long."""
+        """Repair the parts that the agent writes; return when that is done, or takes too long."""
         enroller, agent = self._enroller, self._enroller.agent
         for uid, audited in self.audited.items():
             reasons = {finding.reason for finding in audited.findings}

@@ -17,7 +17,7 @@ _POD: Final = re.compile(
 
 
 def pod_of(cgroups: str) -> str | None:
-    """Return the pod that a process belongs to, None if it is in none.
+    """Return the pod that a process belongs to, None if it belongs to none.
 
     Args:
         cgroups: the text of ``/proc/<pid>/cgroup``.

@@ -1,1 +1,1 @@
-"""The CNI plugin: a file for the host, and what puts it there."""
+"""The CNI plugin: a program for the host, and its installer."""

@@ -1,4 +1,4 @@
-"""Puts our plugin into a network configuration of the host, and takes it out. Pure.
+"""Adds our plugin to a CNI network configuration of the host, and removes it. Pure.
 
 A conflist names plugins in the order of their execution; ours is the last. A plain configuration of one plugin is
 wrapped into a list. Members written by other programs stay unchanged.
@@ -8,14 +8,14 @@ import json
 from typing import Any, Final
 
 TYPE: Final = "ztunnel-cni"
-#: Member of our entry: the plain file that the network's installer wrote.
+#: The member of our entry that names the plain file written by the network's installer.
 ORIGIN: Final = "made_from"
 #: The name and version of a list that is made of a plain configuration, as istio-cni's.
 _LIST_NAME, _LIST_VERSION = "k8s-pod-network", "0.3.1"
 
 
 class BadConfiguration(ValueError):
-    """A file that is no network configuration; the text says why."""
+    """A file is not a network configuration; the text says why."""
 
 
 class OnlyOurs(BadConfiguration):
@@ -99,7 +99,7 @@ def without_plugin(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(found: dict[str, Any]) -> str:
-    """Return the text of a configuration."""
+    """Return a configuration as the text of its file."""
     return json.dumps(found, indent=2) + "\n"
 
 

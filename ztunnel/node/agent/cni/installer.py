@@ -47,7 +47,7 @@ _FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
 #: This many rewrites in a row mean that another installer conflicts with ours.
 _QUARREL: Final = 5
 _CALM_S: Final = 60.0
-#: A burst of events leads to one look.
+#: The delay after an event before a check, so that a burst of events causes one check.
 _SETTLE_S: Final = 0.05
 
 
