@@ -51,7 +51,7 @@ nightly: $(STAMP) ## what a commit has no time for: every test with all examples
 
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
 	$(PY) -m deploy.life_table
-	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life.py
+	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life_table.py
 
 addons: $(STAMP) ## the five addons of examples/addons in the demo's mesh, each with a connection that shows it; make demo MODE=addons
 	@$(PY) -m deploy.demo --mode addons

@@ -17,10 +17,10 @@ from xds.model.address import SocketAddress
 from xds.model.workload import Locality, Protocol, Workload, WorkloadUid
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
-from ztunnel.proxy.dataplane.life import ALLOWED
-from ztunnel.proxy.dataplane.lives import Lives, LiveTable
-from ztunnel.proxy.istio.accounting.record import Direction
-from ztunnel.proxy.istio.accounting.record import Record as Account
+from ztunnel.proxy.dataplane.life_table import ALLOWED
+from ztunnel.proxy.dataplane.live_table import Lives, LiveTable
+from ztunnel.proxy.istio.accounting.access_record import Direction
+from ztunnel.proxy.istio.accounting.access_record import Record as Account
 from ztunnel.proxy.istio.accounting.workload_labels import labels_of
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.connections import PodConnection

@@ -16,9 +16,9 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import PeerPrincipal, Policy, PolicyList, Tier, Verdict
 from xds.model.strings import StringMatch
 from ztunnel.policy.engine import judge
-from ztunnel.proxy.dataplane.life import ALLOWED, Event
-from ztunnel.proxy.dataplane.life import Verdict as LifeVerdict
-from ztunnel.proxy.dataplane.lives import Life, Lives, LiveTable
+from ztunnel.proxy.dataplane.life_table import ALLOWED, Event
+from ztunnel.proxy.dataplane.life_table import Verdict as LifeVerdict
+from ztunnel.proxy.dataplane.live_table import Life, Lives, LiveTable
 
 HERE = SocketAddress("10.0.0.1", 8080)
 DENY = Policy("ns/deny", Verdict.DENY, PeerPrincipal(StringMatch("exact", "td/ns/n/sa/nobody")))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ztunnel.proxy.dataplane.life import markdown
+from ztunnel.proxy.dataplane.life_table import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "life.md"
 

@@ -54,8 +54,7 @@ from ztunnel.policy.calico.evaluator import Evaluator
 from ztunnel.policy.calico.read import read_resources
 from ztunnel.policy.calico.store import Store
 from ztunnel.policy.engine import compiled
-from ztunnel.proxy.dataplane import proxy_protocol
-from ztunnel.proxy.dataplane import server_name as client_hello
+from ztunnel.proxy.dataplane import client_hello, proxy_protocol
 from ztunnel.proxy.envoy.config.bootstrap import read_bootstrap
 from ztunnel.proxy.envoy.telemetry.format import renderer
 from ztunnel.proxy.istio.dns import message as dns

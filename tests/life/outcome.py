@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from ztunnel.proxy.dataplane.life import TABLE, Action, Event, State
+from ztunnel.proxy.dataplane.life_table import TABLE, Action, Event, State
 
 
 class Outcome(Enum):

@@ -52,7 +52,7 @@ from tests.ztunnel.proxy.envoy.test_lives import AnyPort, free_port
 from ztunnel.addons import Addon, Facts
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
-from ztunnel.proxy.dataplane.life import Event, State
+from ztunnel.proxy.dataplane.life_table import Event, State
 from ztunnel.proxy.envoy import app
 from ztunnel.proxy.envoy.path.addons import StreamAddons
 from ztunnel.proxy.envoy.path.dial import Dialler

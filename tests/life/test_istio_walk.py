@@ -44,7 +44,7 @@ from xds.model.address import SocketAddress
 from ztunnel.addons import Addon, Facts
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
-from ztunnel.proxy.dataplane.life import Event, State
+from ztunnel.proxy.dataplane.life_table import Event, State
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REJECTED, REVOKED
 from ztunnel.proxy.istio.path.addons import PodAddons

@@ -37,7 +37,7 @@ from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Always, Never, PeerPrincipal
 from xds.model.strings import StringMatch
 from ztunnel.policy.engine import holds
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S
 from ztunnel.proxy.istio.path.connections import Carrier, PodConnection

@@ -20,7 +20,7 @@ from tests.hbone import virtual_time
 from tests.ztunnel.proxy.envoy import harness as envoy
 from tests.ztunnel.proxy.istio import pods as istio
 from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD, TunnelClient, fields
-from ztunnel.proxy.dataplane.lives import LiveTable
+from ztunnel.proxy.dataplane.live_table import LiveTable
 
 PACKAGE = str(Path(__file__).parents[2] / "ztunnel") + "/"
 

@@ -21,7 +21,7 @@ GRACE_S: Final = 5.0
 #: Shortest time between two reviews: with 10,000 connections one takes about 0.1 s of the loop's time (a guess).
 _REVIEW_S: Final = 0.1
 
-#: Re-evaluates live connections: :meth:`ztunnel.proxy.dataplane.lives.Lives.review`, which shares the loop.
+#: Re-evaluates live connections: :meth:`ztunnel.proxy.dataplane.live_table.Lives.review`, which shares the loop.
 Review = Callable[[], object]
 
 

@@ -21,8 +21,8 @@ from ztunnel.proxy.addons.interrupt import CurrentCall
 from ztunnel.proxy.addons.load import LoadedAddon
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.addons.running import Hook, RunningAddon
-from ztunnel.proxy.dataplane.life import State
-from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.dataplane.life_table import State
+from ztunnel.proxy.dataplane.live_table import Life
 
 log = logging.getLogger(__name__)
 

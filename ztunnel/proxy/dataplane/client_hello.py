@@ -1,60 +1,119 @@
-"""Detects whether a complete TLS ClientHello has arrived on a connection (RFC 8446, 4.1.2 and 5.1)."""
+"""Parses the server name (SNI) and ALPN protocols of a TLS ClientHello (RFC 8446, 4.1.2; RFC 6066; RFC 7301)."""
 
-from __future__ import annotations
+from dataclasses import dataclass
 
-from enum import Enum
-from typing import Final
-
-_HANDSHAKE_RECORD: Final = 22
-_CLIENT_HELLO: Final = 1
-_RECORD_HEADER: Final = 5
-_MESSAGE_HEADER: Final = 4
+MAX_BYTES = 64 * 1024
+_HANDSHAKE, _CLIENT_HELLO = 22, 1
+_SERVER_NAME, _ALPN = 0, 16
 
 
-class FirstBytes(Enum):
-    """The kind of a connection's first bytes.
+@dataclass(frozen=True, slots=True)
+class ClientHello:
+    """The ClientHello extensions by which filter chains are selected."""
 
-    ``OTHER`` is not TLS, or not a ClientHello. The TLS handshake will refuse it.
+    server_name: str = ""
+    alpn: tuple[str, ...] = ()
+
+
+class NotTls(Exception):
+    """The bytes are not a ClientHello."""
+
+
+class NeedMore(Exception):
+    """The bytes end before the ClientHello does."""
+
+
+def parse_client_hello(data: bytes) -> ClientHello:
+    """Parse a ClientHello from the first bytes of a connection.
+
+    Raises:
+        NeedMore: the bytes are the beginning of one.
+        NotTls: they are something else, or over :data:`MAX_BYTES`.
     """
-
-    PART = "part"
-    WHOLE = "whole"
-    OTHER = "other"
-    TOO_LONG = "too long"
+    return _hello(_Reader(_handshake(data)))
 
 
-def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
-    """Classify the bytes that a client has sent so far, which can be empty.
+def _handshake(data: bytes) -> bytes:
+    """Return the ClientHello message, reassembled from its TLS records."""
+    message = b""
+    position = 0
+    while True:
+        if len(message) >= 4:
+            length = int.from_bytes(message[1:4], "big")
+            if message[0] != _CLIENT_HELLO or length > MAX_BYTES:
+                raise NotTls("no ClientHello")
+            if len(message) >= 4 + length:
+                return message[4 : 4 + length]
+        header = data[position : position + 5]
+        if (header[:1] and header[0] != _HANDSHAKE) or (header[1:2] and header[1] != 3):
+            raise NotTls("no TLS record")
+        if len(header) < 5:
+            raise NeedMore
+        length = int.from_bytes(header[3:5], "big")
+        if not 0 < length <= 16384 + 256:
+            raise NotTls("bad record length")
+        piece = data[position + 5 : position + 5 + length]
+        if message == b"" and piece and piece[0] != _CLIENT_HELLO:
+            raise NotTls("no ClientHello")
+        if len(piece) < length:
+            raise NeedMore
+        message += piece
+        position += 5 + length
 
-    Args:
-        data: the connection's bytes from the first one on. They are not consumed.
-        most_bytes: the longest accepted message. Longer ones are ``TOO_LONG``. The length is known once the
-            message's header has arrived.
-    """
-    size, position, found = len(data), 0, 0
-    header = bytearray()
-    wanted: int | None = None
-    while position < size:
-        if data[position] != _HANDSHAKE_RECORD:
-            return FirstBytes.OTHER
-        if size - position < _RECORD_HEADER:
-            return FirstBytes.PART
-        length = data[position + 3] << 8 | data[position + 4]
-        if not length:
-            return FirstBytes.OTHER  # RFC 8446, 5.1: no empty fragments of handshake messages
-        position += _RECORD_HEADER
-        here = min(length, size - position)
-        if wanted is None:
-            # A message can be spread over records, including its header of four octets.
-            header += data[position : position + min(here, _MESSAGE_HEADER - len(header))]
-            if header and header[0] != _CLIENT_HELLO:
-                return FirstBytes.OTHER
-            if len(header) == _MESSAGE_HEADER:
-                wanted = _MESSAGE_HEADER + int.from_bytes(header[1:])
-                if wanted > most_bytes:
-                    return FirstBytes.TOO_LONG
-        found += here
-        position += length
-        if wanted is not None and found >= wanted:
-            return FirstBytes.WHOLE
-    return FirstBytes.PART
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise NotTls("truncated ClientHello")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "big")
+
+    def vector(self, size: int) -> "_Reader":
+        return _Reader(self.take(self.number(size)))
+
+
+def _hello(reader: _Reader) -> ClientHello:
+    reader.take(2 + 32)  # version, random
+    reader.vector(1)  # session id
+    reader.vector(2)  # cipher suites
+    reader.vector(1)  # compression methods
+    name = ""
+    alpn: tuple[str, ...] = ()
+    if reader.left:
+        extensions = reader.vector(2)
+        while extensions.left:
+            kind = extensions.number(2)
+            body = extensions.vector(2)
+            if kind == _SERVER_NAME:
+                name = _server_name(body)
+            elif kind == _ALPN:
+                alpn = _protocols(body.vector(2))
+    return ClientHello(name, alpn)
+
+
+def _server_name(body: _Reader) -> str:
+    names = body.vector(2)
+    while names.left:
+        kind, name = names.number(1), names.vector(2)
+        if kind == 0:
+            return name.take(name.left).decode("ascii", "replace").lower()
+    return ""
+
+
+def _protocols(body: _Reader) -> tuple[str, ...]:
+    protocols = []
+    while body.left:
+        entry = body.vector(1)
+        protocols.append(entry.take(entry.left).decode("latin-1"))
+    return tuple(protocols)

@@ -30,7 +30,7 @@ from typing import Any, Final, Protocol
 
 from hbone.aio.poller import HUNG_UP, Poller
 from hbone.flow import Budget
-from ztunnel.proxy.dataplane.client_hello import FirstBytes, first_bytes
+from ztunnel.proxy.dataplane.client_hello_arrival import FirstBytes, first_bytes
 from ztunnel.runtime.settings import plain_reason
 
 log = logging.getLogger(__name__)

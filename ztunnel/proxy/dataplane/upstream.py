@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from hbone.aio.end import End
 from hbone.aio.relay import RelayEnd
 from hbone.end_state import SourceState
-from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.dataplane.live_table import Life
 
 LifeT = TypeVar("LifeT", bound=Life)
 

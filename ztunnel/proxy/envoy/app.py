@@ -27,7 +27,7 @@ from xds.proto import registry
 from xds.protocol.resource import Receive, ResourceSource, Settling, Update
 from ztunnel.policy.calico.settings import live_policies
 from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits
-from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.envoy.admin.server import AdminServer
 from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig, Discovery

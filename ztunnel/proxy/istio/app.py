@@ -28,7 +28,7 @@ from hbone.aio.spin import SpinSettings
 from tproxy.aio import held_sockets
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
-from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.identity.crl import RevocationFile
 from ztunnel.proxy.istio.accounting.flows import flow_node, peers_in, ring_of, shape

@@ -28,8 +28,8 @@ from ztunnel.ask.stat.traffic import (
     stats,
 )
 from ztunnel.cli import main
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 
 Output = pytest.CaptureFixture[str]
 SCHEMAS = Path(__file__).parents[4] / "docs" / "schemas"

@@ -17,8 +17,8 @@ from ztunnel.proxy.addons.host import AddonHost, Asked
 from ztunnel.proxy.addons.interrupt import LIMIT_S, Interrupter
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.settings import Given
-from ztunnel.proxy.dataplane.life import State
-from ztunnel.proxy.dataplane.lives import Life, Lives, LiveTable
+from ztunnel.proxy.dataplane.life_table import State
+from ztunnel.proxy.dataplane.live_table import Life, Lives, LiveTable
 
 
 def host(*classes: type, **options: str) -> AddonHost:

@@ -14,9 +14,9 @@ from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.observer import Observer, serve
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.flows import shape
 from ztunnel.proxy.istio.accounting.outcome import Failed
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 
 
 def fill(harness: Harness) -> None:

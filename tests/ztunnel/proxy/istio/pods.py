@@ -37,7 +37,7 @@ from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import NetworkAddress, Protocol, ServiceKey, Workload, WorkloadUid
-from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Answer, ResolveFailed, Resolver
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate

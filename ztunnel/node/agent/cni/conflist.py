@@ -8,6 +8,8 @@ import json
 from typing import Any, Final
 
 TYPE: Final = "ztunnel-cni"
+#: The name of a file that has our plugin alone: container runtimes take the first file by name.
+OWNED: Final = f"02-{TYPE}.conflist"
 #: The member of our entry that names the plain file written by the network's installer.
 ORIGIN: Final = "made_from"
 #: The name and version of a list that is made of a plain configuration, as istio-cni's.

@@ -22,6 +22,7 @@ from typing import Any, Final
 from xds.aio.inotify import IN_CLOSE_WRITE, IN_DELETE, IN_MOVED_TO, RenameWatcher
 from ztunnel.node.agent.cni.conflist import (
     ORIGIN,
+    OWNED,
     TYPE,
     BadConfiguration,
     OnlyOurs,
@@ -37,7 +38,6 @@ from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 
-OWNED: Final = f"02-{TYPE}.conflist"
 _OWN_ENDING: Final = f"-{TYPE}.conflist"
 _SUFFIXES: Final = (".conf", ".conflist", ".json")
 _LIST: Final = ".conflist"

@@ -29,7 +29,7 @@ from xds.model.cluster import Endpoint
 from xds.model.http import Route
 from ztunnel.proxy.dataplane.handover import messages
 from ztunnel.proxy.dataplane.handover.taker import Declining
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.pool_key import PoolKey
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.handover.messages import AcceptedValue, DialledValue, HopValue, Kind, Offer

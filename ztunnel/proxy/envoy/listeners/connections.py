@@ -1,7 +1,7 @@
 """The open connections of this proxy: accepted connections, their requests and further hops.
 
-Each is an entry of the process's connection table (:mod:`ztunnel.proxy.dataplane.lives`). Drains and changes of
-policies or revocation lists are applied by reviews of the table.
+Each is an entry of the process's connection table (:mod:`ztunnel.proxy.dataplane.live_table`). Drains and
+changes of policies or revocation lists are applied by reviews of the table.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hbone.aio.relay import ByteCounts, Relay
-from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
-from ztunnel.proxy.dataplane.lives import Abort, Life, Lives, LiveTable
+from ztunnel.proxy.dataplane.life_table import ALLOWED, Event, State, Verdict
+from ztunnel.proxy.dataplane.live_table import Abort, Life, Lives, LiveTable
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.stream.ends import hops_of
 from ztunnel.proxy.envoy.stream.outcome import (
@@ -82,7 +82,7 @@ class LiveHop(Life):
         info: the facts about the hop.
         owner: the listener that counts the hop.
         clock: measures the duration.
-        abort: see :class:`~ztunnel.proxy.dataplane.lives.Life`.
+        abort: see :class:`~ztunnel.proxy.dataplane.live_table.Life`.
         port_known: the destination port is the application's. Before a tunnel's request it is not, and filters
             that read the port get :attr:`application`.
 

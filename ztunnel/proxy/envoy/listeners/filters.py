@@ -8,8 +8,7 @@ from tproxy.aio import sockets
 from xds.model import listener as model
 from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane import proxy_protocol
-from ztunnel.proxy.dataplane import server_name as client_hello
+from ztunnel.proxy.dataplane import client_hello, proxy_protocol
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.stats.stats import Scope
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions

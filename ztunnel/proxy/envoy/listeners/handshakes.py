@@ -13,7 +13,7 @@ from typing import Final
 from hbone.aio.fiber import OneShotFuture
 from hbone.errors import HboneError
 from ztunnel.proxy.dataplane.half_open import STALLED, HalfOpen, HandshakeLimiter, PendingHandshake
-from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.dataplane.live_table import Life
 
 #: The number of limiters (one per dialled address and timeout) above which unused ones are dropped.
 _KEPT: Final = 256

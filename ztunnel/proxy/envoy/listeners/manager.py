@@ -31,7 +31,7 @@ from xds.proto.envoy.config.listener.v3 import listener_pb2
 from xds.proto.envoy.config.route.v3 import route_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Subscription, Update, UpdateRejected
-from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop

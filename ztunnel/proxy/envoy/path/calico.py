@@ -30,7 +30,7 @@ from xds.model import calico as c
 from xds.model.address import SocketAddress
 from ztunnel.policy.calico.guard import Decision, Guard, connection
 from ztunnel.policy.calico.live import LivePolicies
-from ztunnel.proxy.dataplane.life import ALLOWED, Event, Verdict
+from ztunnel.proxy.dataplane.life_table import ALLOWED, Event, Verdict
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
 from ztunnel.proxy.envoy.path.connect import tunnel_request, tunnels

@@ -21,7 +21,7 @@ from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.life import Event, State
+from ztunnel.proxy.dataplane.life_table import Event, State
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection

@@ -13,8 +13,8 @@ from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager
 from xds.model.listener import HttpInspector, TlsInspector
 from ztunnel.proxy.dataplane.apart import run_apart
-from ztunnel.proxy.dataplane.life import State
-from ztunnel.proxy.dataplane.lives import cancels_current_task
+from ztunnel.proxy.dataplane.life_table import State
+from ztunnel.proxy.dataplane.live_table import cancels_current_task
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop

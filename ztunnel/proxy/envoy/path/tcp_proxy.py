@@ -14,7 +14,7 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import TunnelBroken, TunnelClosed
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.reasons import Reason, is_ordinary
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection, LiveHop

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.cluster import Cluster, Discovery
 from xds.model.http import HttpConnectionManager, Route, RouteTable, VirtualHost
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import LiveHop

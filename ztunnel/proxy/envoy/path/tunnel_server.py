@@ -25,7 +25,7 @@ from hbone.end_state import SourceState
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken, TunnelClosed
 from xds.model.http import Route
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
-from ztunnel.proxy.dataplane.lives import Abort
+from ztunnel.proxy.dataplane.live_table import Abort
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest

@@ -55,7 +55,7 @@ class Asked(Protocol):
 
 
 class Recorded(Protocol):
-    """The recorded attributes of a :class:`ztunnel.proxy.istio.accounting.record.Record`."""
+    """The recorded attributes of a :class:`ztunnel.proxy.istio.accounting.access_record.Record`."""
 
     direction: Any
     source: SocketAddress

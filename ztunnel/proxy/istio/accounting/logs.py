@@ -1,8 +1,8 @@
 """Logs in the format of Rust ztunnel: one stream on standard output, plain or JSON, filtered by target.
 
-Operational lines come through :mod:`logging`. :mod:`ztunnel.proxy.istio.accounting.record` makes access lines,
-after checking here that their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes both, off
-the data path.
+Operational lines come through :mod:`logging`. :mod:`ztunnel.proxy.istio.accounting.access_record` makes access
+lines, after checking here that their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes
+both, off the data path.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh_policies import WorkloadPolicies
 from ztunnel.policy.engine import judge
-from ztunnel.proxy.dataplane.lives import UNJUDGED
+from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason, is_ordinary, reason_of
 from ztunnel.proxy.istio.certificates.manager import IdentityError
 

@@ -9,9 +9,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from hbone.aio.relay import ByteCounts
 from xds.model.facts import ConnectionFacts, PeerCertificate
-from ztunnel.proxy.dataplane.lives import Abort
+from ztunnel.proxy.dataplane.live_table import Abort
 from ztunnel.proxy.identity.csr import IssuedCertificate
-from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy, WorkloadCertificate
 from ztunnel.proxy.istio.handover.messages import EntryValue, FactsValue, PeerValue, PodKey, RecordValue
 from ztunnel.proxy.istio.path.connections import PodConnection

@@ -33,7 +33,7 @@ class PeerValue(Struct, frozen=True, kw_only=True):
 
 
 class RecordValue(Struct, frozen=True, kw_only=True):
-    """The record of a connection (:class:`ztunnel.proxy.istio.accounting.record.Record`) without its bytes."""
+    """A connection's :class:`~ztunnel.proxy.istio.accounting.access_record.Record` without its bytes."""
 
     direction: str
     source: SocketAddress

@@ -16,11 +16,11 @@ from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectionBroken
 from ztunnel.proxy.dataplane.handover import messages as handover
 from ztunnel.proxy.dataplane.handover.taker import Declining
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.identity.csr import IdentityError
+from ztunnel.proxy.istio.accounting.access_record import Direction
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, of_reason, of_relay
-from ztunnel.proxy.istio.accounting.record import Direction
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.handover.entries import prepared
 from ztunnel.proxy.istio.handover.messages import CarrierValue, Offer, PodKey

@@ -11,7 +11,7 @@ from hbone.aio.handover import Frozen, UnitState
 from hbone.aio.relay import Relay
 from hbone.aio.tunnel import Tunnel
 from xds.model.address import SocketAddress
-from ztunnel.proxy.istio.accounting.record import Direction
+from ztunnel.proxy.istio.accounting.access_record import Direction
 from ztunnel.proxy.istio.handover.entries import entry_value
 from ztunnel.proxy.istio.handover.messages import CarrierValue, Offer, PodKey
 from ztunnel.proxy.istio.path.connections import Carrier, PodConnection

@@ -31,12 +31,12 @@ from ztunnel.addons import Record as Ended
 from ztunnel.addons import Workload as Side
 from ztunnel.proxy.addons.decide import Labels
 from ztunnel.proxy.addons.host import AddonHost, Asked, held
+from ztunnel.proxy.dataplane.client_hello import MAX_BYTES, NeedMore, NotTls, parse_client_hello
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
 from ztunnel.proxy.dataplane.reasons import Reason
-from ztunnel.proxy.dataplane.server_name import MAX_BYTES, NeedMore, NotTls, parse_client_hello
+from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import Failed
-from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path.addon_labels import addon_labels
 from ztunnel.proxy.istio.path.connections import PodConnection
 

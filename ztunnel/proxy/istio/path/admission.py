@@ -12,11 +12,11 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.workload import AppProtocol, Workload
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.proxy_protocol import encode_header
+from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import REJECTED, REVOKED, EarlyDeny, Failed, of_reason, unreachable
-from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
 from ztunnel.proxy.istio.path.connections import PodConnection

@@ -10,11 +10,11 @@ from xds.model.mesh_policies import WorkloadPolicies
 from xds.model.workload import PolicyKey, Workload
 from ztunnel.policy.engine import holds, judge
 from ztunnel.policy.ledger import Use
-from ztunnel.proxy.dataplane.life import Verdict
+from ztunnel.proxy.dataplane.life_table import Verdict
 from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Judgement, judgement
-from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path.denial_log import DenialLog
 from ztunnel.proxy.istio.path.node import Node
 

@@ -25,10 +25,10 @@ from xds.model.facts import ConnectionFacts
 from xds.model.workload import Workload
 from ztunnel.policy.calico.guard import Decision, connection
 from ztunnel.policy.calico.live import LivePolicies
-from ztunnel.proxy.dataplane.life import Event, Verdict
+from ztunnel.proxy.dataplane.life_table import Event, Verdict
 from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, REJECTED, Failed
-from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S, Authorizer, Denied
 from ztunnel.proxy.istio.path.connections import PodConnection

@@ -1,8 +1,8 @@
 """The open connections of one pod by direction, and the tunnel connections that carry them.
 
-Each is an entry (:class:`~ztunnel.proxy.dataplane.life.Life`) of the process's connection table
-(:mod:`ztunnel.proxy.dataplane.lives`), added before policies judge the connection. Drain and stop wait for these
-groups, and the config dump lists them.
+Each is an entry (:class:`~ztunnel.proxy.dataplane.life_table.Life`) of the process's connection table
+(:mod:`ztunnel.proxy.dataplane.live_table`), added before policies judge the connection. Drain and stop wait for
+these groups, and the config dump lists them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hbone.aio.relay import Relay
 from hbone.aio.tunnel import TunnelCarrier
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.life import ALLOWED, Event, State, Verdict
-from ztunnel.proxy.dataplane.lives import Abort, Life, Lives, LiveTable, all_emptied
+from ztunnel.proxy.dataplane.life_table import ALLOWED, Event, State, Verdict
+from ztunnel.proxy.dataplane.live_table import Abort, Life, Lives, LiveTable, all_emptied
 from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.outcome import REVOKED
-from ztunnel.proxy.istio.accounting.record import Record
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 
 if TYPE_CHECKING:

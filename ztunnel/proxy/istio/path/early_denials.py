@@ -8,8 +8,8 @@ from xds.model.address import SocketAddress
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.runtime.line_limit import LineLimit
 

@@ -1,7 +1,7 @@
 """START HERE for connections to a pod: tunnels on 15008, captured plain connections on 15006.
 
 The methods for both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each
-connection is an entry of the connection table (:mod:`ztunnel.proxy.dataplane.lives`) from its accept on.
+connection is an entry of the connection table (:mod:`ztunnel.proxy.dataplane.live_table`) from its accept on.
 :mod:`ztunnel.proxy.istio.path.admission` decides about requests, and :meth:`Inbound.verdict` judges live
 connections again.
 """
@@ -32,9 +32,10 @@ from xds.model.identity import SpiffeId
 from xds.model.workload import Workload
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
-from ztunnel.proxy.dataplane.life import Event, State, Verdict
-from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.dataplane.life_table import Event, State, Verdict
+from ztunnel.proxy.dataplane.live_table import Life
 from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
     POLICY_CHANGE,
@@ -47,7 +48,6 @@ from ztunnel.proxy.istio.accounting.outcome import (
     of_relay,
     unreachable,
 )
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
 from ztunnel.proxy.istio.path.admission import Admission, Refusal

@@ -30,11 +30,12 @@ from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S, RETRY_WINDOW_S, Attempts, GiveUp
-from ztunnel.proxy.dataplane.life import ALLOWED, State, Verdict
-from ztunnel.proxy.dataplane.lives import Life, cancels_current_task
+from ztunnel.proxy.dataplane.life_table import ALLOWED, State, Verdict
+from ztunnel.proxy.dataplane.live_table import Life, cancels_current_task
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.resolver import ResolveFailed
 from ztunnel.proxy.dataplane.upstream import Upstream
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import (
     RECURSIVE_CALL,
     REVOKED,
@@ -45,7 +46,6 @@ from ztunnel.proxy.istio.accounting.outcome import (
     of_relay,
     worth_another_endpoint,
 )
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError
 from ztunnel.proxy.istio.path import socks5

@@ -27,9 +27,9 @@ from hbone.aio.tunnel import Tunnel
 from hbone.pool import ConnectionId
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
-from ztunnel.proxy.dataplane.life import State, Verdict
+from ztunnel.proxy.dataplane.life_table import State, Verdict
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import Failed, internal, of_reason, of_relay
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.plans import Plan
 from ztunnel.proxy.istio.path.pod_context import PodContext

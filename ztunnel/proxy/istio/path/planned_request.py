@@ -27,7 +27,8 @@ from hbone.aio.server import Request
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError
 from tproxy.errors import TproxyError
-from ztunnel.proxy.dataplane.life import State, Verdict
+from ztunnel.proxy.dataplane.life_table import State, Verdict
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import (
     POLICY_CHANGE,
     Failed,
@@ -38,7 +39,6 @@ from ztunnel.proxy.istio.accounting.outcome import (
     of_relay,
     unreachable,
 )
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.authorizer import Authorizer
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext

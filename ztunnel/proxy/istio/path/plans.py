@@ -23,7 +23,7 @@ from hbone.headers import format_forwarded, format_traceparent
 from hbone.sender import field, fields
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.workload import WorkloadUid
-from ztunnel.proxy.istio.accounting.record import Described, Direction, Record
+from ztunnel.proxy.istio.accounting.access_record import Described, Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.path.balance import Candidates, Question, candidates_for

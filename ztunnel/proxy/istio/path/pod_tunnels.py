@@ -14,7 +14,7 @@ from hbone.errors import TlsError, TlsReason
 from hbone.events import Header
 from hbone.pool import PoolSettings
 from xds.model.address import SocketAddress
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.proxy.istio.accounting.outcome import REVOKED
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate

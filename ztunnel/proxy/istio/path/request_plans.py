@@ -24,7 +24,7 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.proxy.istio.accounting.record import Described, Direction, Record
+from ztunnel.proxy.istio.accounting.access_record import Described, Direction, Record
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.authorizer import Authorizer
 from ztunnel.proxy.istio.path.inbound_target import RequestRefused, inbound_facts, inbound_service, inbound_target

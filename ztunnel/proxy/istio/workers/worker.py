@@ -25,7 +25,7 @@ from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.address import SocketAddress
 from xds.model.mesh import Changes, Mesh
-from ztunnel.proxy.dataplane.life import Event
+from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.flows import page as flow_page
 from ztunnel.proxy.identity.crl import RevocationLists

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from ztunnel.node.agent.cni.conflist import TYPE, BadConfiguration, read, with_plugin, without_plugin
+from ztunnel.node.agent.cni.conflist import OWNED, TYPE, BadConfiguration, read, with_plugin, without_plugin
 from ztunnel.node.agent.cni.installer import (
-    OWNED,
     Installation,
     Installer,
     NoNetwork,

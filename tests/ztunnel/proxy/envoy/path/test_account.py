@@ -30,7 +30,7 @@ from xds.model.address import SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.half_open import STALLED
-from ztunnel.proxy.dataplane.lives import UNJUDGED
+from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.envoy.admin.commands import answer
 from ztunnel.proxy.envoy.config.settings import Switches
 from ztunnel.proxy.envoy.path.account import Account

@@ -12,9 +12,9 @@ from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.hubble import Ended, verdict_of
 from ztunnel.proxy.istio.accounting import flows
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import REJECTED, Failed
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 
 DENIED = Failed(f"{REJECTED}: explicitly denied by: shop/no-web", Reason.POLICY, policy="shop/no-web")
 

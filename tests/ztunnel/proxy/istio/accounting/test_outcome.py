@@ -17,7 +17,7 @@ from hbone.errors import (
 from tproxy.errors import ConnectFailed, ConnectTimedOut
 from ztunnel.addons import Cut
 from ztunnel.proxy.addons.decide import cut_reason
-from ztunnel.proxy.dataplane.lives import UNJUDGED
+from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.istio.accounting.outcome import (
     DRAINED,
     POLICY_CHANGE,

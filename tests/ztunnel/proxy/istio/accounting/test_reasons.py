@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.ztunnel.proxy.istio.accounting.test_record import a_record, with_node
+from tests.ztunnel.proxy.istio.accounting.test_access_record import a_record, with_node
 from tests.ztunnel.proxy.istio.nodes import Lines, StoppedClock
 from tests.ztunnel.proxy.istio.pages import samples
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.times import HISTOGRAMS
+from ztunnel.proxy.istio.accounting.access_record import Direction
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, EarlyDeny, Failed, of_reason
-from ztunnel.proxy.istio.accounting.record import Direction
 from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.proxy.istio.path.node import Node
 

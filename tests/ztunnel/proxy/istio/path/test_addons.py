@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hbone.errors import ConnectRefused, HboneError
-from tests.ztunnel.proxy.dataplane.test_server_name import hello
+from tests.ztunnel.proxy.dataplane.test_client_hello import hello
 from tests.ztunnel.proxy.istio.inbound_case import DENY, GATED, closing, fields, refused
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE
 from tests.ztunnel.proxy.istio.path.test_planned import remote, steps_taken
@@ -35,13 +35,13 @@ from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.report import page
-from ztunnel.proxy.dataplane.life import ALLOWED, State
+from ztunnel.proxy.dataplane.life_table import ALLOWED, State
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
+from ztunnel.proxy.istio.accounting.access_record import Direction as Direction_
+from ztunnel.proxy.istio.accounting.access_record import Record as Record_
 from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
-from ztunnel.proxy.istio.accounting.record import Direction as Direction_
-from ztunnel.proxy.istio.accounting.record import Record as Record_
 from ztunnel.proxy.istio.handover.units import survey
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.connections import PodConnection

@@ -14,8 +14,8 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import Always, Never
 from xds.model.workload import PolicyKey
 from ztunnel.policy.ledger import Tally
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
 from ztunnel.proxy.istio.path.node import Node
 

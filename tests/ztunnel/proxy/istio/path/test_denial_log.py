@@ -17,7 +17,7 @@ from xds.model.authorization import AuthorizationPolicy
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import Always, DestinationPort, SourceIp
 from xds.model.workload import PolicyKey, Workload, WorkloadUid
-from ztunnel.proxy.istio.accounting.record import Direction, Record
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
 from ztunnel.proxy.istio.path.denial_log import deciding_rule
 from ztunnel.proxy.istio.path.node import Node

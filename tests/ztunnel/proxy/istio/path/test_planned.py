@@ -40,7 +40,7 @@ from tests.ztunnel.proxy.istio.pods import (
 from xds.model.address import SocketAddress
 from xds.model.workload import GatewayAddress, NetworkAddress
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
-from ztunnel.proxy.dataplane.life import State
+from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.istio.accounting.outcome import DRAINED
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.planned import PlannedConnection

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ztunnel.proxy.dataplane.life import TABLE, Action, Event, State, markdown
+from ztunnel.proxy.dataplane.life_table import TABLE, Action, Event, State, markdown
 
 ROOT = Path(__file__).parents[4]
 #: Events after which something may be allowed or denied that was not before.

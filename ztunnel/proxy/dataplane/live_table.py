@@ -3,8 +3,8 @@ opened.
 
 :class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction. Changes
 reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`: they look up
-:data:`~ztunnel.proxy.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies only
-:meth:`Life.judge` and the functions that end a life.
+:data:`~ztunnel.proxy.dataplane.life_table.TABLE` for each life, and carry out its action. A front end supplies
+only :meth:`Life.judge` and the functions that end a life.
 
 A life is registered on construction, before policy judges it, so that a policy change in between still finds it.
 How a life is ended changes over time (first by cancelling the dialling fiber, later by aborting the relay): the
@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
-from ztunnel.proxy.dataplane.life import ALLOWED, TABLE, Action, Event, State, Verdict
+from ztunnel.proxy.dataplane.life_table import ALLOWED, TABLE, Action, Event, State, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from tests.ztunnel.proxy.istio.path.test_route import BACK
 from xds.model.address import SocketAddress
 from xds.model.service import Service
 from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, RECURSIVE_CALL, EarlyDeny, Failed, of_reason
-from ztunnel.proxy.istio.accounting.record import Direction, Record
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.runtime.bounded_counts import BoundedCounts
 

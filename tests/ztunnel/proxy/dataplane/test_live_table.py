@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hbone.aio.poller import Poller
-from ztunnel.proxy.dataplane.life import ALLOWED, TABLE, Action, Event, State, Verdict
-from ztunnel.proxy.dataplane.lives import SLICE, Life, Lives, LiveTable, all_emptied, cancels_current_task
+from ztunnel.proxy.dataplane.life_table import ALLOWED, TABLE, Action, Event, State, Verdict
+from ztunnel.proxy.dataplane.live_table import SLICE, Life, Lives, LiveTable, all_emptied, cancels_current_task
 
 
 class Judged(Life):

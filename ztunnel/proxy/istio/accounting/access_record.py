@@ -14,7 +14,7 @@ from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.policy.ledger import Use
-from ztunnel.proxy.dataplane.lives import Life
+from ztunnel.proxy.dataplane.live_table import Life
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.flows.times import RESULTS
 from ztunnel.proxy.istio.accounting import flows
