@@ -1,4 +1,4 @@
-"""The node proxy of an Istio mesh: builds and owns every object, and starts and ends them in order.
+"""The node proxy of an Istio mesh: creates and owns its components, and starts and stops them in order.
 
 The order is Rust ztunnel's. Admin, readiness and metrics pages are served from the start. No pod is captured
 before the control plane has described the mesh; then the proxy connects to the node agent. At the end all
@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS = "workers"
 DESCRIPTORS = "descriptors"
-#: The interval of checking whether this process carries its pods.
+#: How often to check whether this process carries all its pods, in seconds.
 _READY_S = 0.02
 
 
@@ -227,7 +227,7 @@ class IstioProxy:
 
     @property
     def handover(self) -> Handover | None:
-        """Moves open connections to the next process; ``None`` if they do not move."""
+        """Hands open connections over to a successor; ``None`` if that is not configured."""
         return self._handover
 
     @property
@@ -289,7 +289,7 @@ class IstioProxy:
             ("ztunnel_task_restarts", "counter",
              "Background tasks of the main process that failed and were started again",
              lambda: tasks.restarts.value),
-            # These grow if something is kept of every connection, pod or change; ``make soak`` watches them.
+            # These counts grow if there is a leak per connection, pod or change; ``make soak`` watches them.
             ("ztunnel_sockets", "gauge", "Sockets of the data path, listeners included",
              lambda: self.poller.registered),
             ("ztunnel_fibers", "gauge", "Coroutines of open connections", tasks.fibers_running),
@@ -338,7 +338,7 @@ class IstioProxy:
         return pod
 
     def carried(self) -> list[PodProxy | WorkerPod]:
-        """Return every pod that runs, this proxy's own included."""
+        """Return all pods that this proxy serves, including its own."""
         from ztunnel.proxy.istio.workers.main import WorkerPod
 
         running = [status.running for status in self.pods.states().values()]
@@ -382,10 +382,11 @@ class IstioProxy:
         self._stop.set()
 
     def send_goaway(self) -> int:
-        """Ask the peers of a dedicated proxy to open new connections elsewhere. It continues to serve. Idempotent.
+        """Send GOAWAY to a dedicated proxy's peers, so that they open new connections elsewhere. It continues to
+        serve. Idempotent.
 
         Returns:
-            How many connections it carries.
+            The number of open connections.
         """
         # A sidecar has no workers.
         return sum(pod.send_goaway() for pod in self._own if isinstance(pod, PodProxy))
@@ -524,7 +525,7 @@ class IstioProxy:
         self.readiness.done(DNS_PROXY)
         holder = held_sockets.holder()
         if holder is not None or self.handover is not None:
-            # The connections and sockets of a predecessor belong to pods that must be here.
+            # Wait for the pods, because a predecessor's connections and sockets belong to them.
             while self.readiness.pending:  # noqa: ASYNC110  it has no event, and this is once per process
                 await asyncio.sleep(_READY_S)
         if holder is not None:
@@ -549,7 +550,7 @@ class IstioProxy:
         log.info("shutdown complete component=proxy")
 
     async def _hand_over(self) -> asyncio.Task[None] | None:
-        """Give open connections to the successor. Return the task that gives the rest later."""
+        """Hand open connections over to the successor. Return the task that hands over the rest later."""
         handover = self.handover
         if handover is None:
             return None

@@ -15,7 +15,7 @@ def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
     """Return the configuration that an environment describes.
 
     Raises:
-        SettingsError: all unusable values together.
+        SettingsError: lists all invalid values.
     """
     return config_from(env, cpus=cpus_available(), arguments=arguments)
 
@@ -93,7 +93,7 @@ def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 def run(config: IstioConfig) -> int:
     """Serve until a signal or ``/quitquitquit``, and return the process's exit status."""
-    # gRPC's core writes to standard error, past our log's filter and format, for example on a GOAWAY.
+    # gRPC's core writes to standard error, for example on a GOAWAY, bypassing the log's filter and format.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     import uvloop
 

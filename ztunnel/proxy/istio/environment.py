@@ -86,12 +86,12 @@ def _number(smallest: int, largest: int) -> Callable[[str], int]:
 
 
 def _switch(text: str) -> bool:
-    """Return a boolean. Some variables have it as a number, and the Rust ztunnel accepts both."""
+    """Parse a boolean, written as a word or as a number like in some variables; the Rust ztunnel accepts both."""
     return boolean({"1": "true", "0": "false", "": "false"}.get(text, text))
 
 
 def _quantity(text: str) -> int:
-    """Return the CPUs of a Kubernetes quantity, rounded up."""
+    """Parse a number of CPUs in Kubernetes' quantity format, rounded up."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text, re.ASCII)
     if match is None:
         raise ValueError("must be a CPU quantity such as 2, 1.5 or 500m")
@@ -138,7 +138,7 @@ class _Environment:
         ]
 
 
-#: Variables read by other code, or set by Istio's chart without an effect here.
+#: Variables that other code reads, or that Istio's chart sets but that have no effect here.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",
@@ -168,7 +168,7 @@ def config_from(
         read_file: returns the text of a file, or None if it does not exist.
 
     Raises:
-        SettingsError: all unusable values together.
+        SettingsError: lists all invalid values.
     """
     seen = _Environment(env)
     values: dict[str, Any] = {"arguments": arguments}
@@ -205,7 +205,7 @@ def _log_filter(text: str) -> str:
 
 
 def _log_json(seen: _Environment) -> bool:
-    """Return whether lines are JSON. An unknown format means plain text, like in the Rust ztunnel."""
+    """Return whether log lines are written as JSON. An unknown format means plain text, as in the Rust ztunnel."""
     text = seen.text("LOG_FORMAT", "plain")
     if text.lower() not in ("", "plain", "text", "json"):
         seen.warnings.append(f"LOG_FORMAT={text} is neither plain nor json; lines are plain text")
@@ -213,7 +213,7 @@ def _log_json(seen: _Environment) -> bool:
 
 
 def _compliance(text: str) -> str:
-    """Return a known policy, ignoring upper and lower case.
+    """Return the known compliance policy with this name, ignoring case.
 
     An unknown policy is refused, because its restrictions could not be enforced. The Rust ztunnel ignores it.
     """
@@ -401,8 +401,8 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
 def _keepalive_s(seen: _Environment, name: str) -> float:
     """Return the seconds of a keepalive timer, limited to the values that Linux accepts.
 
-    It refuses others with EINVAL (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``). Rust
-    ztunnel ignores that error, and its connections keep the system's default of two hours.
+    Linux refuses other values with EINVAL (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``).
+    Rust ztunnel ignores that error, and its connections keep the system's default of two hours.
     """
     wanted = seen.get(name, duration_s, 180.0)
     taken = min(max(wanted, 1.0), _KEEPALIVE_LONGEST_S)
@@ -540,7 +540,7 @@ def _policies(seen: _Environment) -> PolicySettings | None:
 
 def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:
     limit = seen.get("ZTUNNEL_RESOURCE_CPU_LIMIT", _quantity, 0)
-    seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # checked only; a request is no reason for processes
+    seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # only validated
     old_limit = seen.get("ZTUNNEL_CPU_LIMIT", _quantity, 0)
     available = limit or old_limit or cpus
 
@@ -577,7 +577,7 @@ def _dns(seen: _Environment, values: dict[str, Any], metadata: Mapping[str, str]
 
 
 def _dns_address(text: str) -> tuple[str, int]:
-    """Return host and port. The host is empty for ``localhost``."""
+    """Parse the DNS proxy's address into host and port. The host is empty for ``localhost``."""
     host, _, port = text.rpartition(":")
     number = _number(1, 65535)(port)
     if host == "localhost":
@@ -605,7 +605,7 @@ def _nearest(name: str, names: list[str]) -> list[str]:
 
 
 def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
-    """Return warnings about variables probably meant for us: unknown ``ZTUNNEL_*``, and near misses of others."""
+    """Return warnings about unknown ``ZTUNNEL_*`` variables, and about misspelt names of others."""
     known = names | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):

@@ -14,7 +14,7 @@ class Findings:
     Attributes:
         faults, warnings: a line each, starting with the variable. A missing file is a warning, because the proxy
             waits for files that are mounted late.
-        contexts: how many TLS contexts can be built.
+        contexts: the number of TLS contexts that can be built.
     """
 
     def __init__(self, config: IstioConfig) -> None:

@@ -39,7 +39,7 @@ from ztunnel.proxy.ui.seen import (
     Workload,
 )
 
-#: Entries per slice: about a millisecond.
+#: The number of entries per slice: about a millisecond of work.
 _SLICE: Final = 200
 #: The number of connections selected while all are read. The view shortens the list again.
 _MOST_CONNECTIONS: Final = 200
@@ -161,7 +161,7 @@ def _moved(connection: LiveConnection) -> tuple[int, int]:
 
 
 async def seen(proxy: InspectedProxy, traffic: Traffic) -> Seen:
-    """Return the current content. Called once per event."""
+    """Collect the current content of the page. Called once per event."""
     open_now: dict[_Ends, list[int]] = {}
     shown: list[Connection] = []
     entries = list(proxy.connections)

@@ -1,6 +1,7 @@
-"""``/check``: facts for ``ztunnel check``, and with ``?reach=ADDRESS`` a trial of port 15008.
+"""``/check``: the facts that ``ztunnel check`` reports, and with ``?reach=ADDRESS`` a test connection to port
+15008.
 
-The trial ends after the handshake, without sending data. It connects only to the mesh's workloads with tunnel
+The test ends after the TLS handshake, without sending data. It connects only to the mesh's workloads with tunnel
 support and to network gateways, so that the page cannot be used as a port scanner.
 """
 
@@ -26,20 +27,20 @@ from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, text
 from ztunnel.runtime.kernel_facts import kernel_facts
 
 HBONE_PORT: Final = 15008
-#: Longer than a SYN and two of its repetitions take.
+#: The time limit for the test handshake, in seconds: longer than a SYN and two retransmissions take.
 _REACH_S: Final = 8.0
 _NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
-#: Names of protocols that fill a ClientHello of 12 KiB, which servers accept (16 KiB), and which takes packets of
-#: full size also where these have 9,000 bytes.
+#: Made-up ALPN names that enlarge a ClientHello to 12 KiB. Servers accept this (up to 16 KiB), and it needs
+#: full-size packets even at an MTU of 9,000 bytes.
 _FILLERS: Final = [f"{number:0255}" for number in range(48)]
-#: The mesh's entries per loop iteration.
+#: The number of mesh entries handled per loop iteration.
 _SLICE: Final = 64
-#: Refused resources that are listed.
+#: The largest number of refused resources to list.
 _MOST_REFUSED: Final = 100
 
 
 async def check_page(proxy: InspectedProxy, request: PageRequest) -> Page:
-    """Return the facts, or the result of a trial."""
+    """Return the page: the facts, or with ``reach`` the result of a test connection."""
     wanted = request.query.get("reach")
     if wanted is None:
         return text(json.dumps(await facts(proxy), indent=1) + "\n", content_type=JSON)
@@ -54,7 +55,7 @@ async def check_page(proxy: InspectedProxy, request: PageRequest) -> Page:
 
 
 async def facts(proxy: InspectedProxy) -> dict[str, Any]:
-    """Return the facts of the proxy and its node as values of JSON."""
+    """Return facts about the proxy and its node, as JSON values."""
     control, config, mesh = proxy.control, proxy.config, proxy.mesh
     refused = [dict(zip(("type", "name", "reason"), each, strict=True)) for each in control.refused()]
     ago_s = control.updated_ago_s
@@ -100,7 +101,7 @@ def token_facts(setting: str | None) -> dict[str, Any]:
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         audiences, expires = claims.get("aud") or [], claims.get("exp")
     except (ValueError, AttributeError):
-        return {"present": True}  # no JWT
+        return {"present": True}  # the token is not a JWT
     named = [audiences] if isinstance(audiences, str) else audiences if isinstance(audiences, list) else []
     when = expires if isinstance(expires, int | float) else None
     return {"present": True, "audiences": [str(each)[:200] for each in named[:20]], "expires": when}
@@ -149,7 +150,7 @@ async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
 
 
 async def _handshake(address: str, port: int, more_protocols: Sequence[str]) -> tuple[float, str]:
-    """Return the seconds of a handshake, and why it failed."""
+    """Run one TLS handshake. Return its duration in seconds, and why it failed (empty if it did not)."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

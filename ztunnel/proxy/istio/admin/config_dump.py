@@ -40,11 +40,11 @@ def pieces(
     part: str = "",
     name: str = "",
 ) -> Iterator[str]:
-    """Iterate over the pieces of the page.
+    """Yield the text of the page, piece by piece.
 
     Args:
         proxy: the proxy to show.
-        connections: live connections of pods carried by workers.
+        connections: the open connections of pods that workers carry.
         metrics: the sum of all processes' counts. Without workers, the proxy's own.
         part: the only key to show. Empty: all keys.
         name: show only entries of that part with this name. Empty: all entries.
@@ -73,7 +73,7 @@ def _pieces(parts: Mapping[str, Callable[[], object]], name: str) -> Iterator[st
 def _parts(
     proxy: InspectedProxy, connections: Mapping[RunningPod, object], counted: Metrics
 ) -> dict[str, Callable[[], object]]:
-    """Return a function per part that makes it. For a long part it returns an iterator of entries."""
+    """Return for each part of the dump a function that makes it, for long parts as an iterator of entries."""
     mesh, config = proxy.mesh, proxy.config
     decisions = cache(lambda: _decisions(counted))
     found: dict[str, Callable[[], object]] = {
@@ -99,12 +99,12 @@ def _parts(
 
 
 def connections(proxy: InspectedProxy, carried: Mapping[RunningPod, object]) -> Iterator[str]:
-    """Yield ``workloadState`` of the dump by itself; ``carried`` are the connections that workers carry."""
+    """Yield only the part ``workloadState`` of the dump. ``carried`` are the connections that workers carry."""
     yield _dumped(_pods(proxy, carried), 0) + "\n"
 
 
 def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
-    """Return the last denials by pair, the newest first."""
+    """Return the latest denied connections, grouped by source and destination, newest first."""
     return [
         {
             **denial.pair._asdict(),
@@ -148,7 +148,7 @@ def _list(key: str, entries: Iterable[object], name: str) -> Iterator[str]:
     before, separator = "]", "\n    "
     for entry in entries:
         if name and name not in names_of(entry):
-            yield " "  # other work has its turn between pieces
+            yield " "  # a piece of whitespace, so that other work can run in between
             continue
         yield separator + _dumped(entry, 4)
         before, separator = "\n  ]", ",\n    "

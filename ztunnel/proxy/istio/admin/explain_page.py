@@ -1,4 +1,4 @@
-"""Makes ``/explain``: the predicted course of a connection, decision by decision."""
+"""Makes ``/explain``: what the proxy would do with a connection, decision by decision."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
 def _handshake(
     proxy: InspectedProxy, client: Workload | None, server: Workload, expected: tuple[str, ...]
 ) -> tuple[bool, str]:
-    """Judge by the certificates of this node's pods. Implements
+    """Predict a TLS handshake from the certificates of this node's pods. Implements
     :data:`~ztunnel.proxy.istio.path.explain.Handshake`.
     """
     try:
@@ -105,7 +105,7 @@ def _handshake(
 
 
 def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
-    """Return whether the proxy has a workload's own certificate, or is to fetch it."""
+    """Return whether a workload is of this node, so that the proxy has or fetches its certificate."""
     own_node = not proxy.config.node or workload.node == proxy.config.node
     return own_node and workload.identity in proxy.certificates.states()
 
@@ -120,7 +120,7 @@ def _issued(proxy: InspectedProxy, workload: Workload) -> WorkloadCertificate | 
 
 
 def _ask_calico(policies: LivePolicies, host: str, dialled: SocketAddress, answer: Answer) -> None:
-    """Add the result of Calico's policies to each way. A refusal decides the verdict."""
+    """Add the result of Calico's policies to each candidate endpoint (``ways``). A refusal decides the verdict."""
     from ztunnel.policy.calico.explain import answer as ask
 
     verdicts = []

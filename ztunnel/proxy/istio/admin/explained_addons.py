@@ -17,14 +17,14 @@ _previews: dict[int, tuple[AddonSettings, list[tuple[LoadedAddon, str]]]] = {}
 
 
 def ask_addons(proxy: InspectedProxy, asked: Question, answer: Answer) -> None:
-    """Add the addons' predicted verdicts to each way. A denial decides the verdict."""
+    """Add the addons' predicted verdicts to each candidate endpoint (``ways``). A denial decides the verdict."""
     try:
         addons = _addons(proxy)
     except AddonError as error:
         answer["addons"] = f"not known here: {error}"
         return
     ways = answer.get("ways")
-    if ways is None:  # a connection from outside the mesh, or one without a way
+    if ways is None:  # a connection from outside the mesh, or without any candidate
         denials = [_arriving(proxy, asked, answer["inbound"], addons)] if "inbound" in answer else []
     else:
         denials = [_leaving(proxy, asked, way, addons) for way in ways]
@@ -51,7 +51,7 @@ def _addons(proxy: InspectedProxy) -> Sequence[tuple[LoadedAddon, str]]:
 def _leaving(
     proxy: InspectedProxy, asked: Question, way: dict[str, Any], addons: Sequence[tuple[LoadedAddon, str]]
 ) -> str:
-    """Return the addon that would deny a way, or the empty string."""
+    """Return the name of the addon that would deny a candidate endpoint, or the empty string."""
     source, mesh = asked.source, proxy.mesh
     denied = ""
     if source is not None and asked.captured and _is_here(proxy, source.node):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
     from ztunnel.proxy.tap.taps import Carry
 
-#: Entries of the dump by direction, ``inbound`` and ``outbound``.
+#: Connections as config-dump entries, by direction: ``inbound`` and ``outbound``.
 Connections = dict[str, list[Shown]]
 
 
@@ -32,7 +32,7 @@ class PendingTasks(Protocol):
 
     @property
     def pending(self) -> set[str]:
-        """Their names."""
+        """The names of the pending tasks."""
 
 
 class InspectedWorkers(Protocol):
@@ -42,10 +42,10 @@ class InspectedWorkers(Protocol):
         """Return the sum of all processes' counters."""
 
     async def connections(self) -> dict[RunningPod, Connections]:
-        """Return live connections by pod."""
+        """Return the open connections by pod."""
 
     async def flows(self, after_ns: int, last: int) -> list[tuple[int, str]]:
-        """Return time and JSON line of the last connections that ended, by time."""
+        """Return the last ended connections as (time in nanoseconds, JSON line), oldest first."""
 
     def carriers(self) -> list[Carry]:
         """Return one packet-capture function (``Carry``) per worker process."""
@@ -61,7 +61,7 @@ class InspectedProxy(Protocol):
     """A proxy process; see :class:`ztunnel.proxy.istio.app.IstioProxy`.
 
     Attributes:
-        started_s: monotonic seconds of the start.
+        started_s: when the process started, in monotonic seconds.
     """
 
     started_s: float
@@ -86,14 +86,14 @@ class InspectedProxy(Protocol):
 
     @property
     def workers(self) -> InspectedWorkers | None:
-        """The worker processes; ``None`` where this process carries all connections."""
+        """The worker processes, or ``None`` if this process carries all connections."""
 
     @property
     def handover(self) -> handover_page.Shown | None:
-        """Moves open connections; ``None`` if they do not move."""
+        """Hands open connections over to a successor; ``None`` if that is not configured."""
 
     def carried(self) -> Sequence[CarriedPod]:
-        """Return every pod that runs, the proxy's own included."""
+        """Return all pods that this proxy serves, including its own."""
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log's filter, in workers, too."""

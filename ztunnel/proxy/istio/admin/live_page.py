@@ -1,6 +1,6 @@
-"""Collects the live page's content in an Istio mesh. :mod:`ztunnel.proxy.ui` bounds and serves it.
+"""Collects the content of the live page in an Istio mesh, which :mod:`ztunnel.proxy.ui` limits in size and serves.
 
-Big tables are read in slices between which the loop runs other work.
+Large tables are read in slices, so that the event loop runs other work in between.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from ztunnel.proxy.ui.seen import (
     Workload,
 )
 
-#: Entries per slice: about a millisecond.
+#: The number of entries per slice: about a millisecond of work.
 _SLICE: Final = 100
 #: The number of connections selected while all are read. The view shortens the list again.
 _MOST_CONNECTIONS: Final = 200
-#: Workloads that are named beside their certificate.
+#: The largest number of workloads named with a certificate.
 _MOST_USERS: Final = 3
 _REPORTER, _SERVICE, _SERVICE_NAMESPACE, _POLICY = map(
     TRAFFIC_LABELS.index,
     ("reporter", "destination_service", "destination_service_namespace", "connection_security_policy"),
 )
-#: Of each side: workload, namespace, principal.
+#: For each side, the positions of its workload, namespace and principal in the traffic labels.
 _SOURCE, _DESTINATION = (
     tuple(TRAFFIC_LABELS.index(f"{side}_{name}") for name in ("workload", "workload_namespace", "principal"))
     for side in ("source", "destination")
@@ -58,7 +58,7 @@ ItemT = TypeVar("ItemT")
 
 
 async def seen(proxy: InspectedProxy) -> Seen:
-    """Return the current content. Called once per event."""
+    """Collect the current content of the page. Called once per event."""
     workers = proxy.workers
     metrics = await workers.metrics() if workers is not None else proxy.metrics
     carried = await workers.connections() if workers is not None else {}
@@ -200,7 +200,9 @@ def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Wo
 
 
 def _sum(one: Flow, other: Flow) -> Flow:
-    """Return the sum of two flows of one key: series differ in labels that the graph does not show."""
+    """Add up two flows between the same workloads, whose series differ only in labels that the graph does not
+    show.
+    """
     return replace(
         one,
         open=one.open + other.open,
@@ -261,7 +263,7 @@ def _moved(connection: Connection) -> int:
 def _carried(
     proxy: InspectedProxy, carried: dict[RunningPod, dict[str, list[Shown]]]
 ) -> tuple[list[Connection], int]:
-    """Return connections of workers, and their number."""
+    """Return the workers' connections to show, and their total number."""
     found: list[Connection] = []
     total = 0
     for number, tables in enumerate(carried.values()):

@@ -30,7 +30,7 @@ _BODILESS: Final = (204, 304)
 
 
 class BadResponse(Exception):
-    """Kubelet's client would refuse the answer, or it was cut off. The text has the reason."""
+    """Kubelet's client would refuse the answer, or the answer was cut off. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Head:
     """The head of a final answer.
 
     Attributes:
-        status: its code.
-        modern: its version is 1.1 or later.
+        status: the status code.
+        modern: whether the HTTP version is 1.1 or later.
         fields: values by the name in small letters, in their order.
     """
 
@@ -66,7 +66,7 @@ async def read_head(reader: asyncio.StreamReader) -> Head:
     """Read the head of the final answer.
 
     Raises:
-        BadResponse: there is none.
+        BadResponse: there is no valid head.
         OSError: the connection broke.
     """
     for _ in range(_MOST_INFORMATIONAL + 1):
@@ -122,7 +122,7 @@ async def read_body(reader: asyncio.StreamReader, head: Head, most: int) -> byte
     """Read at most ``most`` bytes of the body.
 
     Raises:
-        BadResponse: it is shorter than announced, or not framed as announced.
+        BadResponse: the body is shorter than announced, or not framed as announced.
         OSError: the connection broke.
     """
     length = _length(head)
@@ -138,7 +138,7 @@ async def read_body(reader: asyncio.StreamReader, head: Head, most: int) -> byte
 
 
 def _length(head: Head) -> int | None:
-    """Return the length of the body, -1 for up to the end of the connection, or None for chunked."""
+    """Return the length of the body: -1 if the end of the connection ends it, None if it is chunked."""
     lengths = {value.strip(b" \t") for value in head.fields.get("content-length", ())}
     codings = head.fields.get("transfer-encoding", ()) if head.modern else ()
     if len(codings) > 1 or (codings and codings[0].lower() != b"chunked"):

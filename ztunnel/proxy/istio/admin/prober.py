@@ -33,7 +33,7 @@ _Target: TypeAlias = tuple[str, int, str]
 
 
 class _Failed(Exception):
-    """No answer. The text has the reason."""
+    """The application did not answer. The text has the reason."""
 
 
 async def answer(probe: AppProbe, address: str, source: str | None) -> Page:

@@ -1,4 +1,4 @@
-"""The HTTP servers of the process: admin on loopback, metrics and readiness on all addresses."""
+"""Runs the HTTP servers of the process: admin on loopback, metrics and readiness on all addresses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _PAGES = {
 
 
 class Servers:
-    """Serves the pages while entered.
+    """A context manager that serves the admin, metrics and readiness pages.
 
     Attributes:
         addresses: the bound addresses of each server, by its name.
@@ -258,7 +258,7 @@ class Servers:
         return self._live.answer(request)
 
     async def _connections(self) -> Page:
-        """Return the pods with their live connections: the part of the dump that changes from call to call."""
+        """Return the pods with their open connections: the part of the config dump that always changes."""
         workers = self._proxy.workers
         carried = await workers.connections() if workers is not None else {}
         return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))

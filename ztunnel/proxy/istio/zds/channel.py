@@ -1,4 +1,4 @@
-"""Transport of ZDS, both halves: packets and descriptors over a Unix socket of type SEQPACKET.
+"""The transport of ZDS, for both sides: sends packets and file descriptors over a Unix socket of type SEQPACKET.
 
 One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`,
 which closes every descriptor not taken over. asyncio's streams have no packets, so this module waits with
@@ -21,7 +21,7 @@ from ztunnel.runtime.sockets import UnixListener, ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
-# More than one descriptor is an error, which the answer reports with their number: the buffer must have room for
+# More than one descriptor is an error, and its message states their number, so the buffer must have room for
 # several.
 _MOST_DESCRIPTORS = 16
 _DESCRIPTOR_BYTES = array.array("i").itemsize

@@ -45,7 +45,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The mark of every socket in a pod. The pod's rules do not redirect marked packets.
+#: The mark set on every socket of the proxy in a pod. The pod's nftables rules do not redirect marked packets.
 PACKET_MARK = 0x539
 _FIRST_UNREACHABLE_S = 0.02
 _FIRST_FAULTY_S = 0.5
@@ -53,7 +53,8 @@ _SPREAD = 0.2
 
 
 def check_privileges() -> None:
-    """Enter a network namespace and mark a socket, as every pod will need; called once at the start.
+    """Check the required privileges by entering a network namespace and marking a socket; called once at the
+    start.
 
     Raises:
         NeedCapability: names the missing capability and its use.
@@ -69,7 +70,9 @@ def check_privileges() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodStatus:
-    """A pod as the dump shows it; ``running`` is its proxy if up, ``error`` the reason if its start failed."""
+    """A pod's status for the config dump. ``running`` is its proxy if it is up, ``error`` the reason if its start
+    failed.
+    """
 
     info: PodInfo
     state: PodState
@@ -78,7 +81,7 @@ class PodStatus:
 
 
 class _Proxy:
-    """The proxy of one generation: its namespace, and the tasks that start and drain it."""
+    """One proxy of a pod (one generation): its network namespace, and the tasks that start and drain it."""
 
     __slots__ = ("draining", "gone", "info", "netns", "netns_id", "running", "starting", "uid")
 
@@ -94,7 +97,8 @@ class _Proxy:
 
 
 class PodManager:
-    """Runs while entered; leaving stops every proxy at once, unless :meth:`drain` was called before.
+    """A context manager that starts and stops the pods' proxies. Leaving it stops all at once, unless
+    :meth:`drain` was called.
 
     Args:
         path: the agent's socket.
@@ -102,8 +106,8 @@ class PodManager:
         on_ready: called with every change of :attr:`ready`.
 
     Attributes:
-        proxies_started: number of proxies that started, in total.
-        proxies_stopped: number of proxies that stopped, in total.
+        proxies_started: the total number of proxies started.
+        proxies_stopped: the total number of proxies stopped.
     """
 
     def __init__(
@@ -164,7 +168,8 @@ class PodManager:
         await self._tasks.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Leave the agent, and give the connections of all pods ``timeout_s`` to end; returns when all have.
+        """Disconnect from the agent, and drain the connections of all pods within ``timeout_s``. Return when all
+        have ended.
 
         :attr:`ready` does not change. A pod that drains stays in :meth:`states`, and changed policies still end
         its connections.
@@ -227,7 +232,7 @@ class PodManager:
                 await asyncio.sleep(faulty.next(random.random()))
 
     async def _serve(self, channel: Channel) -> bool:
-        """Serve one connection to its end.
+        """Serve one connection of the agent until it ends.
 
         Returns:
             True if at least one request was answered and the agent broke no rule of the protocol.
@@ -262,7 +267,7 @@ class PodManager:
             even if the proxy is still starting.
 
         Raises:
-            ZdsError: the packet is no request, or none that the agent may send now.
+            ZdsError: the packet is not a request, or the agent may not send it now.
         """
         request = read_request(packet.data, packet.descriptors)
         log.debug("< %s", request)

@@ -52,13 +52,13 @@ class ZdsError(Exception):
 
 
 class Unreadable(ZdsError):
-    """A packet that is no message, or has the wrong number of descriptors."""
+    """The packet is not a valid message, or has the wrong number of descriptors."""
 
     doing = "failure to read message"
 
 
 class Unexpected(ZdsError):
-    """A message that is not allowed now, or lacks a field."""
+    """The message is not allowed in this state, or lacks a field."""
 
     doing = "failure to process message"
 
@@ -102,7 +102,7 @@ def read_hello(data: bytes) -> None:
     """Check a proxy's first packet.
 
     Raises:
-        Unreadable: it is no hello, or one of another version.
+        Unreadable: the packet is not a hello, or has another version.
     """
     try:
         version = ZdsHello.FromString(data).version
@@ -116,7 +116,7 @@ def request_bytes(request: Request) -> bytes:
     """Encode a request.
 
     Raises:
-        ValueError: longer than a packet. No Kubernetes object has names of that length.
+        ValueError: the request is longer than a packet, which no Kubernetes names can cause.
     """
     # Arguments by name in a dictionary, because ``del`` is a keyword of Python.
     named: dict[str, Any]
@@ -146,7 +146,7 @@ def read_request(data: bytes, descriptors: int) -> Request:
         descriptors: the number of descriptors that accompanied it.
 
     Raises:
-        Unreadable: no message, none of the four kinds, or the wrong number of descriptors.
+        Unreadable: the packet is not one of the four messages, or has the wrong number of descriptors.
         Unexpected: an ``Add`` without ``workload_info``.
     """
     try:
@@ -195,7 +195,7 @@ def read_answer(data: bytes) -> str:
     """Decode an answer as the error that it reports, empty for success.
 
     Raises:
-        Unreadable: no message, or not an acknowledgement.
+        Unreadable: the packet is not an acknowledgement.
     """
     try:
         message = WorkloadResponse.FromString(data)

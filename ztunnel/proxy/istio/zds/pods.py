@@ -1,4 +1,4 @@
-"""The types through which the manager of pods sees a pod and its proxy."""
+"""The interfaces through which the pod manager uses a pod and its proxy."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -31,11 +31,12 @@ from typing import NamedTuple, NewType, TypeAlias, assert_never
 from ztunnel.proxy.istio.zds.messages import AddPod, DeletePod, KeepPod, Request, SnapshotSent, Unexpected
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 
-#: The interval of attempts to start a pod, like in the Rust ztunnel.
+#: How often a failed start of a pod's proxy is retried, in seconds, as in the Rust ztunnel.
 RETRY_S = 5.0
-#: The agent waits 5 s for an answer. The difference covers the transport and a busy event loop.
+#: The time limit for answering the agent, in seconds. It waits 5 s; the difference covers the transport and a busy
+#: event loop.
 ANSWER_S = 4.0
-#: The time after the snapshot during which failing pods delay readiness: six attempts. A guess.
+#: How long after the snapshot failing pods delay readiness, in seconds: six attempts. A guess.
 SETTLE_S = 30.0
 
 #: Identifies one proxy of one pod. Never reused.
@@ -43,7 +44,7 @@ Generation = NewType("Generation", int)
 
 
 class NetnsId(NamedTuple):
-    """Device and inode, which identify a network namespace."""
+    """Identifies a network namespace by device and inode."""
 
     device: int
     inode: int
@@ -74,7 +75,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer the current request. An empty error is success."""
+    """Answer the current request. An empty error means success."""
 
     error: str = ""
 
@@ -172,7 +173,7 @@ class Reconciler:
             now: the time.
 
         Raises:
-            Unexpected: it is not allowed now. the request has no effect. The caller answers with the error and
+            Unexpected: the request is not allowed now, and has no effect. The caller answers with the error and
                 ends the connection.
         """
         match request:
@@ -280,7 +281,7 @@ class Reconciler:
         return [Answer(error)]
 
     def _settle(self, now: float) -> list[Action]:
-        """Become ready once the snapshot's pods are up, or have had :data:`SETTLE_S`.
+        """Become ready once the snapshot's pods are up or :data:`SETTLE_S` has passed.
 
         Readiness then lasts until the agent disconnects: a pod failing later does not affect other pods.
         """
