@@ -47,7 +47,7 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """True of what is in no namespace. Only compiling gives it that meaning; evaluated on labels it is true."""
+    """Selects objects outside of namespaces, once compiled. Evaluated on labels alone it is true."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""For proxies inside pods: the injector and the init container."""
+"""Programs for sidecar proxies: the injector and the init container."""

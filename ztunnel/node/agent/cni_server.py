@@ -31,7 +31,7 @@ _CONNECTIONS: Final = 1024
 
 
 class BadEvent(ValueError):
-    """A body that announces no sandbox; the text says why."""
+    """A request body does not announce a sandbox; the text says why."""
 
 
 class _Event(msgspec.Struct):
@@ -45,7 +45,7 @@ _decoder: Final = msgspec.json.Decoder(_Event)
 
 
 def read_event(body: bytes) -> Added:
-    """Return what a plugin announces.
+    """Parse the sandbox that a plugin announces.
 
     Raises:
         BadEvent: the body is not JSON, lacks a member, or names a path that is not absolute.

@@ -58,7 +58,7 @@ class _Dump(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ProxyView:
-    """What one proxy's ``/config_dump`` says, ours or the Rust ztunnel's.
+    """The parts of a proxy's ``/config_dump``, ours or the Rust ztunnel's, that are compared.
 
     Attributes:
         pods: the state of each pod that it serves, by uid; ``Up`` is good.
@@ -96,7 +96,7 @@ def read_dump(body: bytes) -> ProxyView:
 def findings(
     pod: Pod, listening: Collection[int], foreign: Collection[str], proxies: Collection[ProxyView]
 ) -> list[Finding]:
-    """Return what is wrong with a pod whose annotation says that it is in the mesh.
+    """Return the findings about a pod whose annotation says that it is in the mesh.
 
     Args:
         pod: the pod.

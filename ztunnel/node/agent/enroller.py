@@ -50,7 +50,7 @@ _ADD_S: Final = 4.0
 
 
 def selections(node: str) -> tuple[Selection, ...]:
-    """Return what an informer must follow for the pods of a node."""
+    """Return the selections that an informer must follow for the pods of a node."""
     return (
         Selection(NAMESPACE, keep=_kept_namespace),
         Selection(POD, fields=f"spec.nodeName={node}", keep=enrolment.kept),
@@ -120,7 +120,7 @@ class _Entry:
         self.hint = ""  # where the container runtime says that the namespace is
         self.described: PodDescription | None = None
         self.looked_for: frozenset[IpAddress] = frozenset()
-        self.suspect = False  # its process is gone: the pod may have a new sandbox
+        self.suspect = False  # its process has ended, so the pod may have a new sandbox
         self.failures = 0
         self.fault = ""
         self.kept = False  # enrolment failed, and the pod works by the rules of its earlier agent
@@ -258,7 +258,7 @@ class Enroller:
                     self._touch(uid)
 
     def _take(self, changes: Changes) -> set[PodUid]:
-        """Remember what has changed, and return the pods it may concern."""
+        """Store the changes, and return the pods that they can affect."""
         touched: set[PodUid] = set()
         spaces = set()
         for key, value in changes.objects.items():
@@ -373,7 +373,7 @@ class Enroller:
         return was == enrolment.describe(pod, was.netns, self._settings)[0]
 
     async def _settle(self, entry: _Entry) -> None:
-        """Take steps until none is left."""
+        """Take steps for a pod until none is left."""
         waits = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         try:
             while True:
@@ -420,7 +420,7 @@ class Enroller:
                     return
                 written = await self._annotate(pod, value)
                 if entry.pod is pod:
-                    # Without waiting for the watch. A deleted pod needs no annotation.
+                    #                     Do not wait for the watch. A deleted pod needs no annotation.
                     annotations = {
                         key: text for key, text in pod.annotations.items() if key != enrolment.REDIRECTION
                     }
@@ -502,7 +502,7 @@ class Enroller:
         return None if found is None else found.path
 
     async def _look(self) -> None:
-        """Look at all processes for the pods that are asked for, until none is."""
+        """Scan all processes for the requested pods, until no request is left."""
         while self._looking:
             asked = dict(self._looking)
             wanted: dict[str, frozenset[IpAddress]] = {}

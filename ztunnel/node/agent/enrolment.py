@@ -93,7 +93,7 @@ class Pod:
 
 
 class Misshapen(ValueError):
-    """An object that is no pod the agent can handle; the text says why."""
+    """The agent cannot handle an object as a pod; the text says why."""
 
 
 def read_pod(value: Object) -> Pod:
@@ -149,14 +149,14 @@ def kept(value: Object) -> Object:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether a pod shall be in the mesh, and the row that says so."""
+    """Whether a pod must be in the mesh, and the row that decided."""
 
     enrol: bool
     reason: Reason
 
 
 def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) -> Decision:
-    """Return whether a pod shall be in the mesh: the first row that matches.
+    """Decide whether a pod must be in the mesh, by the first row that matches.
 
     Args:
         pod: the pod.
@@ -219,7 +219,7 @@ def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescrip
 
 
 class Step(Enum):
-    """What to do next about a pod; each is safe to repeat."""
+    """The next action for a pod; each is safe to repeat."""
 
     NOTHING = "nothing"
     ENROL = "enrol"  # rules, then the proxy
@@ -256,7 +256,7 @@ class Situation:
 
 
 def step(at: Situation) -> Step:
-    """Return what to do next."""
+    """Return the next action for a pod in this situation."""
     held = at.phase is not None or at.left_over
     if at.ended:
         if held:

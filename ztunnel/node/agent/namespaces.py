@@ -38,7 +38,7 @@ from ztunnel.node.agent.description import PodDescription
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
 #: nftables tables with these names belong to ``iptables-nft``.
 _IPTABLES = {"raw", "mangle", "nat", "filter", "security"}
-# States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
+# States in /proc/net/tcp that do not count as open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
 
 
@@ -47,7 +47,7 @@ def open_namespace(description: PodDescription) -> Netns:
 
     Raises:
         TproxyError: the namespace does not exist, or access is denied.
-        ValueError: it is the node's own, where the rules would cut off the node.
+        ValueError: it is the node's own namespace, where the rules would cut off the node.
     """
     netns = Netns.open(description.netns)
     try:
@@ -142,7 +142,7 @@ def iptables_tables() -> dict[str, list[str]]:
     """
     legacy: set[str] = set()
     for name in ("ip_tables_names", "ip6_tables_names"):
-        with contextlib.suppress(OSError):  # iptables-legacy was never used here
+        with contextlib.suppress(OSError):  # iptables-legacy was never used in this namespace
             legacy.update(Path("/proc/thread-self/net", name).read_text().split())
     with NetlinkSocket(NETLINK_NETFILTER) as link:
         bodies = link.dump(nftables.nft_message(nftables.NFT_GETTABLE, 0, nftables.DUMP, about="list tables"))

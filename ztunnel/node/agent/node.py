@@ -155,7 +155,7 @@ class NodeAgent:
         return {uid: PodStatus(pod.description, pod.phase, pod.error) for uid, pod in self._pods.items()}
 
     def pod(self, uid: PodUid) -> PodStatus | None:
-        """Return a pod with our rules."""
+        """Return a pod with our rules by its uid."""
         pod = self._pods.get(uid)
         return None if pod is None else PodStatus(pod.description, pod.phase, pod.error)
 

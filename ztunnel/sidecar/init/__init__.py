@@ -1,4 +1,4 @@
-"""The init container of a pod with a sidecar: puts the rules there that capture its traffic, and ends."""
+"""The init container of a pod with a sidecar: installs the rules that capture the pod's traffic, and exits."""
 
 from ztunnel.sidecar.init.command import add_arguments
 

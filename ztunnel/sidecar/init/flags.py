@@ -1,4 +1,4 @@
-"""What ``ztunnel init`` captures, read from its command line and environment. Pure.
+"""Reads from the command line and environment of ``ztunnel init`` what to capture. Pure.
 
 Flags have the letters, names and meanings of ``istio-iptables`` and are parsed like Go's flags, so that an
 injected pod's arguments can be kept. Two defaults are safer: without ``-i`` and ``-b`` all traffic is captured,
@@ -39,7 +39,7 @@ _OF_LOGS: Final = (
     *("log_rotate_max_size", "log_rotate_max_backups", "vklog", "stderrthreshold"),
 )
 _SWITCHES_OF_LOGS: Final = ("log_as_json", "alsologtostderr", "logtostderr")
-#: Variables that are the default of a switch.
+#: Environment variables that set the default of a switch.
 _DEFAULTS: Final = {"redirect_dns": "ISTIO_META_DNS_CAPTURE", "drop_invalid": "INVALID_DROP"}
 
 
@@ -53,7 +53,7 @@ class BadFlags(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to do.
+    """The work that a command line requests.
 
     Attributes:
         sidecar: the rules.
@@ -61,7 +61,7 @@ class Wanted:
         show: print the rules instead, as ``nft`` or as ``iptables`` text.
         namespace: the network namespace, a path or a name. Empty means the current one.
         probe_port, probe_timeout_s: of the connection that validation makes.
-        notes: for the log.
+        notes: lines for the log.
     """
 
     sidecar: Sidecar
@@ -133,7 +133,7 @@ def wanted(
     versions: tuple[Version, ...] = (4, 6),
     resolvers: tuple[IpAddress, ...] = (),
 ) -> Wanted:
-    """Return what a command line asks for.
+    """Return the work that a command line requests.
 
     Args:
         args: from a parser with :func:`add_flags`.

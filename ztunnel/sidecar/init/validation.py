@@ -60,7 +60,7 @@ def validate(
 
 
 def _own_address(version: Version) -> IpAddress | None:
-    """Return the pod's address; ``None``: this version has no route out."""
+    """Return the pod's address; ``None`` if this IP version has no route out of the pod."""
     with contextlib.suppress(OSError), socket.socket(_FAMILIES[version], socket.SOCK_DGRAM) as sock:
         sock.connect((str(_ELSEWHERE[version]), 53))
         return ip_address(sock.getsockname()[0])
@@ -68,7 +68,7 @@ def _own_address(version: Version) -> IpAddress | None:
 
 
 def _elsewhere(wanted: Sidecar, version: Version, port: int, group: int) -> tuple[IpAddress, int] | None:
-    """Return a destination that the rules capture; ``None``: there is none."""
+    """Return a destination that the rules capture; ``None`` if they capture none."""
     if (wanted.only_groups and group not in wanted.only_groups) or group in wanted.except_groups:
         return None
     excluded_ports = wanted.exclude_outbound

@@ -25,7 +25,7 @@ NATIVE: Final = "sidecar.istio.io/nativeSidecar"
 REWRITE: Final = "sidecar.istio.io/rewriteAppHTTPProbers"
 STATUS_PORT: Final = "status.sidecar.istio.io/port"
 PROXY_CONFIG: Final = "proxy.istio.io/config"
-#: Where each list goes: the flag of ``ztunnel init``, and what reads it.
+#: The lists in annotations: the flag of ``ztunnel init`` for each, and its reader.
 TRAFFIC: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {
     "traffic.sidecar.istio.io/includeOutboundIPRanges": ("-i", all_or_networks),
     "traffic.sidecar.istio.io/excludeOutboundIPRanges": ("-x", networks),
@@ -45,7 +45,7 @@ _RESOURCES: Final = {
     "sidecar.istio.io/proxyMemoryLimit": ("limits", "memory"),
 }
 _VOLUMES: Final = ("sidecar.istio.io/userVolume", "sidecar.istio.io/userVolumeMount")
-#: Of Envoy and its agent; taken, with a warning.
+#: Annotations for Envoy and its agent: accepted with a warning.
 _ENVOYS: Final = (
     "sidecar.istio.io/agentLogLevel",
     "sidecar.istio.io/bootstrapOverride",
@@ -122,7 +122,7 @@ class Asked:
 
 
 def asked(annotations: Mapping[str, Any], config: SidecarConfig) -> Asked:
-    """Return what annotations ask for.
+    """Return the options that annotations set.
 
     Raises:
         BadAnnotations: with every fault.

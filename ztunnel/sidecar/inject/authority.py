@@ -37,7 +37,7 @@ _RETRY_S: Final = 2.0
 
 
 class BadAuthority(Exception):
-    """A Secret that holds no CA; the text names it and the key."""
+    """A Secret does not hold a CA; the text names the Secret and the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
     """Return a serving certificate for DNS names.
 
     Raises:
-        BadAuthority: the CA cannot be read, or its key is another's.
+        BadAuthority: the CA cannot be read, or the key does not belong to it.
     """
     try:
         ca = x509.load_pem_x509_certificates(authority.certificates)[0]

@@ -13,14 +13,14 @@ from ztunnel.sidecar.inject.patch import Operation, pointer
 
 
 class BadBundle(ValueError):
-    """A CA file that holds no certificates: the API server would take it, and fail at every call."""
+    """A CA file has no certificates: the API server would accept it, and fail at every call."""
 
 
 def certificates(bundle: bytes) -> frozenset[bytes]:
     """Return the certificates in PEM as DER; order and text around them do not count.
 
     Raises:
-        BadBundle: there is none, or one cannot be read.
+        BadBundle: the file has no certificate, or one cannot be read.
     """
     try:
         return frozenset(each.public_bytes(Encoding.DER) for each in x509.load_pem_x509_certificates(bundle))

@@ -88,7 +88,7 @@ def _add_pod_commands(subparsers: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
     from ztunnel.kube.errors import KubeError
     from ztunnel.sidecar.inject.authority import BadAuthority
     from ztunnel.sidecar.inject.config import ConfigFaults
@@ -120,7 +120,7 @@ def _is_service(text: str) -> bool:
 
 
 def _faulty(args: argparse.Namespace) -> str | None:
-    """Return what is wrong with the options together."""
+    """Return the fault in the combination of options, if any."""
     if args.own_ca is not None:
         if any(each is not None for each in (args.certificate, args.key, args.ca)):
             return "--own-ca stands instead of --certificate, --key and --ca"
@@ -177,7 +177,7 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def run_webhooks(args: argparse.Namespace) -> int:
-    """Print the configurations; the exit status."""
+    """Print the webhook configurations, and return the exit status."""
     from ztunnel.runtime.formats.go_yaml import dump_all
     from ztunnel.sidecar.inject.config import TEMPLATES, is_dns_label
     from ztunnel.sidecar.inject.webhooks import ambient, sidecars, tag
@@ -207,14 +207,14 @@ def run_webhooks(args: argparse.Namespace) -> int:
 
 
 def run_gate(args: argparse.Namespace) -> int:
-    """Wait; the exit status."""
+    """Wait for the mesh's listeners, and return the exit status."""
     from ztunnel.sidecar.inject.gate import wait
 
     return wait(args.timeout, fail_open=args.fail_open)
 
 
 def run_drain(args: argparse.Namespace) -> int:
-    """Drain; the exit status."""
+    """Drain the pod's proxy, and return the exit status."""
     from ztunnel.sidecar.inject.drain import drain
 
     return drain(args.wait, args.least, port=args.port)

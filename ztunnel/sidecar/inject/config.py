@@ -51,7 +51,7 @@ from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, network
 from ztunnel.sidecar.inject.decision import Rules
 from ztunnel.sidecar.inject.selector import BadSelector, Selector, selector
 
-#: The templates there are.
+#: The names of the existing templates.
 TEMPLATES = ("ambient", "sidecar", "sidecar-classic")
 _KEYS = (
     "policy",

@@ -48,7 +48,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The verdict, the row it comes from, and what is worth telling the author of the pod."""
+    """The verdict, the row that decided, and warnings for the author of the pod."""
 
     inject: bool
     reason: Reason
@@ -56,7 +56,7 @@ class Decision:
 
 
 def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
-    """Return what happens to a pod that is created in a namespace.
+    """Decide whether a pod that is created in a namespace is injected.
 
     Args:
         pod: as the API server sent it.

@@ -1,4 +1,4 @@
-"""``ztunnel drain``: asks the proxy of this pod to send its peers away; the preStop hook of a sidecar.
+"""``ztunnel drain``: asks this pod's proxy to drain its connections; the preStop hook of a sidecar.
 
 A native sidecar runs it when its pod starts to end, and gets SIGTERM after the application, so it need not wait. A
 sidecar that is an ordinary container gets SIGTERM together with the application, which can still have connections
@@ -58,7 +58,7 @@ def drain(
 
 
 def _asked(port: int) -> int:
-    """Return how many connections are open."""
+    """Ask the proxy how many connections are open."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
     try:
         connection.request("POST", "/drain", headers={"Content-Length": "0"})

@@ -65,7 +65,7 @@ def wait(
 
 
 def _missing(port: int) -> str | None:
-    """Return why the listeners are not there, None if they are."""
+    """Return why the listeners do not accept connections, None if they do."""
     reasons = []
     for address in _ADDRESSES:
         try:

@@ -1,4 +1,4 @@
-"""Makes of a pod the pod that belongs into the mesh. Pure: one function for the webhook and for files.
+"""Injects the parts of the mesh into a pod. Pure: one function for the webhook and for files.
 
 The template ``ambient`` adds the label for enrolment by node agents, and a first init container, which waits until
 the proxy's listeners are in the pod. Without it the first connections of an application could leave before its
@@ -33,7 +33,7 @@ class Denied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a pod.
+    """The result of an injection.
 
     Attributes:
         pod: a new object if any part was added, otherwise the given one.
@@ -54,7 +54,7 @@ def inject(
     *,
     workload: str = "",
 ) -> Outcome:
-    """Return the pod with what its templates add, or as it is.
+    """Return the pod with the parts that its templates add, or unchanged.
 
     Args:
         pod: kept unchanged.

@@ -17,7 +17,7 @@ from ztunnel.sidecar.inject.inject import Denied, inject
 from ztunnel.sidecar.inject.patch import same
 from ztunnel.sidecar.inject.review import pod_name
 
-#: Where in an object its pod is.
+#: The path of the pod template in each kind of object.
 _TEMPLATES: Final = {
     "Deployment": ("spec", "template"),
     "StatefulSet": ("spec", "template"),
@@ -80,7 +80,7 @@ class _Rewrite:
         return "".join([*self._parts, self._text[self._at :]])
 
     def json(self, value: object, start: int, end: int, place: str) -> None:
-        """Replace what is injected of a JSON value."""
+        """Replace the injected parts of a JSON value."""
         made = _injected(value, self._namespace, self._config, self._notes, place)
         if same(value, made):
             return

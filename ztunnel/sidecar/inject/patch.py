@@ -1,4 +1,4 @@
-"""The difference of two JSON documents as a JSON patch (RFC 6902). Pure.
+"""Computes the difference of two JSON documents as a JSON patch (RFC 6902). Pure.
 
 Applied to the first document, the patch makes the second. It says what changed and leaves the rest alone: the API
 server applies it to a pod that other webhooks may change too, before or after.
@@ -11,7 +11,7 @@ Operation: TypeAlias = dict[str, Any]
 
 
 def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
-    """Return the operations that make ``after`` of ``before``, both of JSON's types; none if they are the same."""
+    """Return the operations that turn ``before`` into ``after``, both JSON values; none if they are equal."""
     return list(_diff(before, after, path))
 
 
@@ -49,7 +49,7 @@ def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Oper
         for at, (was, becomes) in enumerate(zip(old, new, strict=True), head):
             yield from _diff(was, becomes, path + pointer(at))
         return
-    # From the end: indexes of what is still to be removed do not move.
+    #     Remove from the end, so that the indexes of later removals stay valid.
     for at in reversed(range(head, head + len(old))):
         yield {"op": "remove", "path": path + pointer(at)}
     for at, value in enumerate(new, head):

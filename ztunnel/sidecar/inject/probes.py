@@ -1,4 +1,4 @@
-"""Points kubelet's probes at the sidecar, and back. Pure.
+"""Redirects kubelet's probes to the sidecar, and restores them. Pure.
 
 Kubelet connects without a certificate, which a mesh that requires one would refuse. So ``httpGet``, ``tcpSocket``
 and ``grpc`` of probes and lifecycle hooks become ``httpGet`` of the proxy's status port. The proxy gets the
@@ -47,7 +47,7 @@ def rewrite(containers: Sequence[Any], status_port: int, warnings: list[str]) ->
 
 
 def restore(containers: Sequence[Any], originals: Mapping[str, Any]) -> None:
-    """Put originals back, in place; ports that had names have their numbers."""
+    """Restore the original probes in place; named ports become numbers."""
     for _, holder, key, path in _handled(containers):
         original = originals.get(path)
         if isinstance(original, dict) and mapping(holder[key], "httpGet").get("path") == path:

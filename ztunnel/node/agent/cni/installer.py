@@ -78,7 +78,7 @@ class NoNetwork(Exception):
 
 
 def install(wanted: Installation) -> list[str]:
-    """Make the host's files what they should be; idempotent. Blocks for some small files.
+    """Bring the host's files to their desired state; idempotent. Blocks for some small files.
 
     Returns:
         The paths of the written files.
@@ -180,7 +180,7 @@ def uninstall(wanted: Installation) -> list[str]:
 
 
 class Installer:
-    """Keeps an installation as it should be; :meth:`run` until cancelled.
+    """Keeps the installation in its desired state while :meth:`run` runs.
 
     Attributes:
         installed: whether all files are in place, as of the last check.
@@ -280,7 +280,7 @@ def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
         try:
             found = read(read_text(path), listed=path.name.endswith(_LIST))
         except OnlyOurs:
-            path.unlink()  # what is left of a list of ours
+            path.unlink()  # a leftover list of ours
             continue
         except (BadConfiguration, OSError) as error:
             faults.append(f"{path.name}: {plain_reason(error)}")
@@ -308,7 +308,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
     descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(file.fileno(), mode)  # whatever the umask is
+            os.fchmod(file.fileno(), mode)  # regardless of the umask
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

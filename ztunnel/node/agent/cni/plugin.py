@@ -24,7 +24,7 @@ BAD_ENVIRONMENT, BAD_CONFIG, TRY_AGAIN = 4, 7, 11
 
 
 class Refused(Exception):
-    """The sandbox must fail."""
+    """The plugin refuses a sandbox, which must then fail."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ def add(config: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any
     name, namespace = pairs.get("K8S_POD_NAME", ""), pairs.get("K8S_POD_NAMESPACE", "")
     netns = environment.get("CNI_NETNS", "")
     if not name or not namespace:
-        return previous  # no pod of Kubernetes
+        return previous  # the sandbox does not belong to a Kubernetes pod
     if not netns:
         raise Refused(BAD_ENVIRONMENT, "CNI_NETNS is empty")
     own = namespace == config.get("agent_namespace") and name.startswith(config.get("agent_prefix") or "ztunnel-")
