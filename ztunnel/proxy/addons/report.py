@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.proxy.addons.budget import BOUNDS_US, HookCounts
 
-#: The results that count as a denial, and those that count as a fault.
+#: The call results that are counted as denials and as faults.
 _DENIALS: Final = ("deny",)
 _FAULTS: Final = ("fault", "timeout")
 

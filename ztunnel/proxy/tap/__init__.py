@@ -1,1 +1,1 @@
-"""Captures of the decrypted streams of one pod, as Wireshark opens them."""
+"""Captures the decrypted traffic of one pod, in a format that Wireshark opens."""

@@ -1,4 +1,4 @@
-"""Converts the bytes of a pod's connections to packets of a capture, within bounded memory. Pure.
+"""Converts the bytes of a pod's connections to packets of a capture file, within bounded memory. Pure.
 
 A :class:`Capture` belongs to the process that carries the connections. Each tapped connection has a
 :class:`CapturedStream`, which receives the relay's bytes (:class:`hbone.aio.observed.StreamObserver`). It queues
@@ -40,19 +40,19 @@ def interface_of(direction: Direction) -> int:
 
 
 class Capture:
-    """The packets of one tap, from one process.
+    """Collects the packets of one tap in one process.
 
     Args:
         request: selects the connections to capture.
         now_us: the time in microseconds since 1970.
         on_data: called when the queue gets its first block.
-        most_waiting_bytes: a queue beyond it drops.
+        most_waiting_bytes: the size of the queue above which packets are dropped.
 
     Attributes:
-        packets: their number, including dropped ones.
+        packets: the number of packets, including dropped ones.
         dropped: the number of packets missing from the capture.
         dropped_bytes: their payload.
-        streams: how many connections were captured.
+        streams: the number of captured connections.
         waiting_bytes: the length of the queue.
     """
 
@@ -77,7 +77,7 @@ class Capture:
         self._open: set[tuple[SocketAddress, SocketAddress]] = set()
 
     def stream(self, facts: StreamFacts) -> CapturedStream | None:
-        """Return the observer of a new connection, or ``None`` if the tap does not concern it."""
+        """Return an observer for a new connection, or ``None`` if the tap does not capture it."""
         if self._ended or not self.request.matches(facts):
             return None
         facts = self._told_apart(facts)
@@ -151,14 +151,14 @@ class Capture:
         return True
 
     def dropped_payload(self, direction: Direction, size: int, packets: int) -> None:
-        """Count bytes that no packet was made of."""
+        """Count payload bytes that were dropped before a packet was made."""
         self.packets[direction] += packets
         self.dropped[direction] += packets
         self.dropped_bytes += size
 
 
 class CapturedStream:
-    """One connection, as a :class:`hbone.aio.observed.StreamObserver` that never raises."""
+    """Captures one connection, as a :class:`hbone.aio.observed.StreamObserver` that never raises."""
 
     __slots__ = ("_app", "_capture", "_comment", "_direction", "_facts", "_lost", "_open", "_tcp")
 
@@ -179,7 +179,7 @@ class CapturedStream:
             self._tcp = None
 
     def received(self, chunk: memoryview) -> None:
-        """Take bytes that the application sent."""
+        """Record bytes that the application sent."""
         self._data(self._app, chunk)
 
     def sent(self, chunk: memoryview) -> None:

@@ -118,7 +118,7 @@ def _padded(data: bytes) -> bytes:
 
 
 class BadBlock(Exception):
-    """What another process sent is no packet block."""
+    """Another process sent bytes that are not a packet block."""
 
 
 class PacketBlocks:
@@ -131,7 +131,7 @@ class PacketBlocks:
         """Append received bytes, and yield the complete blocks.
 
         Raises:
-            BadBlock: no more can be read from here on.
+            BadBlock: the bytes are not a packet block; nothing more can be read.
         """
         self._buffer += data
         at = 0

@@ -1,4 +1,4 @@
-"""A request for a tap, its limits, and the streams that it concerns. Pure."""
+"""Parses a request for a tap, with its limits, and decides which connections it captures. Pure."""
 
 import ipaddress
 import re
@@ -25,9 +25,9 @@ VARIABLE: Final = "ZTUNNEL_TAP_SOCKET"
 #: A tap that is forgotten ends by itself.
 DEFAULT_S, MOST_S = 60.0, 900.0
 DEFAULT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 1024 * 1024 * 1024
-#: Taps of one proxy at a time, of different pods.
+#: The largest number of concurrent taps in one proxy, each of a different pod.
 MOST_TAPS: Final = 4
-#: So that a sum over processes still has 64 bits.
+#: Limits each count, so that the sum over all processes fits into 64 bits.
 _MOST_COUNT: Final = 1 << 56
 #: The limit of each text in a request, which is repeated in logs and in the capture.
 _MOST_TEXT: Final = 512
@@ -94,10 +94,10 @@ class TapRequest:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "TapRequest":
-        """Read the parameters ``pod``, ``port``, ``peer``, ``for`` and ``limit``.
+        """Parse the parameters ``pod``, ``port``, ``peer``, ``for`` and ``limit`` of a request.
 
         Raises:
-            BadRequest: one is missing, unknown, or beyond its limit.
+            BadRequest: a parameter is missing, unknown, or beyond its limit.
         """
         unknown = given.keys() - {"pod", "port", "peer", "for", "limit"}
         if unknown:
@@ -129,11 +129,11 @@ class TapRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The counts of a tap in one process, or in all.
+    """The counts of a tap in one process, or summed over all processes.
 
     Attributes:
-        streams: connections.
-        outbound, inbound: packets of a direction, including dropped ones.
+        streams: the number of captured connections.
+        outbound, inbound: the number of packets per direction, including dropped ones.
         outbound_dropped, inbound_dropped: the number of these that are missing from the capture.
         dropped_bytes: their payload.
     """

@@ -154,7 +154,7 @@ class Giver:
         The time is counted from the end of the first pass, which takes longer with many connections.
 
         Returns:
-            The connections that moved, and those that stay after the last pass.
+            Which connections moved, and which stay after the last pass.
         """
         loop, result = asyncio.get_running_loop(), Result()
         declined: set[int] = set()

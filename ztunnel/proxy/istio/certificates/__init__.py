@@ -1,1 +1,1 @@
-"""Workload certificates: requested from the mesh's CA, cached and renewed."""
+"""Requests workload certificates from the mesh's CA, caches and renews them."""

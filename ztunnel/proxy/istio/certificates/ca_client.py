@@ -27,17 +27,17 @@ class IstioCertificateAuthority:
     Args:
         endpoint: the authority's address.
         credentials: sent with every request.
-        roots: verify the authority. They are read for each certificate, and a change opens a new connection. If
-            they become unreadable, the old connection stays in use.
+        roots: the root certificates that verify the authority. They are read for each request, and a change opens
+            a new connection. If they become unreadable, the old connection stays in use.
         impersonate: request identities of other workloads (as a node proxy), not that of the token.
         lifetime_s: the requested lifetime. The authority can give less.
-        alternative_name: also accepted as the server's name.
+        alternative_name: a further name accepted in the server's certificate.
         tls_1_2: whether TLS 1.2 is accepted.
         groups: the groups for key exchange, in order. None uses OpenSSL's.
         timeout_s: time limit of one attempt, connecting included.
 
     Raises:
-        ValueError: an endpoint with TLS, and no roots.
+        ValueError: the endpoint uses TLS, but there are no roots.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class IstioCertificateAuthority:
         return issued_certificate(identity, key, response.cert_chain, exact=self._impersonate)
 
     async def close(self) -> None:
-        """Close the connection; requests under way fail. Idempotent."""
+        """Close the connection; running requests fail. Idempotent."""
         channel, self._channel = self._channel, None
         await self._tasks.close()
         if channel is not None:
@@ -105,7 +105,7 @@ class IstioCertificateAuthority:
             raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
 
     def _current(self) -> Channel:
-        """Return the channel, which is replaced when the roots have changed and are usable.
+        """Return the gRPC channel, replacing it if the roots have changed and are usable.
 
         Raises:
             CredentialsError: a channel must be opened, and the roots are unusable.

@@ -25,11 +25,11 @@ _SYSTEM_BUNDLES: Final = (
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/cert.pem",
 )
-_MANY_BYTES: Final = 1 << 20  # a larger file is no token and no bundle of roots
+_MANY_BYTES: Final = 1 << 20  # a larger file is neither a token nor a root bundle
 
 
 class CredentialsError(XdsError):
-    """A token or root is unusable. The text names it and the reason, and never contains a secret."""
+    """A token or root certificate is unusable. The text names it and the reason, and never contains a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Endpoint:
         """Parse ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
 
         Raises:
-            ValueError: the text has another form. Plain text to another host would reveal the token to the
-                network.
+            ValueError: the text has another form, or asks for plain text to another host, which would reveal the
+                token to the network.
         """
         if address.startswith("unix:"):
             if len(address) == len("unix:"):
@@ -84,8 +84,8 @@ def _is_loopback(host: str) -> bool:
 class Token:
     """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that can be missing.
 
-    A value that begins like a path is one even if no file exists: with a late mount, the path must not be sent as
-    the token.
+    A value that looks like a path is treated as one even if the file does not exist: if it is mounted late, the
+    path must not be sent as the token.
     """
 
     value: str | None = None
@@ -180,8 +180,8 @@ class Roots:
         """Return the current roots, in PEM.
 
         Raises:
-            CredentialsError: unreadable, or without a certificate. An empty store would refuse every server with a
-                misleading error.
+            CredentialsError: the roots are unreadable or contain no certificate. With an empty store, every server
+                would be refused with a misleading error.
         """
         match self.kind:
             case "Static":

@@ -48,7 +48,7 @@ _CLIENT_CONTEXTS: Final = 256
 #: checked at least this often.
 _LONGEST_SLEEP_S: Final = 60.0
 
-#: How far our clock can be behind the authority's. A guess: the skew allowed by Istio's tests.
+#: How far this host's clock may be behind the authority's. A guess: the skew allowed by Istio's tests.
 _CLOCK_SKEW: Final = timedelta(minutes=10)
 
 _FORGOTTEN: Final = "the identity is no longer needed"
@@ -169,7 +169,9 @@ class WorkloadCertificate:
 
     @property
     def credentials(self) -> Credentials:
-        """The certificate as an end of a node-local tunnel, checked without a handshake. Created once."""
+        """The credentials of this certificate for node-local tunnels, which are checked without a handshake.
+        Created once.
+        """
         if self._credentials is None:
             revoked = self._revoked
             self._credentials = Credentials(
@@ -184,7 +186,7 @@ class WorkloadCertificate:
         return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
 
     def server_context(self) -> TlsContext:
-        """Return the context for incoming tunnels, which accepts peers of the certificate's own trust domain.
+        """Return the TLS context for incoming tunnels, which accepts peers of the certificate's own trust domain.
 
         Clients without ALPN are accepted. Clients that offer only other protocols are refused.
         """
@@ -194,7 +196,7 @@ class WorkloadCertificate:
         return self._server
 
     def client_context(self, identities: tuple[str, ...]) -> TlsContext:
-        """Return the context for outgoing tunnels to peers with one of ``identities``. Empty accepts no peer.
+        """Return the TLS context for outgoing tunnels to peers with one of ``identities``. Empty accepts no peer.
 
         Contexts are cached. The least recently used one is evicted.
         """
@@ -258,12 +260,12 @@ def disagreement(
 
 
 class Moments(NamedTuple):
-    """When certificates end, in Unix seconds, and how fetches went.
+    """When certificates expire, in Unix seconds, and how many fetches succeeded and failed.
 
     Attributes:
         ends: the expiry time of the current certificate, by identity.
         root_s: the expiry time of the root that expires first. ``None`` before the first root.
-        fetches: finished ones by result, ``ok`` or ``failed``.
+        fetches: the number of finished fetches by result, ``ok`` or ``failed``.
     """
 
     ends: Mapping[str, float] = MappingProxyType({})
@@ -387,7 +389,7 @@ class CertificateManager:
         return states
 
     def moments(self) -> "Moments":
-        """Return when certificates and roots end, for metrics."""
+        """Return when certificates and roots expire, for metrics."""
         held = self._certificates
         ends = {str(identity): certificate.not_after.timestamp() for identity, certificate in held.items()}
         roots = {root for certificate in held.values() for root in certificate.issued.roots}
@@ -448,8 +450,8 @@ class CertificateManager:
                 f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
             )
             return
-        # Peers judge by their clocks, and our clock can be wrong. So a certificate that becomes valid slightly
-        # later is used if there is no other.
+        # Peers check validity by their own clocks, and this host's clock can be wrong. So a certificate that
+        # becomes valid slightly later is used if there is no other.
         current = self.current(fetch.identity)
         if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
             self._failed(

@@ -27,7 +27,7 @@ _BACKOFF_SPREAD: Final = 0.2
 _REFRESH_SPREAD: Final = 0.1
 _SOONEST_REFRESH_S: Final = 60.0
 _LEAST_WAIT_S: Final = 1.0
-_AT_ONCE: Final = 0.0  # in the past of every clock
+_AT_ONCE: Final = 0.0  # earlier than any clock's time
 
 
 class Priority(IntEnum):
@@ -42,15 +42,17 @@ class Phase(Enum):
     """The state of an identity, as a request for its certificate sees it."""
 
     INITIALIZING = "Initializing"
-    """Nothing yet: it waits."""
+    """There is no certificate yet: the request waits."""
     AVAILABLE = "Available"
     UNAVAILABLE = "Unavailable"
-    """The last error, at once."""
+    """Fetching failed: the request fails at once with the last error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One attempt; ``number`` is unique, so that a forgotten attempt's result is not taken for a new one's."""
+    """One attempt to fetch a certificate. ``number`` is unique, so that a forgotten attempt's result is not taken
+    for a new one's.
+    """
 
     identity: SpiffeId
     number: int
@@ -83,7 +85,7 @@ class Schedule:
         return identity in self._entries
 
     def want(self, identity: SpiffeId, priority: Priority) -> None:
-        """Keep a certificate for an identity from now on. A further call can only raise its priority."""
+        """Keep a certificate for an identity available from now on. A further call can only raise its priority."""
         entry = self._entries.get(identity)
         if entry is None:
             self._entries[identity] = _Entry(priority, _AT_ONCE)

@@ -72,7 +72,7 @@ class PodAddons:
             server_name: the server name of its ClientHello, if an addon needs it.
 
         Returns:
-            True if the connection can go on because no addon decided anything. After False, call
+            True if no addon returned a verdict, so that the connection continues. After False, call
             :meth:`connecting`.
         """
         record = entry.record
@@ -119,7 +119,7 @@ class PodAddons:
         """Ask about an inbound connection that policy allows, without waiting.
 
         Returns:
-            True if the connection can go on because no addon decided anything. After False, call
+            True if no addon returned a verdict, so that the connection continues. After False, call
             :meth:`accepting`.
         """
         record = entry.record

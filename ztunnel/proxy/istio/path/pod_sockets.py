@@ -232,8 +232,8 @@ class PodSockets:
         if self.preserves_source[port]:
             return client
         if self._sidecar:
-            # By this source address the nftables rules tell the proxy's connections from those of the pod to
-            # itself (tproxy/sidecar.py).
+            # The nftables rules recognise the proxy's connections by this source address, unlike a pod's
+            # connections to itself (tproxy/sidecar.py).
             return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
         return None
 
