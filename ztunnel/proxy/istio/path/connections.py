@@ -1,6 +1,6 @@
 """The open connections of one pod by direction, and the tunnel connections that carry them.
 
-Each is an entry (:class:`~ztunnel.proxy.dataplane.life_table.Life`) of the process's connection table
+Each is an entry (:class:`~ztunnel.proxy.dataplane.live_table.Life`) of the process's connection table
 (:mod:`ztunnel.proxy.dataplane.live_table`), added before policies judge the connection. Drain and stop wait for
 these groups, and the config dump lists them.
 """
