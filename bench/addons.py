@@ -78,7 +78,7 @@ async def _life_us(number: int, addons: PodAddons | None) -> float:
 
 
 def _abort(reason: str) -> None:
-    """Do nothing: the measured lives have no connection to abort."""
+    """No-op: the measured lives have no connection to abort."""
 
 
 def _judge(entry: PodConnection) -> Any:

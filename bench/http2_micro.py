@@ -1,7 +1,7 @@
 """Compares the tunnel engine with the ``h2`` library, without sockets.
 
-``python -m bench.http2_micro`` prints, per core, the bytes that each receives in DATA frames of 16 KiB, and the
-CONNECT requests of a few header fields that each decodes, the median of interleaved rounds.
+``python -m bench.http2_micro`` prints what each achieves per core: received bytes in DATA frames of 16 KiB, and
+decoded CONNECT requests of a few header fields. Each number is the median of interleaved rounds.
 """
 
 import statistics

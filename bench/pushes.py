@@ -94,7 +94,7 @@ def _cluster(version: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a client received: updates, the value of the last one, ended streams, seconds and CPU seconds."""
+    """The results of a client: updates, the value of the last one, ended streams, seconds and CPU seconds."""
 
     updates: int
     last: str

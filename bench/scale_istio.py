@@ -3,7 +3,7 @@
     python -m bench.scale_istio [--quick] [--json FILE] [--services N ...] [--workloads N]
 
 Each size runs in a process of its own, so that memory is its own. The mesh comes as one packed response and goes
-through the same steps as istiod's. A ticker measures the longest time without other work in the loop.
+through the same steps as one from istiod. A ticker measures the longest time without other work in the loop.
 
 Environment: ``QUICK=1`` (stops at 1,000 services).
 """

@@ -133,7 +133,7 @@ class ApiServer:
         self._end("etcd")
 
     def compact(self, version: str) -> None:
-        """Compact etcd: drop all earlier versions, so that watches from them are refused."""
+        """Compact etcd: drop all earlier versions, so that watches from earlier versions are refused."""
         body = json.dumps({"revision": version, "physical": True}).encode()
         address = f"http://127.0.0.1:{self._ports[0]}/v3/kv/compaction"
         with urllib.request.urlopen(urllib.request.Request(address, body), timeout=30) as answer:

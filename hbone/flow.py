@@ -86,7 +86,7 @@ class PeerQuota:
 
     Args:
         limits: the peer's limits.
-        windows: the process's windows. The peer's are a part of them.
+        windows: the process's windows, which include the peer's.
     """
 
     __slots__ = (

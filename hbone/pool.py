@@ -33,7 +33,7 @@ class PoolSettings:
     """Limits, with the Rust ztunnel's defaults.
 
     We add ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s``. The last closes idle connections
-    left over from a peak early: even a few of them fragment the heap, so freed memory cannot go back to the
+    left over from a peak early: even a few fragment the heap, so freed memory cannot go back to the
     system.
     """
 
@@ -161,7 +161,7 @@ class PoolState:
 
         The usual case of :meth:`request` without the cost of a waiter: 6 of 30 microseconds per tunnel.
         """
-        #         # Earlier waiters get a free slot first, in their order.
+        # Earlier waiters get a free slot first, in their order.
         entry = self._keys.get(key)
         if entry is not None and not entry.waiters and not self._closed:
             for connection, member in entry.members.items():

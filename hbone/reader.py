@@ -43,7 +43,7 @@ class Failure(Exception):
 
 
 class FrameSink(Protocol):
-    """What a :class:`FrameReader` passes frames to: the engine."""
+    """Receives the frames from a :class:`FrameReader`; implemented by the engine."""
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
         """Take a DATA frame without padding that arrived in full; any other calls the next three."""

@@ -355,7 +355,7 @@ class Sender:
 
     def _allowed(self, stream_id: int, limit: int) -> int:
         stream = self._streams.get(stream_id)
-        #         # The same states as in SENT, written out because this runs for each chunk.
+        # The same states as in SENT, written out because this runs for each chunk.
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
         # The exhausted window decides which WINDOW_UPDATE reports room again (WindowOpened). Only a sender that

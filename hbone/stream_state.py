@@ -47,7 +47,7 @@ class StreamFrame(Key):
 
 
 class Scope(Enum):
-    """What a protocol violation ends: the stream or the connection (RFC 9113, 5.4)."""
+    """The scope of a protocol violation, which ends the stream or the connection (RFC 9113, 5.4)."""
 
     STREAM = "stream error"
     """We send RST_STREAM."""

@@ -368,6 +368,6 @@ def _set_groups(raw: SSL.Context, groups: tuple[str, ...]) -> None:
 
 
 def _pem_blocks(pem: bytes, label: bytes) -> list[bytes]:
-    """Return the PEM blocks of one kind; others are ignored."""
+    """Return the PEM blocks of one kind, and ignore other kinds."""
     begin, end = b"-----BEGIN " + label + b"-----", b"-----END " + label + b"-----"
     return [begin + part.split(end)[0] + end + b"\n" for part in pem.split(begin)[1:]]

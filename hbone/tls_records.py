@@ -243,7 +243,7 @@ class RecordSession(TlsStream):
                 else:
                     self._take_control(content, kind)
         finally:
-            #             # A copy, because the caller may reuse its buffer.
+            # A copy, because the caller may reuse its buffer.
             self._incoming = memoryview(bytes(data[position:]))
         return filled
 

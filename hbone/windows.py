@@ -137,7 +137,7 @@ class ConnectionWindow:
             self._fit(streams, self._grown)
 
     def renew(self, stream: StreamWindow, now_s: float, streams: int) -> int:
-        """Adjust the window of a stream that has used half of it; return the credit to give the stream."""
+        """Adjust the window of a stream that has used half its window; return the credit to give the stream."""
         consumed, size = stream.unacknowledged, stream.size
         elapsed_s = now_s - stream.granted_s
         waiting = size - stream.credit - consumed

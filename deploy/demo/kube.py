@@ -371,7 +371,7 @@ class KubeDemo(InPodDemo):
         self._wait_or_fail("new connections are plain", plain)
 
     def traffic(self) -> "contextlib.AbstractContextManager[object]":
-        """Do nothing: the pods of this demo are created through the API server."""
+        """No-op: the pods of this demo are created through the API server."""
         return contextlib.nullcontext()
 
     def explain(self) -> None:

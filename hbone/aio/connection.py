@@ -329,7 +329,7 @@ class Connection(ConnectionTunnels):
             self._process(data)
 
     def _process(self, data: memoryview) -> None:
-        """Process decrypted bytes, after those that the last slice left over; at most one slice of work."""
+        """Process bytes left over from the last slice, then decrypted bytes; at most one slice of work."""
         engine, poller = self.engine, self.poller
         poller.lent = True
         try:
@@ -400,7 +400,7 @@ class Connection(ConnectionTunnels):
                 self._requests.cancel(tunnel)
         self._changed()
 
-    #     # For the code that owns the connection
+    # For the code that owns the connection
 
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
         """Set the one callback for changes: a stream ended, SETTINGS or GOAWAY arrived, the connection ended."""
@@ -539,7 +539,7 @@ class Connection(ConnectionTunnels):
             self._end(TunnelClosed("moved to another process"))
 
     def continue_with(self, progress: Progress, tunnels: Iterable[Tunnel]) -> None:
-        """Load the state of a connection of another process; :meth:`restart` starts it."""
+        """Load the state of a connection from another process; :meth:`restart` starts it."""
         self._tunnels = {tunnel.stream_id: tunnel for tunnel in tunnels}
         self._waiting = {stream_id: self._tunnels[stream_id] for stream_id in progress.waiting}
         self._room = progress.room

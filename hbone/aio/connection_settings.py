@@ -50,7 +50,7 @@ class Progress:
 
     Attributes:
         waiting: streams that wait for room, in their order.
-        room: set when the output may have room again.
+        room: set when the output possibly has room again.
         closing: the connection accepts no new streams.
         grace: the drain is announced, and the delay before the final GOAWAY is running.
         unsent: sealed bytes that the network has not taken.

@@ -38,7 +38,7 @@ def failure_after_end(sock: socket.SocketType) -> OSError | None:
 
 
 class RelayObserver(ABC):
-    """What an end notifies of its events: the relay that it belongs to."""
+    """Receives the events of an end: the relay that the end belongs to."""
 
     __slots__ = ()
 
@@ -153,7 +153,7 @@ class End(ABC):
 
     @abstractmethod
     def delivered(self, size: int) -> None:
-        """Record that ``size`` bytes passed to ``write`` were sent, so that their credit can return."""
+        """Record ``size`` bytes passed to ``write`` as sent, so that their credit can return."""
 
     # States: see hbone.end_state
 
@@ -205,7 +205,7 @@ class End(ABC):
         if peer is not None:
             if dropped:
                 peer.delivered(dropped)
-            #             # A peer that waited for room reads on, and its bytes are discarded: without reading, its
+            # A peer that waited for room reads on, and its bytes are discarded: without reading, its
             # own EOF would stay unseen.
             if resumes:
                 peer.resume()

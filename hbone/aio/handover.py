@@ -118,7 +118,7 @@ class Frozen:
 
     Args:
         relays: all relays of a connection's tunnels, or one of two plain sockets.
-        connection: the one that carries the tunnels; ``None`` for a relay of two plain sockets.
+        connection: the connection that carries the tunnels; ``None`` for a relay of two plain sockets.
 
     Attributes:
         state: for the other process.

@@ -161,10 +161,10 @@ class _FarSide(End):
         self.read_bytes = 0
 
     def start(self) -> None:
-        """Do nothing: the relay starts the real end."""
+        """No-op: the relay starts the real end."""
 
     def close(self, error: Exception | None = None) -> None:
-        """Do nothing: the code that owns the real end closes it."""
+        """No-op: the code that owns the real end closes it."""
 
     def reserve(self, limit: int) -> memoryview | None:
         there = self._observed.peer

@@ -191,7 +191,7 @@ class Poller:
     def watch_writable(self, fd: int) -> None:
         """Also report when the socket is writable; called after a write that sent only a part. Idempotent.
 
-        New sockets are not watched for it: all have room, and each would cause a useless event.
+        A new socket is not watched for writability: it has room, and the event would be useless.
         """
         if fd not in self._filled:
             self._filled.add(fd)
@@ -454,7 +454,7 @@ class Poller:
             self._report(owner, second)
 
     def _report(self, owner: object, error: BaseException) -> None:
-        #         # Logging must not end the iteration: without memory, or with a log that cannot be written, the
+        # Logging must not end the iteration: without memory, or with a log that cannot be written, the
         # line is omitted.
         with contextlib.suppress(Exception):
             logger.error("data path callback of %s failed", type(owner).__name__, exc_info=error)

@@ -265,7 +265,7 @@ class Pool:
                     if future.done():
                         self._loop.call_soon(self._released, connection_id)
                     else:
-                        #                         # Should the connection end before the waiter runs, its ``error``
+                        # Should the connection end before the waiter runs, its ``error``
                         # still says why.
                         future.set_result((connection_id, self._connections.get(connection_id)))
                 case Fail(waiter=waiter, error=error):

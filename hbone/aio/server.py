@@ -223,7 +223,9 @@ class Requests:
             self._emptied.set_result(None)
 
     async def wait(self, *, cancel: bool, timeout_s: float | None = None) -> None:
-        """Wait until every request is over. ``cancel``: cancel them; else they deliver received bytes first."""
+        """Wait until every request is over. ``cancel`` cancels them; otherwise they deliver received bytes
+        first.
+        """
         for tunnel, (_, work) in list(self._running.items()):
             tunnel.end_discarding()
             if cancel:

@@ -245,7 +245,7 @@ class PlainSocket(End):
                 self._pump()
 
     def delivered(self, size: int) -> None:
-        """Do nothing: the kernel's buffers need no credit."""
+        """No-op: the kernel's buffers need no credit."""
 
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:

@@ -220,7 +220,7 @@ class Tunnel(End):
         self._started = True
 
     def resume(self) -> None:
-        """Do nothing: the connection pushes received bytes, bounded by the flow-control window."""
+        """No-op: the connection pushes received bytes, bounded by the flow-control window."""
 
     def delivered(self, size: int) -> None:
         """Return the credit of delivered bytes to the peer."""
@@ -269,7 +269,7 @@ class Tunnel(End):
             peer.delivered(sent)
 
     def flush(self) -> None:
-        """Do nothing: the connection flushes at the end of the iteration."""
+        """No-op: the connection flushes at the end of the iteration."""
 
     def write_eof(self) -> None:
         self.advance(EndEvent.WRITE_EOF)

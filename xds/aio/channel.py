@@ -165,7 +165,7 @@ class Call:
         self._arrived.set()
 
     def room(self) -> None:
-        """Wake the writer, because there may be room again."""
+        """Wake the writer, because there is possibly room again."""
         self._room.set()
 
     def ended(self, failure: RpcFailed | None) -> None:

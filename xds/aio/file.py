@@ -123,7 +123,7 @@ class _File:
         except ConfigError as error:
             failure = error
         except Exception as error:
-            # Our bug, or a library's. A failure of this task would end its task group, and with it the process.
+            # Our bug, or a library's. A failure of this task would end its task group and so the process.
             logger.exception("configuration file not read path=%s", self.path)
             failure = ConfigError(f"internal error: {type(error).__name__}")
         else:

@@ -1,1 +1,1 @@
-"""Compilers from the messages of each kind of control plane to ``xds.model``."""
+"""Compilers from control planes' messages to ``xds.model``, one for each kind of control plane."""

@@ -87,7 +87,7 @@ class ChainSelector:
         return min(left, default=None)
 
     def _narrow(self, left: list[int], rank: Callable[[ChainMatch], int | None]) -> list[int]:
-        """Return the candidates of the best rank; a rank of ``None`` means no match."""
+        """Return the candidates of the best rank. A rank of ``None`` means no match."""
         ranked = [(index, rank(self._matches[index])) for index in left]
         best = max((value for _, value in ranked if value is not None), default=None)
         return [index for index, value in ranked if value is not None and value == best]

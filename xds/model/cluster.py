@@ -226,7 +226,7 @@ class SlowStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancing:
-    """The parameters of load balancing policies, and of the choice of priority and locality."""
+    """The parameters of load balancing policies, and of choosing a priority and a locality."""
 
     policy: LbPolicy = LbPolicy.ROUND_ROBIN
     choice_count: int = 2
@@ -274,7 +274,7 @@ class Cluster:
         dns_resolver: looks names up; ``None``: the bootstrap's does.
         dns_jitter_s: names are looked up later by a random time below this.
         max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
-        connection_idle_timeout_s: closes a connection that has no tunnels for so long. 0 means never.
+        connection_idle_timeout_s: closes a connection that has had no tunnels for this time. 0 means never.
         ignore_health_on_removal: remove endpoints as soon as discovery drops them. Otherwise endpoints with a
             health check stay until they fail it.
         content: digest of the message. An unchanged cluster is not compiled again.

@@ -267,7 +267,7 @@ class Mesh:
         return max(reversed(found), key=_specificity)
 
     def local_workload(self, name: str, namespace: str, service_account: str) -> Workload | None:
-        """Return the workload of a pod of this node."""
+        """Return the workload of a pod on this node."""
         found = self._local.each((namespace, service_account, name))
         return next(iter(found), None)
 

@@ -18,7 +18,7 @@ PolicyKey = NewType("PolicyKey", str)
 
 
 class Protocol(StrEnum):
-    """The protocol by which a workload is reached."""
+    """The protocol for connections to a workload."""
 
     TCP = "TCP"
     HBONE = "HBONE"

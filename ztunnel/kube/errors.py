@@ -3,9 +3,9 @@
 ::
 
     KubeError
-    ├── BadKubeconfig     no usable kubeconfig, service account or CA file; a person must act
+    ├── BadKubeconfig     no usable kubeconfig, service account or CA file: a person must act
     ├── ApiUnreachable    no answer: no connection, no trust in the server's certificate, silence
-    ├── BadAnswer         an answer that is not of the Kubernetes API
+    ├── BadAnswer         the answer does not follow the Kubernetes API
     └── ApiRefused        the API server answered with an error status
 
 Each text is one line that names the server or file and what to look at.

@@ -44,7 +44,7 @@ class Changes:
 
 
 class ObjectSource(Protocol):
-    """A source of objects of some kinds.
+    """A source of Kubernetes objects.
 
     A deletion that was missed (while the stream was down) is reported when the source next lists the objects.
     """

@@ -22,7 +22,7 @@ NO_RULES: Final = "it has no rules"
 def without_effect(policy: Mapping[str, Any]) -> str:
     """Return why a policy never matches, else an empty text.
 
-    Also empty for an ALLOW: one that never matches refuses all connections.
+    Also empty for an ALLOW policy: if it never matches, it refuses all connections.
 
     Args:
         policy: an entry of ``policies`` in a dump, ours or the Rust ztunnel's.

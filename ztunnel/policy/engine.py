@@ -149,7 +149,7 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values of which a connection needs one for a condition to hold; ``None`` if there are none."""
+    """Return values that a condition needs: a connection must have one of these. ``None`` if there are none."""
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
 

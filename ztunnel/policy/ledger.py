@@ -21,7 +21,7 @@ from enum import IntEnum
 from operator import add
 from typing import Final, Generic, NamedTuple, TypeVar
 
-#: The most policies in one table; a mesh adds and removes policies over time.
+#: The most policies in one table. A mesh adds and removes policies over time.
 MOST_POLICIES: Final = 10_000
 #: The most pairs that are kept: an unauthenticated client can create pairs at will, for example by ports.
 MOST_PAIRS: Final = 500

@@ -37,7 +37,7 @@ VARIABLE = "ZTUNNEL_HOLDER_FD"
 CRASHES_VARIABLE = "ZTUNNEL_HOLDER_CRASHES"
 MOST_CRASHES = 5
 WINDOW_S = 60.0
-#: Pause before restarting a proxy that crashed before it was ready.
+#: Pause before restarting a proxy that crashed before becoming ready.
 PAUSE_S = 0.5
 MOST_BYTES = 256
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")

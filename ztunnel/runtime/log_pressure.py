@@ -43,4 +43,4 @@ class LogPressure:
         return self._given_up
 
     def accepted(self, number: int) -> None:
-        """Do nothing: only the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""
+        """No-op: only the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""

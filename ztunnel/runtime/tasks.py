@@ -28,8 +28,8 @@ class Tasks:
 
     A task that fails is a bug of ours: it is logged with its traceback, and other tasks continue. Tasks that the
     process needs for its whole life, such as a connection to the control plane or an accept loop, are started by
-    :meth:`keep`, and restarted after a failure. Each task reaches its first await before it can be cancelled, so
-    that its ``finally`` releases its resources.
+    :meth:`keep`, and restarted after a failure. A task cannot be cancelled before its first await, so that its
+    ``finally`` releases its resources.
     """
 
     def __init__(self, owner: str) -> None:
@@ -117,7 +117,7 @@ class Tasks:
 
 
 def fibers_running() -> int:
-    """Return the number of this process's fibers that have not ended, for metrics; iterates over all of them."""
+    """Return the number of this process's fibers that have not ended, for metrics; iterates over all fibers."""
     return sum(owner.fibers for owner in _owners)
 
 

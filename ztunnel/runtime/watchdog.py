@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two beats, and between two checks.
 BEAT_S: Final = 0.5
-#: The delay from which a stall is reported. Envoy calls it a mega miss and has the same default.
+#: The shortest delay reported as a stall. Envoy calls it a mega miss and has the same default.
 STALL_S: Final = 1.0
-#: The delay from which a miss is counted; Envoy's watchdog_miss.
+#: The shortest delay counted as a miss; Envoy's watchdog_miss.
 MISS_S: Final = 0.2
 #: The number of innermost stack frames in a report.
 _FRAMES: Final = 25

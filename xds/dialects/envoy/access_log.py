@@ -50,7 +50,7 @@ DEFAULT_FORMAT = (
     '"%REQ(X-FORWARDED-FOR)%" "%REQ(USER-AGENT)%" "%REQ(X-REQUEST-ID)%" "%REQ(:AUTHORITY)%" '
     '"%UPSTREAM_HOST%"\n'
 )
-#: Envoy's names of response flags, some of which this proxy never sets.
+#: Envoy's names of response flags, including flags that this proxy never sets.
 _FLAGS = frozenset(
     {
         "LH",

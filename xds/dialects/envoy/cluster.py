@@ -85,7 +85,7 @@ def _shape(message: proto.Cluster) -> bytes:
 
 
 def _follows_from_shape(compiled: model.Cluster) -> bool:
-    """Return whether clusters of equal shape differ in names only; not if a TLS context reads files."""
+    """Return whether clusters of equal shape differ in names only. False if a TLS context reads files."""
     secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
     return compiled.discovery is model.Discovery.EDS and compiled.health_check is None and not secured
 

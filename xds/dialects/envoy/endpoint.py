@@ -92,7 +92,8 @@ def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ..
     """Return the addresses of an assignment's endpoints, by priority.
 
     A node receives the endpoints of every service and uses a few services. This takes a fifth of the time of
-    :func:`compile_assignment`, which accepts every assignment for which this function returns addresses.
+    :func:`compile_assignment`. If this function returns addresses, :func:`compile_assignment` accepts the
+    assignment, too.
 
     Returns:
         ``None`` if addresses do not suffice: an endpoint is not healthy or is listed twice, an endpoint or the

@@ -42,7 +42,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One string match; a presence match has no value."""
+    """One string match. A presence match has no value."""
 
     comparison: Comparison
     value: str = ""

@@ -167,7 +167,7 @@ def _agent(args: argparse.Namespace, node: str) -> dict[str, Any]:
 
 
 def ask_agents(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return ``/check`` and ``/audit`` of every node agent, by node; empty without agents."""
+    """Return ``/check`` and ``/audit`` of every node agent, by node. Empty without agents."""
 
     def pages(agent: Pages) -> dict[str, Any]:
         return {"agent": _page(agent, "/check"), "audit": _page(agent, "/audit")}
@@ -208,7 +208,7 @@ class Shared:
 
 
 def look(pages: Pages) -> NodeFacts:
-    """Return one proxy's facts, after it has tried port 15008 on other nodes.
+    """Let one proxy try port 15008 on other nodes, and return its facts.
 
     Raises:
         AskFailed: it does not answer.

@@ -118,7 +118,7 @@ def _answer(args: argparse.Namespace) -> Answer[Any]:
 
 
 def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Merge the proxies' items about the mesh. An item that not all report has the names of the nodes that do."""
+    """Merge the proxies' items about the mesh. An item that only some nodes report has these nodes' names."""
     seen: dict[bytes, tuple[Any, list[str]]] = {}
     for node, items in by_node.items():
         for item in items:

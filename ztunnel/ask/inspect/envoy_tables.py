@@ -1,4 +1,4 @@
-"""Tables of a proxy in Envoy's dialect, made from its admin pages, some of which an Envoy has, too. Pure.
+"""Tables of a proxy in Envoy's dialect, made from its admin pages. Envoy has some of these pages, too. Pure.
 
 Pages are JSON of any origin: missing values are shown as ``-``, and rows about a page that the proxy does not have
 are left out.

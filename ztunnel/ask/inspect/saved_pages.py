@@ -29,7 +29,7 @@ class _Elsewhere(Exception):
 
 
 class SavedPages(NamedTuple):
-    """The pages that a table needs, and what the dump lacks for them.
+    """The pages that a table needs, and the parts missing from the dump.
 
     Attributes:
         pages: by path.

@@ -29,7 +29,7 @@ _SECRET_ANNOTATIONS: Final = ("kubectl.kubernetes.io/last-applied-configuration"
 _IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
 _IPV6: Final = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])")
 _WORD: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
-#: Names that are kept: they say nothing about their owner, or checks need them.
+#: Names that are kept: they do not identify their owner, or checks need them.
 _COMMON: Final = frozenset(
     [
         "default",
@@ -85,7 +85,7 @@ class Redaction:
     """Replaces names and addresses by pseudonyms, stable within one archive and without meaning outside.
 
     Args:
-        key: the secret key from which the pseudonyms of this archive are derived.
+        key: the secret key for deriving this archive's pseudonyms.
         names: the names of namespaces, workloads, services, accounts and nodes.
     """
 

@@ -10,7 +10,7 @@
         uid: 0b2c...                      # default: namespace/name
         dns: true                         # false: DNS is not captured
         inbound: true                     # false: plaintext to the pod is not captured
-        virtual_interfaces: [tap0]        # connections from them count as sent by the pod
+        virtual_interfaces: [tap0]        # their connections count as sent by the pod
         new_connections_only: false       # true: connections open at enrolment bypass the proxy until they end
 
 Names without a namespace are in ``default``. All faults are reported together, each with its place.

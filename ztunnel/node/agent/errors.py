@@ -4,9 +4,9 @@
 
     AgentError
     ├── EnrolFailed         the namespace or the rules of a pod failed; none of our rules is left in it
-    │   └── TwoAgents       an earlier agent's rules are in the way; the pod keeps working by them
+    │   └── TwoAgents       an earlier agent's rules are in the way; the pod keeps using these rules
     ├── NotFound            no process of the pod shows where its network namespace is
-    ├── CannotAdd           a sandbox is not in the mesh in time; its runtime makes another one
+    ├── CannotAdd           a sandbox is not in the mesh in time; its runtime creates a new one
     ├── NoProxy             no proxy is connected; the next one gets the pod in its snapshot
     ├── ProxyGone           the connection ended before the answer
     ├── ProxySilent         the proxy did not answer in time

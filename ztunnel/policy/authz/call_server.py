@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
         if engine.failed:
             self._transport.close()
             return
-        #         # Pause reading from a client over its work budget. Calls beyond the limit of a step wait for the
+        # Pause reading from a client over its work budget. Calls beyond the limit of a step wait for the
         # next.
         self._held = engine.unparsed or engine.pause_s > 0
         if self._held:

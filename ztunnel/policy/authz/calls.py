@@ -123,7 +123,7 @@ class UnaryConnection:
         self._answers = answers
         self._calls: dict[int, _Call] = {}
         self._held = 0
-        #:         #: Unsent parts of answers that wait for the client's flow-control credit.
+        #: Unsent parts of answers that wait for the client's flow-control credit.
         self._waiting: dict[int, memoryview] = {}
 
     def receive_data(self, data: bytes, now_s: float) -> None:
@@ -231,7 +231,7 @@ class UnaryConnection:
         self._respond(stream_id, 200, headers, open_still=open_still)
 
     def _respond(self, stream_id: int, status: int, headers: Headers, *, open_still: bool) -> None:
-        """Answer with a status and no message. If the request is ``open_still``, the rest of it is ignored."""
+        """Answer with a status and no message. If ``open_still``, the rest of the request is ignored."""
         with suppress(LocalProtocolError):
             code = ErrorCode.NO_ERROR if open_still else None
             self.engine.respond(stream_id, status, headers, ended=True, reset_code=code)

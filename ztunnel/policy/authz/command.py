@@ -22,7 +22,7 @@ DEFAULT_LISTEN: Final = "/var/run/dikastes/dikastes.sock"
 DEFAULT_DIAL: Final = "/var/run/felix/nodeagent/socket"
 _CALL_S: Final = 5.0
 
-#: Exit statuses of ``health``, equal to those of Calico's probe.
+#: Exit statuses of ``health``, with the values of Calico's probe.
 HEALTHY, BAD_ARGUMENT, NO_ANSWER, UNHEALTHY = 0, 1, 2, 3
 
 

@@ -1,4 +1,4 @@
-"""Metrics of the policy server: counts of its answers, and the age of the policies behind them."""
+"""Metrics of the policy server: counts of its answers, and the age of its policies."""
 
 from collections.abc import Iterator
 

@@ -138,7 +138,7 @@ class PolicyServer:
             return encode_response(Code.INVALID_ARGUMENT, str(error))
         verdict = self.answer(flow)
         if old and verdict.allowed and flow.method is None:
-            #             # Calico's server treats a connection in these API versions as a request with an empty
+            # Calico's server treats a connection in these API versions as a request with an empty
             # method and path, which no rule about requests allows. Here the flow must be allowed both as a
             # connection and as such a request.
             verdict = self.answer(replace(flow, method="", path=""))

@@ -45,7 +45,7 @@ class ClusterPolicyReader(KubernetesReader):
     """Adds the kinds of policy.networking.k8s.io to the readers of Kubernetes' own."""
 
     def cluster_policy(self, resource: Document) -> None:
-        """Read a policy of one of the three kinds. The resource has kind ``Kubernetes`` and its own kind."""
+        """Read a policy of policy.networking.k8s.io. The resource has kind ``Kubernetes`` and its own kind."""
         where = f"{resource.where}: spec"
         spec, unclear = self.attempt(lambda: self._cluster_spec(resource, where))
         self.faults += unclear
@@ -59,7 +59,7 @@ class ClusterPolicyReader(KubernetesReader):
             order=self._priority(spec, resource.kind, where),
             selector=selected.selector,
             namespace_selector=selected.namespace_selector,
-            #             # Unlike a NetworkPolicy, a policy without rules for a direction does not govern that
+            # Unlike a NetworkPolicy, a policy without rules for a direction does not govern that
             # direction.
             ingress=bool(inbound or unclear),
             egress=bool(outbound or unclear),
@@ -218,7 +218,7 @@ class ClusterPolicyReader(KubernetesReader):
             case "domainNames" if outward:
                 unknown.append(f"{place}.domainNames: names are not followed here")
             case "":
-                #                 # The API demands this for a kind of peer that the API server supports and this
+                # The API demands this for a kind of peer that the API server supports and this
                 # reader does not.
                 unknown.append(f"{place}: no kind of peer that is known here")
             case _:
@@ -308,5 +308,5 @@ class ClusterPolicyReader(KubernetesReader):
 
 
 def _given(entry: Json) -> Json:
-    """Return the fields that are set, without those that are null in JSON."""
+    """Return the fields that are set: those not null in JSON."""
     return {key: value for key, value in entry.items() if value is not None}

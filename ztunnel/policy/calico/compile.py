@@ -212,7 +212,7 @@ class RuleCompiler(ABC):
         sets: list[str] = []
         not_sets: list[str] = []
         port_sets: list[str] = []
-        #         # A named-port set has the addresses that the selector selects, so no other set is needed.
+        # A named-port set has the addresses that the selector selects, so no other set is needed.
         if selector is not None and (ranges or not named):
             sets.append(self.selector_set(selector))
         if selector is None and entity.not_selector:
@@ -446,7 +446,7 @@ def policy_selector(policy: ApiPolicy) -> Selector:
     parts = [parse_selector(policy.selector).root] if policy.selector.strip() else []
     if policy.namespace_selector.strip():
         parts.append(parse_selector(policy.namespace_selector).prefixed(_OF_NAMESPACE).root)
-        #         # "All namespaces" excludes objects outside of namespaces, such as a global network set.
+        # "All namespaces" excludes objects outside of namespaces, such as a global network set.
         parts = [_replaced(part, All, Has(NAMESPACE_LABEL)) for part in parts]
     if policy.account_selector.strip():
         part = parse_selector(policy.account_selector).prefixed(_OF_ACCOUNT).root

@@ -31,7 +31,7 @@ from ztunnel.policy.calico.verdict import (
 
 #: The most cached answers of all endpoints; beyond it, all are dropped. One takes half a kilobyte.
 CACHED_VERDICTS: Final = 65_536
-#: The total length of both principals up to which an answer is cached. Real ones have less than a hundred
+#: Answers are cached up to this total length of both principals. Real ones have less than a hundred
 #: characters each, but a client of a policy server can send any text.
 _CACHED_CHARACTERS: Final = 512
 
@@ -129,7 +129,7 @@ class _Tier:
             for enforced in (True, False)
         }
         self.reads_source_port = False
-        #         # If a policy is listed twice, its first position counts.
+        # If a policy is listed twice, its first position counts.
         self.places = {policy: place for place, policy in reversed(list(enumerate(policies)))}
         self._compiled: dict[c.PolicyId, _Policy] = {}
         self._always: list[_Rule] = []
@@ -236,7 +236,8 @@ def _reads_port(peer: c.PeerMatch) -> bool:
 
 
 def _needs(rule: c.Rule) -> tuple[_Need, ...]:
-    """Return the values of a rule's rarest clause. A flow needs one of them for a match; if empty, any can match.
+    """Return the values of a rule's rarest clause. A flow can match only with one of these values; if empty, any
+    flow can match.
 
     Denying rules are not indexed by IP sets, because every flow must notice a missing set.
     An end without an address must reach rules that need its network or port.
@@ -251,7 +252,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
                 return ((f"{side}.set", peer.ip_sets[0]),)
     for side, peer in sides:
         if peer.account_names:
-            #             # A plaintext client, whose account is empty, satisfies the clause.
+            # A plaintext client, whose account is empty, satisfies the clause.
             return tuple((f"{side}.account", name) for name in {*peer.account_names, ""})
     for side, peer in sides:
         if peer.nets and None not in peer.nets:

@@ -11,7 +11,7 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import PROFILE_TIER, Verdict, identity_of
 from ztunnel.policy.calico.walk import Outcome, Step, walk
 
-#: The prefix of the names of service accounts' profiles; namespace and name follow.
+#: The prefix of service accounts' profile names; namespace and name follow.
 _OF_ACCOUNT: Final = "ksa."
 #: The source port of a connection if none is given: the first ephemeral port (RFC 6335, 6).
 EPHEMERAL_PORT: Final = 49152

@@ -91,7 +91,7 @@ class Decision:
 
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
-        """The deciding rule as fields of an access log line; empty if no rule decided."""
+        """The deciding rule as fields of an access log line. Empty if no rule decided."""
         rule = self.verdict.rule
         if rule is None:
             return ()

@@ -1,4 +1,4 @@
-"""Compiles resources as they change: a change costs as much as what it affects. Pure.
+"""Compiles resources as they change. The work for a change is proportional to the affected resources. Pure.
 
 The result equals that of :func:`~ztunnel.policy.calico.compile.compile_resources` after every change; property
 tests compare the two. Selectors are found by labels. Each has an anchor: a label, with its value if it requires
@@ -205,7 +205,7 @@ class Compiler(RuleCompiler):
                 pods |= {
                     key for key in self._pods_in.get(namespace, ()) if self.resources.pods[key].account == account
                 }
-        #         # Update pods, network sets, hosts and nodes before selectors: a selector's anchor label is
+        # Update pods, network sets, hosts and nodes before selectors: a selector's anchor label is
         # chosen by how many objects carry it.
         for key in pods:
             self._put_pod(key, changed.get("pods", {}).get(key, self.resources.pods.get(key)))
@@ -321,7 +321,7 @@ class Compiler(RuleCompiler):
         found = self._profiles.get(profile)
         return found.labels if found is not None else {}
 
-    #     # Objects that selectors select
+    # Objects that selectors select
 
     def _put_pod(self, key: tuple[str, str], before: Pod | None) -> None:
         pod = self.resources.pods.get(key)
@@ -422,7 +422,7 @@ class Compiler(RuleCompiler):
                 self._note(key, watch_id, selected=False)
 
     def _anchor(self, node: Node) -> tuple[_Term, ...]:
-        """Return label terms of a selector. Every selected object has at least one of them."""
+        """Return label terms of a selector. Every selected object matches at least one term."""
         match node:
             case Compare(label, "==", value):
                 return ((label, value),)
@@ -459,7 +459,7 @@ class Compiler(RuleCompiler):
         self._own(policy_id, self._needed)
         if _put(self.compiled.policies, policy_id, compiled):
             self._delta.policies.add(policy_id)
-        #         # The policy's order, tier or types can have changed, so the endpoints that it selects are always
+        # The policy's order, tier or types can have changed, so the endpoints that it selects are always
         # rebuilt.
         self._unwatch(policy_id)
         if policy is not None:
@@ -467,7 +467,7 @@ class Compiler(RuleCompiler):
             self._watch(policy_id, _Watch(self._anchor(selector.root), _by(selector), _no_members))
 
     def _own(self, owner: Hashable, needed: set[str]) -> None:
-        """Record the sets that a policy or profile needs, and drop sets that none needs."""
+        """Record the sets that a policy or profile needs, and drop unneeded sets."""
         before = self._sets_of.get(owner, set())
         for set_id in needed - before:
             self._owners.setdefault(set_id, set()).add(owner)

@@ -308,7 +308,7 @@ class KubernetesReader(ConfigReader):
             found, faults = self.attempt(read)
             rule.faults += faults
             peers += () if faults else [found]
-        #         # A rule without peers matches any peer; a rule without usable peers matches none.
+        # A rule without peers matches any peer. A rule without usable peers matches none.
         rule.opens = rule.opens or bool(listed and not peers)
         for protocol, ports in self.entries(rule, lambda: self._ports(entry, where)):
             for peer in peers or [Entity()]:

@@ -239,7 +239,7 @@ class _Reader(ClusterPolicyReader):
             case c.Action.LOG:
                 consequence = "nothing is logged"
             case c.Action.PASS:
-                #                 # Neither omitting the rule nor widening it is certain to admit no more traffic.
+                # Neither omitting the rule nor widening it is certain to admit no more traffic.
                 consequence = "the rule denies, without these clauses, what it would pass on"
                 rule = replace(rule, action=c.Action.DENY)
             case _:

@@ -92,7 +92,7 @@ def unknown_pods(text: str) -> str:
     """Return ``deny`` or ``allow``. Empty stays empty.
 
     Raises:
-        ValueError: the text is anything else.
+        ValueError: the text is neither ``deny`` nor ``allow`` nor empty.
     """
     if text not in ("", "deny", "allow"):
         raise ValueError("must be deny or allow")

@@ -688,7 +688,7 @@ def hashed(text: str) -> str:
 
 
 def comment(text: str, limit: int = _MAX_COMMENT) -> str:
-    """Return a text as a comment; a text that is too long becomes its beginning and a hash."""
+    """Return a text as a comment. A text that is too long becomes its beginning and a hash."""
     #     nft prints comments in quotes, and has no escapes for these characters.
     plain = text.replace('"', "'").encode("ascii", "replace").decode()
     return plain if len(plain) <= limit else f"{plain[: limit - 17]} {hashed(text)}"

@@ -1,4 +1,4 @@
-"""Follows a cluster's objects, and publishes the policies of the pods of one node, or of all nodes."""
+"""Follows a cluster's objects, and publishes the policies for the pods of one node, or of all nodes."""
 
 import asyncio
 from typing import Protocol

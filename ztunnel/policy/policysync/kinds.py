@@ -1,4 +1,4 @@
-"""The kinds of API objects that policies need, and the part of each object that is kept. Pure."""
+"""The kinds of API objects that policies need, and the part of each object to keep. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final

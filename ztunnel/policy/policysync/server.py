@@ -34,7 +34,7 @@ REPORT: Final = "/felix.PolicySync/Report"
 #: Any user may connect: policy servers run as other users, and the folder of a socket is private to its pod.
 SOCKET_MODE: Final = 0o777
 
-#: The most streams of a node's socket; a further one replaces the oldest.
+#: The most streams of a node's socket. A further stream replaces the oldest.
 NODE_STREAMS: Final = 64
 
 #: The endpoints whose policies a socket serves.

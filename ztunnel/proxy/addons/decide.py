@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON
 
-#: The longest delay that a verdict may have, in seconds. Longer ones are rejected, as probably in the wrong unit.
+#: The longest allowed delay of a verdict, in seconds. Longer ones are rejected, as probably in the wrong unit.
 LONGEST_DELAY_S: Final = 300.0
 #: The longest reason of a verdict in the access line, in characters. Longer reasons are truncated.
 _LONGEST_REASON: Final = 200
@@ -29,7 +29,7 @@ ALLOWED_VERDICTS: Final[Mapping[str, tuple[type[Verdict], ...]]] = {
     "accepting": (Deny,),
 }
 
-#: A set of labels that an endpoint must have (all of them). Hashable, because it is a key in the cache of
+#: A set of labels. An endpoint must have all labels of the set. Hashable, because it is a key in the cache of
 #: load-balancing choices.
 Labels = frozenset[tuple[str, str]]
 
@@ -56,7 +56,7 @@ NOTHING: Final = Outcome()
 
 
 def fault_of(hook: str, answer: object) -> str:
-    """Check a hook's return value. Return what is wrong with it, or the empty string. ``None`` is always valid."""
+    """Check a hook's return value. Return the fault, or the empty string. ``None`` is always valid."""
     if answer is None:
         return ""
     allowed = ALLOWED_VERDICTS.get(hook, ())

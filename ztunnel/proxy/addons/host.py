@@ -43,7 +43,7 @@ class Asked:
         facts: the latest facts about the connection. The front end replaces them when more is known.
         outcome: the verdicts so far.
         is_open: whether ``opened`` was called.
-        waited: whether an addon has made the connection wait, so that its facts may be outdated.
+        waited: whether an addon has made the connection wait, so that its facts are possibly outdated.
         undecided: the hooks that :meth:`AddonHost.ask_now` has left to :meth:`AddonHost.decide_rest`.
     """
 

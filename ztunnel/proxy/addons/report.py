@@ -48,7 +48,7 @@ class AddonFamily(NamedTuple):
 
 @dataclass(slots=True)
 class AddonReport:
-    """What the addons of one or several processes report, added up.
+    """The addons' reports from one or several processes, added up.
 
     Attributes:
         hooks: counts by addon and hook.

@@ -132,7 +132,7 @@ class RunningAddon:
     async def decide_later(self, hook: Hook, facts: object) -> Verdict | None:
         """Run an ``async def`` hook and return its verdict, or if it fails the verdict set by ``on_error``.
 
-        The hook runs in its own task. Cancelling this call also cancels the task, without waiting for it to end.
+        The hook runs in its own task. Cancelling this call also cancels the task, without waiting for its end.
         """
         if self.suspended:
             return self._not_called(hook)

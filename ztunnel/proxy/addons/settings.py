@@ -92,7 +92,7 @@ def addon_settings(env: Mapping[str, str], file_options: object = None) -> tuple
     """Return the addon settings in an environment, and their faults.
 
     Args:
-        env: the environment, in which flags are stored under their variables' names.
+        env: the environment; flags are stored under their variables' names.
         file_options: the contents of the file of :data:`OPTIONS_FILE`, as YAML reads them.
 
     Returns:

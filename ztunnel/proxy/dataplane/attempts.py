@@ -17,7 +17,7 @@ RETRY_WINDOW_S: Final = 15.0
 #: The longest wait for the answer to a CONNECT. The peer dials its application first, with a limit of ten seconds
 #: (the Rust ztunnel's and our own). A late answer ends the attempts even within the window, because the
 #: application has possibly received bytes that were sent along with the CONNECT. Not shorter than the retry
-#: window, so that a single slow peer gets as much time as a series of failing endpoints.
+#: window, so that a single slow peer does not get less time than a series of failing endpoints.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")

@@ -9,7 +9,7 @@ _SERVER_NAME, _ALPN = 0, 16
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The ClientHello extensions by which filter chains are selected."""
+    """The ClientHello extensions that select filter chains."""
 
     server_name: str = ""
     alpn: tuple[str, ...] = ()

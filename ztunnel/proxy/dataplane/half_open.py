@@ -229,7 +229,7 @@ Finished = Callable[[float, bool], object]
 
 
 def _not_counted(seconds: float, succeeded: bool) -> None:
-    """Do nothing; the default if handshakes are not counted."""
+    """No-op: the default if handshakes are not counted."""
 
 
 class HalfOpen:
@@ -295,7 +295,7 @@ class HalfOpen:
         whether it was.
         """
         fullest = max(self._limiters, key=lambda each: len(each.running), default=None)
-        # There may be none: handshakes of a stopped pod are counted until their fibers end.
+        # There are possibly none: handshakes of a stopped pod are counted until their fibers end.
         return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
     def refund(self) -> None:

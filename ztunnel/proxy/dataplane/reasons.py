@@ -61,7 +61,7 @@ REFUSALS: Final = frozenset(
         *(Reason.ADDON, Reason.REVOKED),
     }
 )
-#: The prefix of the reason of connections that an addon has cut.
+#: The prefix of the reason for connections that an addon has cut.
 CUT_BY_ADDON: Final = "connection cut by addon"
 _BY_CODE: Final = {
     errno.ECONNREFUSED: Reason.REFUSED,

@@ -99,7 +99,7 @@ class History:
 
     def add(self, steps: Steps) -> None:
         """Add the growth of another process. A history without samples takes over the other's steps; otherwise
-        only the steps that it knows itself are added.
+        only the steps within its own range are added.
         """
         end = steps.first + len(steps.rows)
         if self._before is None and self._first == self._next:

@@ -2,7 +2,7 @@
 
 Import this module only where the service is configured: grpcio takes 13 MiB and a thread. A call reads the ring in
 slices, one per loop iteration, filters in JSON's types, and makes messages of matching flows. A client that
-follows the flows too slowly gets a LostEvent; it never delays the proxy.
+follows the flows too slowly gets a LostEvent, and never delays the proxy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A ring buffer of the last ended connections, in preallocated slots.
 
 One call per connection writes numbers into octets and references into a list. It creates no objects that outlive
-the connection: CPython frees memory in blocks of a megabyte, so that a few small objects would keep whole
+the connection: CPython frees memory in blocks of a megabyte, so a few small objects would keep whole
 megabytes allocated. Texts come from a bounded table. Entries are formatted only when they are read.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 #: The default number of connections kept; about 200 octets each.
 CAPACITY: Final = 4096
 _MOST_ENTRIES: Final = 1_000_000
-#: The largest number of different texts and identities in the shared table; it is cleared when full.
+#: The largest number of different texts and identities in the shared table, which is cleared when full.
 _MOST_TEXTS: Final = 8192
 #: Time, durations, bytes, ports, flags, addresses, trace id: 93 octets.
 _SLOT: Final = struct.Struct("<qddqqHHB16s16s16s")

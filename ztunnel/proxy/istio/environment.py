@@ -138,7 +138,7 @@ class _Environment:
         ]
 
 
-#: Variables that other code reads, or that Istio's chart sets but that have no effect here.
+#: Variables read by other code, or set by Istio's chart but without effect here.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",

@@ -131,7 +131,7 @@ class PacketBlocks:
         """Append received bytes, and yield the complete blocks.
 
         Raises:
-            BadBlock: the bytes are not a packet block; nothing more can be read.
+            BadBlock: the bytes are not a packet block, and no more blocks can be read.
         """
         self._buffer += data
         at = 0

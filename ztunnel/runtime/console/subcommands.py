@@ -1,4 +1,4 @@
-"""Finds a parser's sub-commands, for which ``argparse`` has no public API."""
+"""Finds a parser's sub-commands; ``argparse`` has no public API for this."""
 
 from argparse import ArgumentParser
 from collections.abc import Mapping

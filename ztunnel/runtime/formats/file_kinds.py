@@ -16,7 +16,7 @@ class _Described(NamedTuple):
 
 
 class FileKind(Enum):
-    """A kind of file that operators write, with the command that reads it."""
+    """A kind of file written by operators, with the command that reads it."""
 
     MESH = _Described("a mesh file", "ztunnel control-plane")
     PODS = _Described("a pods file", "ztunnel agent --state")

@@ -92,7 +92,7 @@ class Facts:
         nodes: by name.
         silent: nodes with a proxy that does not answer, and why.
         no_nodes: the reason why no proxy was queried. Empty if at least one was.
-        selected: the user's choice of nodes does not cover all of them.
+        selected: the user's choice does not cover all nodes.
     """
 
     now_s: float

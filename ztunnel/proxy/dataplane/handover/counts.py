@@ -8,7 +8,7 @@ PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 
 
 class HandoverCounts:
-    """The numbers of connections that moved to another process, and that stayed, since this process started.
+    """The numbers of connections that moved to another process or stayed, since this process started.
 
     Attributes:
         connections: pod connections, and tunnel connections without any, by result and reason: ``given`` or

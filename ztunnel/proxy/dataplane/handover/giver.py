@@ -80,7 +80,7 @@ Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 @dataclass(slots=True)
 class Result:
-    """The result of a hand-over: which pod and tunnel connections moved, and why the others stayed."""
+    """The result of a hand-over: which pod and tunnel connections moved, and why the rest stayed."""
 
     given: int = 0
     carriers: int = 0

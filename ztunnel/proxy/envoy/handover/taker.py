@@ -112,7 +112,7 @@ class Hop(NamedTuple):
 
 
 async def make(parts: Parts, offer: messages.Offer, socks: list[socket.socket]) -> Pending:
-    """Build the unit described by an offer, using the sockets that came with it; implements
+    """Build the unit described by an offer, using the offer's sockets; implements
     :data:`ztunnel.proxy.dataplane.handover.taker.Make`.
     """
     if not isinstance(offer, Offer):

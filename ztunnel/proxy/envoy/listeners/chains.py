@@ -186,7 +186,7 @@ _TCP_COUNTED = (*declared_in(LiveTcpProxy), *_BUFFERED)
 
 
 class _Counted(NamedTuple):
-    """A connection manager's base counters, from which other statistics are derived."""
+    """A connection manager's base counters. Other statistics are derived from these counters."""
 
     requests: Counter
     connections: Gauge
@@ -341,7 +341,7 @@ class LiveChain:
     """One filter chain.
 
     Attributes:
-        rbac, limits, filter_state: its filters by kind; those from ECDS come after the inline ones.
+        rbac, limits, filter_state: its filters by kind. Filters from ECDS come after the inline ones.
         sinks: the loggers of the terminal filter.
         is_complete: the configuration of each filter from ECDS has arrived, or has a default.
 

@@ -1,4 +1,4 @@
-"""Limits the connections of a filter chain: how many are open, and how fast new ones may come."""
+"""Limits the connections of a filter chain: how many are open, and how fast new ones are accepted."""
 
 from collections.abc import Callable
 

@@ -2,7 +2,7 @@
 
 Calico's policies are one more list that must allow, beside the filters of the configuration. They are evaluated
 when the address to dial is known, before dialling. Without Calico's policies these objects are not created, and
-connections cost nothing extra.
+connections have no extra cost.
 
 =================================  ==================================================================
 target                             evaluated policies

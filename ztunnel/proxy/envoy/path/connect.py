@@ -131,7 +131,7 @@ class Connector:
     # The steps of a TCP proxy
 
     async def open(self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
-        """Connect a hop to a host of its cluster, with up to as many attempts as the filter configures.
+        """Connect a hop to a host of its cluster, with at most the number of attempts configured in the filter.
 
         Args:
             hop: the connection.

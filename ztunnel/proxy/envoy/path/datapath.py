@@ -1,4 +1,4 @@
-"""START HERE: what happens to one connection, from accept to its last log line.
+"""START HERE: the path of one connection, from accept to its last log line.
 
 :meth:`Datapath.accepted` is called for each socket. Its callees follow top to bottom: listener filters, filter
 chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (bytes go to a cluster, plainly or in a
@@ -118,7 +118,7 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # As in Envoy, the connection manager's loggers write a line per request and none for the
+                # Like Envoy's, the connection manager's loggers write a line per request and none for the
                 # connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)

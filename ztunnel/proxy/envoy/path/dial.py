@@ -249,7 +249,7 @@ _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection, which counts as one request too, as in Envoy."""
+    """Count an open connection, which also counts as one request, like in Envoy."""
     cluster.stats.rq_total.value += 1
     host.cx_total += 1
     count_open(cluster, host)
@@ -290,7 +290,7 @@ def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:
 
 
 def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
-    """Count an error raised by a library, and return the failure for it, with a text for logs."""
+    """Count an error raised by a library, and return it as a failure, with a text for logs."""
     if isinstance(error, UpstreamFailed):
         return error
     if isinstance(error, TlsError):

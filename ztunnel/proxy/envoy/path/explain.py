@@ -64,8 +64,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class SavedSecrets:
-    """The certificates in a saved config dump. Dumps have no private keys, so TLS contexts cannot be built from
-    them.
+    """The certificates in a saved config dump. Dumps have no private keys, so TLS contexts cannot be built from a
+    dump.
 
     Attributes:
         identities: the certificates' identities by secret name.

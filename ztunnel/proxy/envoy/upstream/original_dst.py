@@ -1,4 +1,4 @@
-"""The hosts of an ORIGINAL_DST cluster, and the address to which it sends a connection."""
+"""The hosts of an ORIGINAL_DST cluster, and the address that it sends a connection to."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
 
 
 class OriginalHosts:
-    """The hosts of an ORIGINAL_DST cluster, one for each address to which a connection was opened."""
+    """The hosts of an ORIGINAL_DST cluster, one for each dialled address."""
 
     __slots__ = ("_found", "_hosts", "_model", "_stats")
 
@@ -30,7 +30,7 @@ class OriginalHosts:
         return (host for host, _ in self._found.values())
 
     def choose(self, info: StreamInfo, now: float) -> Host | None:
-        """Return the host for a connection, a new one for a new address; None without an address."""
+        """Return the host for a connection, a new one for a new address. None without an address."""
         address = self.address(info)
         if address is None:
             return None

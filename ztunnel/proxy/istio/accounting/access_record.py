@@ -25,7 +25,7 @@ from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
 from ztunnel.runtime.clock import Clock
 
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
-#: The reasons of failures that end a request before it is answered. Open connections fail for other reasons.
+#: The reasons of failures that end a request before its answer. Open connections fail for other reasons.
 _BEFORE_ANSWER = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.HTTP2, Reason.CLIENT_GONE),
@@ -396,7 +396,7 @@ class Record:
         )
 
     def denied_early(self, denial: EarlyDeny) -> None:
-        """Count a connection that failed before it was opened, and write its log line."""
+        """Count a connection that failed before being opened, and write its log line."""
         node, reason = self._node, str(denial)
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
         node.metrics.failed(self.direction.reporter, Stage.EARLY, denial.reason)

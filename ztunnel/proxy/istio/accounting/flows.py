@@ -168,7 +168,7 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
 def peers_in(mesh: Mesh, config: NamedProxy, port: int) -> Iterator[Peer]:
     """Yield the proxies of all nodes for Hubble Relay: the workloads of this proxy's own DaemonSet.
 
-    Yields nothing if the control plane does not describe this proxy's pod.
+    Yields no peers if the control plane does not describe this proxy's pod.
     """
     every = [each for each in mesh.workloads() if each.namespace == config.pod_namespace and port]
     own = {each.workload_name for each in every if each.name == config.pod_name}

@@ -317,7 +317,7 @@ class LogStream(logging.Handler):
         Args:
             time_s: the wall clock.
             source: the client's address.
-            shown: the connection's other fields; not empty.
+            shown: the connection's other fields, never empty.
             sent, received: bytes.
             duration_ms: the connection's duration.
         """

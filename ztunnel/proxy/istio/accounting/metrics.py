@@ -65,7 +65,7 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
-#: The labels of the counter of connections by port. ``result`` is ``ok`` or ``failed``.
+#: The labels of the counter for connections by port. ``result`` is ``ok`` or ``failed``.
 PORT_LABELS: Final = (
     *("reporter", "destination_workload", "destination_workload_namespace"),
     *("destination_service_name", "destination_port", "result"),
@@ -258,7 +258,7 @@ class TrafficSeries:
 
 
 class TrafficCounts(NamedTuple):
-    """A snapshot of the counts of a :class:`TrafficSeries`."""
+    """A snapshot of the counts in a :class:`TrafficSeries`."""
 
     labels: tuple[str, ...]
     opened: int
@@ -481,9 +481,7 @@ class Metrics(ConnectionTimes):
         return series
 
     def changed(self, changes: Changes, exists: Iterable[str]) -> None:
-        """Mark the workloads of ``changes`` that no longer exist (those not in ``exists``), so that their series
-        expire.
-        """
+        """Mark the removed workloads of ``changes`` (those not in ``exists``), so that their series expire."""
         for uid in changes.workloads.difference(exists):
             for series in self._by_workload.pop(uid, ()):
                 series.workloads.discard(uid)

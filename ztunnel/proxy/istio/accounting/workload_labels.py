@@ -27,7 +27,7 @@ class WorkloadLabels(NamedTuple):
 
 
 def labels_of(workload: Workload) -> WorkloadLabels:
-    """Compute the labels of one version of a workload."""
+    """Compute the labels for one version of a workload."""
     plain = PeerLabels.of(workload)
     identity, place = workload.identity, workload.locality
     return WorkloadLabels(

@@ -1,4 +1,4 @@
-"""Makes ``/explain``: what the proxy would do with a connection, decision by decision."""
+"""Makes ``/explain``: the proxy's decisions about a connection, one by one."""
 
 from __future__ import annotations
 

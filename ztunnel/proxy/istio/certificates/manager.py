@@ -48,7 +48,7 @@ _CLIENT_CONTEXTS: Final = 256
 #: checked at least this often.
 _LONGEST_SLEEP_S: Final = 60.0
 
-#: How far this host's clock may be behind the authority's. A guess: the skew allowed by Istio's tests.
+#: How far this host's clock can lag behind the authority's. A guess: the skew allowed by Istio's tests.
 _CLOCK_SKEW: Final = timedelta(minutes=10)
 
 _FORGOTTEN: Final = "the identity is no longer needed"

@@ -17,7 +17,7 @@ PodKey: TypeAlias = tuple[str, str, str]
 
 
 class FactsValue(Struct, frozen=True, kw_only=True):
-    """What policies evaluate about an inbound connection. ``names`` is ``None`` for plain text."""
+    """The facts about an inbound connection that policies evaluate. ``names`` is ``None`` for plain text."""
 
     source: SocketAddress
     destination: SocketAddress

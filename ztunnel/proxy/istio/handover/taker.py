@@ -166,7 +166,7 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
 
 
 async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) -> Pending:
-    """Build the unit described by an offer, using the sockets that came with it; implements
+    """Build the unit described by an offer, using the offer's sockets; implements
     :data:`ztunnel.proxy.dataplane.handover.taker.Make`.
     """
     if not isinstance(offer, Offer):

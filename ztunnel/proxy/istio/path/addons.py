@@ -145,7 +145,7 @@ class PodAddons:
         self.host.mesh_changed(lambda: _summary(mesh))
 
     def _rerouted(self, record: Record, protocol: str) -> None:
-        """Store the endpoint of a further attempt, so that later hooks see that endpoint."""
+        """Store the endpoint of a further attempt, so that later hooks see this endpoint."""
         asked = record.asked
         if isinstance(asked, Asked):
             old = asked.facts
@@ -245,7 +245,7 @@ async def _server_name(client: PlainSocket) -> str:
     """Return the server name (SNI) of a client's TLS ClientHello, or an empty string. The bytes stay in the
     kernel.
 
-    If the client sends nothing because its server speaks first, this gives up after :data:`_HELLO_S` seconds.
+    If the client sends no bytes because its server speaks first, this gives up after :data:`_HELLO_S` seconds.
     """
     seen = b""
     try:

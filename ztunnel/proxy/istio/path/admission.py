@@ -69,7 +69,7 @@ class Admission:
         """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
 
         A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload
-        at its own address is that workload, whatever it forwards.
+        at its own address is that workload, regardless of what it forwards.
         """
         node, identity = self._node, peer.identity
         workload = workload_of(peer, first(headers, b"x-forwarded-network"), node)

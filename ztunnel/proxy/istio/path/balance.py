@@ -3,8 +3,8 @@
 Checking every endpoint for each connection would be slow. Instead :class:`Candidates` holds the usable
 endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
 indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so a
-service that nobody dials costs nothing. They are updated by the mesh's change notifications, in time proportional
-to the number of changed endpoints.
+service that is never dialled has no cost. They are updated by the mesh's change notifications, in time
+proportional to the number of changed endpoints.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from ztunnel.proxy.istio.path.addon_labels import addon_labels
 #: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
 Choose = Callable[[int], int]
 
-#: A set of labels that an endpoint must have (all of them), as addons see labels (``addon_labels.py``).
+#: A set of labels, as addons see labels (``addon_labels.py``). An endpoint must have all labels of the set.
 Labels = frozenset[tuple[str, str]]
 
 #: The load balancing of a service that does not configure any.
@@ -46,7 +46,7 @@ class Question(NamedTuple):
         port: the service's port.
         network: the client's network.
         waypoint: the service is a waypoint. Endpoints that accept tunnels need not have the port.
-        preferences: the scopes (such as region, zone) in which an endpoint should equal the client, widest first.
+        preferences: the scopes (such as region, zone) that an endpoint should share with the client, widest first.
         client: the client's value for each of these scopes.
         strict: an endpoint must match the client in every scope.
     """
@@ -450,7 +450,7 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 
 
 def candidates_for(mesh: Mesh, question: Question) -> Candidates:
-    """Return the candidates for a question. They follow changes of endpoints; a changed service gets new ones."""
+    """Return the candidates for a question. They follow changes of endpoints. A changed service gets new ones."""
     balancer = _BALANCERS.get(mesh)
     if balancer is None:
         balancer = _BALANCERS[mesh] = _Balancer()

@@ -1,7 +1,7 @@
 """Enforces Calico's policies on a pod's connections; see :mod:`ztunnel.policy.calico.guard`.
 
 Calico's tiers are evaluated first, then the policies of the mesh; both must allow a connection. Without Calico's
-policies these objects are not created, and connections cost nothing extra.
+policies these objects are not created, and connections have no extra cost.
 
 ================  ===============================================  =========================================
 direction         the other end                                    identities

@@ -44,7 +44,7 @@ class PodConnection(Life):
         original: the dialled address (outbound), or the service requested by the client (inbound), for the dump.
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
-        facts: what the mesh's policies evaluate (inbound).
+        facts: the input of the mesh's policies (inbound).
         flow: what Calico's policies evaluate (outbound).
         connection: the tunnel connection that carries it.
         inner: a double tunnel's inner connection.
@@ -213,7 +213,7 @@ class PodConnections:
             self.phase = Phase.DRAINING
 
     def send_goaway(self) -> None:
-        """Send GOAWAY on every established tunnel connection, and on the others once they are established."""
+        """Send GOAWAY on every tunnel connection, as soon as it is established."""
         self.carriers.review(Event.DRAIN)
 
     async def left(self, until_s: float) -> int:

@@ -88,7 +88,7 @@ class DenialLog:
 
 
 def deciding_rule(policy: AuthorizationPolicy, facts: ConnectionFacts) -> str:
-    """Name the first rule of a policy that matches a connection, with its position and the clause that decided."""
+    """Name the first rule of a policy that matches a connection, with its position and the deciding clause."""
     condition = policy.condition
     # The compiled condition has one part per rule, unless the policy has a single rule or could not be fully
     # understood.

@@ -121,7 +121,7 @@ def question(
         around: the proxy's state, for looking up names in its mesh.
         inbound: see :class:`Question`.
         captured: whether a proxy is known to have captured the connection. Otherwise it is assumed captured if the
-            control plane says that the source accepts tunnels, or if there is an identity, which only a ztunnel
+            source accepts tunnels according to the control plane, or if there is an identity, which only a ztunnel
             can prove.
         endpoint: ``IP:PORT`` of the application that a connection to the service reached, from access lines. It
             determines the service's port, which those lines lack.
@@ -330,9 +330,7 @@ def _verdict(ways: list[tuple[bool, Answer]]) -> Answer:
 
 
 def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answer:
-    """Explain a connection that no ztunnel captures at the source: plain TCP, to an endpoint that the kernel
-    chooses.
-    """
+    """Explain a connection not captured at the source: plain TCP to an endpoint chosen by the kernel."""
     mesh, port = around.mesh, asked.destination.port
     dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
     at = dialled or mesh.workload_at(source.network, asked.destination.host)
@@ -378,7 +376,7 @@ def _routes(
         asked: the connection.
         source: its workload.
         around: the proxy's mesh.
-        draws: filled with the questions for which an endpoint is drawn.
+        draws: filled with the questions that an endpoint is drawn for.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     yielded: set[tuple[str, ...]] = set()
@@ -454,7 +452,7 @@ class _First:
 
 
 def _first_draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
-    """Yield a first random number for each waypoint of a service, one that selects this waypoint."""
+    """For each waypoint of a service, yield a first random number that selects this waypoint."""
     service = mesh.service_at(source.network, asked.destination.host, source.namespace)
     start = 0
     for waypoint in service.weighted_waypoints if service is not None else ():

@@ -13,7 +13,7 @@ _NONE: frozenset[WorkloadUid] = frozenset()
 
 
 class _Both(Collection[WorkloadUid]):
-    """A view of the union of two collections, without copying them."""
+    """A view of two collections as one, without copying them."""
 
     __slots__ = ("_first", "_second")
 

@@ -326,9 +326,8 @@ class Inbound:
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else gave_up()
-            # A policy that arrived while the application was dialled denies it: answer 401, so that the client
-            # does not try another endpoint. In all other cases the unanswered stream is reset, and the client may
-            # try another.
+            # A policy that arrived during the dial denies the request: answer 401, to keep the client from trying
+            # another endpoint. In all other cases the unanswered stream is reset, and the client may try another.
             if entry.reason == POLICY_CHANGE and not request.answered:
                 request.refuse(401)
             raise
@@ -521,8 +520,8 @@ class Inbound:
         return verdict
 
     def close(self) -> None:
-        """End accepted connections whose handshake has not begun. Idempotent. All others are ended through the
-        pod's connection groups.
+        """End accepted connections whose handshake has not begun. Idempotent. All other connections end through
+        the pod's connection groups.
         """
         self._limiter.close()
 

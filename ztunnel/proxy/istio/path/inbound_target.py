@@ -125,7 +125,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Otherwise any client could choose the service for which its connections are counted and judged.
+        # Otherwise any client could choose the service that its connections are counted and judged for.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
@@ -172,7 +172,7 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """Return the service to which a connection is attributed: the requested one, or else a service with the
+    """Return the service that a connection is attributed to: the requested one, or else a service with the
     dialled port.
 
     Args:

@@ -17,7 +17,7 @@ _WAIT_S: Final = 5.0
 
 
 def _nothing() -> None:
-    """Do nothing; used as the function that stops watching while nothing is watched."""
+    """No-op: the function that stops watching, until a workload is watched."""
 
 
 class LocalWorkload:

@@ -30,7 +30,7 @@ class TunnelRequest(NamedTuple):
 
 
 class NodeLocalRequest(NamedTuple):
-    """What the outbound half sends to open a node-local tunnel.
+    """The outbound half's request to open a node-local tunnel.
 
     Attributes:
         outer: the outbound half's connection-table entry. Both halves count the same bytes, and each keeps the

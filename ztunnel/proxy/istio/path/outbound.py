@@ -1,7 +1,7 @@
-"""START HERE for connections from pods: what happens to a captured connection, from accept to end.
+"""START HERE for connections from pods: the path of a captured connection, from accept to end.
 
 :meth:`Outbound.serve` reads top to bottom: the dialling pod, the route, the tunnel or the plain connection, the
-bytes. If an endpoint fails before answering, another one is tried, up to a few attempts and a time limit
+bytes. If an endpoint fails before answering, another endpoint is tried, up to a few attempts and a time limit
 (:mod:`ztunnel.proxy.dataplane.attempts`). Meanwhile the application's first bytes stay in the kernel, even if a
 copy is sent along with the CONNECT, so that none is lost. After an endpoint has possibly received them, no other
 endpoint is tried, so that none is delivered twice.
@@ -91,7 +91,7 @@ class OutboundUpstream(Upstream[Life]):
 
 
 class Beginning(NamedTuple):
-    """What was already decided or tried for a connection before its coroutine starts.
+    """The decisions and attempts already made for a connection before its coroutine starts.
 
     Attributes:
         route: the route of the first attempt.

@@ -90,7 +90,7 @@ class PlannedConnection(PodConnection):
         self._aborted = False
 
     def begin(self, place: ConnectionId) -> None:
-        """Send the CONNECT on the tunnel connection where a stream was reserved for it."""
+        """Send the CONNECT on the reserved stream of the tunnel connection."""
         self._pod.node.count_sockets("source", +1)
         try:
             self._request(place)

@@ -213,9 +213,8 @@ class PlannedRequest(PodConnection):
         self.carried_by(running)
 
     def _give_up(self) -> None:
-        # A policy that arrived while the application was dialled denies it: answer 401, so that the client does
-        # not try another endpoint. In all other cases the unanswered stream is reset, and the client may try
-        # another.
+        # A policy that arrived during the dial denies the request: answer 401, to keep the client from trying
+        # another endpoint. In all other cases the unanswered stream is reset, and the client may try another.
         if self.reason == POLICY_CHANGE and not self._request.answered:
             self._request.refuse(401)
         self._end(of_reason(self.reason) if self.reason else gave_up())

@@ -132,10 +132,10 @@ class PodProxy:
         return len(self._connections)
 
     def send_goaway(self) -> int:
-        """Send GOAWAY, so that peers move to other endpoints, and keep serving peers that have no other.
+        """Send GOAWAY, so that peers move to other endpoints, and keep serving peers without other endpoints.
         Idempotent.
 
-        Called for a terminating pod, which peers may still use until the control plane has removed its endpoints
+        Called for a terminating pod, which peers can use until the control plane has removed its endpoints
         everywhere.
 
         Returns:
@@ -169,7 +169,7 @@ class PodProxy:
     async def stop(self) -> None:
         """End all connections at once. Idempotent.
 
-        First, other pods are kept from opening further node-local tunnels, because nothing would end those.
+        First, other pods are kept from opening further node-local tunnels, because no later step would end those.
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PodContext:
-    """One pod's shared objects, used by everything that carries its connections. The pod's proxy owns them.
+    """One pod's shared objects, used by all code that carries its connections. The pod's proxy owns them.
 
     Attributes:
         node: the shared state of the node's pods.

@@ -197,7 +197,7 @@ def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Work
     """Return the client's workload, or ``None`` if the control plane does not describe it.
 
     A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload at
-    its own address is that workload, whatever it forwards.
+    its own address is that workload, regardless of what it forwards.
 
     Args:
         peer: the other end of the tunnel connection.

@@ -220,7 +220,7 @@ def route_for(
             raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, found.workload)
         return search.through_gateway(found, found.service)
 
-    # Traffic to a service uses the service's waypoint only; a workload's waypoint serves clients that dial the
+    # Traffic to a service uses the service's waypoint only. A workload's waypoint serves clients that dial the
     # workload itself. Row 7.
     gateway = found.workload.waypoint
     if found.service is None and gateway is not None and not search.is_client(gateway):

@@ -48,7 +48,7 @@ def _client(source: SocketAddress, headers: Headers) -> SocketAddress:
     """Return the client's address, with the port of its own connection if its proxy has sent it.
 
     The tunnel connection comes from the client's address, but from a port of its proxy. Only the port is taken
-    from the header field; the address is the one that the kernel reports.
+    from the header field; the kernel reports the address.
     """
     for part in (first(headers, b"forwarded") or b"").decode("latin-1").split(";"):
         name, _, value = part.strip().partition("=")

@@ -11,7 +11,7 @@ import os
 from typing import Final, Self
 
 _ENTRY_BYTES: Final = 8
-#: The count stored for a worker that is not running, so high that it is never the smallest.
+#: The count stored for a worker that is not running. Too high to be the smallest.
 _ABSENT: Final = 2**62
 
 

@@ -540,7 +540,7 @@ class Workers:
         return sorted(line for lines in found for line in lines)
 
     async def connections(self) -> dict[RunningPod, Connections]:
-        """Return the open connections by pod, without those of workers that do not answer in time."""
+        """Return the open connections by pod, except for workers that do not answer in time."""
         found: dict[int, Connections] = {number: {"inbound": [], "outbound": []} for number in self._pods}
         pods = dict(self._pods)
 

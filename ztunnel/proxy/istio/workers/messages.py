@@ -248,14 +248,14 @@ RequestToWorker = (
 
 
 class GetCertificate(Struct, frozen=True, tag=True):
-    """Request a certificate. The answer has no value: :class:`CertificateIssued` is sent before it."""
+    """Request a certificate. The answer has no value: :class:`CertificateIssued` is sent first."""
 
     identity: SpiffeId
 
 
 class FetchResource(Struct, frozen=True, tag=True):
-    """Request a resource from the control plane (on demand). The answer tells whether it arrived in time; the
-    changes are sent before.
+    """Request a resource from the control plane (on demand). The answer is whether it arrived in time; the changes
+    are sent first.
     """
 
     key: str
@@ -373,10 +373,10 @@ class FrameDecoder:
         self._buffer += data
 
     def __iter__(self) -> Iterator[tuple[Message, int]]:
-        """Remove and yield the complete messages, each with the number of descriptors sent with it.
+        """Remove and yield the complete messages, each with its number of descriptors.
 
         Raises:
-            ProtocolViolation: the bytes are invalid; nothing more can be read.
+            ProtocolViolation: the bytes are invalid, and no more messages can be read.
         """
         while len(self._buffer) >= _HEADER.size:
             length, descriptors = _HEADER.unpack_from(self._buffer)

@@ -104,7 +104,7 @@ class _MainDns:
         return str(address) if address is not None else None
 
     async def close(self) -> None:
-        """Do nothing: the main process stops the DNS proxy."""
+        """No-op: the main process stops the DNS proxy."""
 
 
 @dataclass(slots=True)
@@ -274,8 +274,8 @@ class _Carrier:
             await self.stop_pod(number)
 
     def meet_successor(self) -> None:
-        """If connections can move between processes, take over those of the predecessor's worker, then wait for
-        the successor's. Idempotent.
+        """If connections can move between processes, take over the connections of the predecessor's worker, then
+        wait for the successor's. Idempotent.
         """
         if self._handover is not None and not self._met:
             self._met = True
