@@ -50,7 +50,7 @@ nightly: $(STAMP) ## what a commit has no time for: every test with all examples
 	$(MAKE) keepalive
 
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
-	$(PY) -m deploy.life_table
+	$(PY) -m deploy.life_page
 	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life_table.py
 
 addons: $(STAMP) ## the five addons of examples/addons in the demo's mesh, each with a connection that shows it; make demo MODE=addons

@@ -89,7 +89,7 @@ class NodePolicies:
                 await self._server.close(path)
         for path, node in wanted.items():
             if path not in self._server.paths:
-                # As private as the socket of xDS: this user's proxies, and root's.
+                # Like the xDS socket: only proxies of this user or of root can connect.
                 await self._server.open(path, partial(_on_node, node), streams=NODE_STREAMS, mode=0o600)
 
 

@@ -85,7 +85,7 @@ class KubeRegistrar:
         )
 
     async def _account(self, caller: Caller) -> Account | None:
-        """Return the owner of a caller's token; ``None``: it shows none, or one of a node.
+        """Return the service account of a caller's token. None if there is no token, or a node's.
 
         Raises:
             NotAdmitted: the token is refused, or the API server does not answer.

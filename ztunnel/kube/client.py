@@ -124,7 +124,7 @@ async def connect(
     except OSError as error:
         raise BadKubeconfig(place, f"{error.filename or 'a file it names'}: {error.strerror or error}") from error
     except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
-        # lightkube indexes what it has parsed: a missing entry is a KeyError with the entry's name.
+        # lightkube does not validate a kubeconfig: a missing entry becomes a KeyError with the entry's name.
         named = f" ({error})" if isinstance(error, KeyError) else ""
         raise BadKubeconfig(place, f"a cluster, user or context is missing or misshapen{named}") from error
     async with http:

@@ -105,7 +105,7 @@ class Redaction:
         return _WORD.sub(lambda found: self.name(found[0]), text)
 
     def value(self, value: Any) -> Any:
-        """Return a value of JSON with other names and addresses, and without certificates, which have names."""
+        """Return a JSON value with replaced names and addresses, and without certificates, which contain names."""
         if isinstance(value, Mapping):
             return {
                 (self.text(key) if "/" in key else self.name(key)): REMOVED

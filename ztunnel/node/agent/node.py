@@ -400,7 +400,7 @@ class NodeAgent:
                 await self._leave(pod, wait_s)
 
     async def _leave(self, pod: _Pod, grace_s: float) -> None:
-        """Release a pod, unless it is requested again while it drains. Then it is pending."""
+        """Drain and release a pod. If it is requested again while it drains, it becomes pending instead."""
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
         pod.recalled = False

@@ -62,8 +62,8 @@ class Flaw:
     """A part of an object that is not enforced as written.
 
     Attributes:
-        fault: its description, starting with its place.
-        consequence: the behaviour in its place.
+        fault: what is wrong, starting with the path of the field.
+        consequence: what is done instead.
     """
 
     fault: str

@@ -1,4 +1,4 @@
-"""An open connection to an upstream host: the end for the relay, and the resources to release afterwards."""
+"""An open connection to an upstream host: the endpoint of the relay, and the resources to release at its close."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar

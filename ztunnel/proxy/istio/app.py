@@ -52,6 +52,7 @@ from ztunnel.proxy.istio.path.node import (
 )
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
+from ztunnel.proxy.istio.readiness import Readiness
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName, ProxyMode
 from ztunnel.proxy.istio.xds.control import ControlPlane
 from ztunnel.proxy.istio.xds.mesh_dump import Ineffective
@@ -80,45 +81,8 @@ log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS = "workers"
-DESCRIPTORS = "descriptors"
 #: How often to check whether this process carries all its pods, in seconds.
 _READY_S = 0.02
-
-
-class Readiness:
-    """The set of tasks that must be complete before the proxy reports itself ready.
-
-    Args:
-        pending: the tasks at the start.
-        short: whether pods wait for descriptors before they accept, which the proxy reports, too.
-    """
-
-    def __init__(self, pending: set[str], short: Callable[[], bool] = lambda: False) -> None:
-        self._pending = pending
-        self._short = short
-        self._since_s = asyncio.get_running_loop().time()
-
-    @property
-    def pending(self) -> set[str]:
-        """The tasks that the proxy waits for. Empty when it is ready."""
-        return self._pending | {DESCRIPTORS} if self._short() else self._pending
-
-    def done(self, task: str) -> None:
-        """Mark a task as complete; idempotent."""
-        if task in self._pending:
-            self._pending.discard(task)
-            took_s = asyncio.get_running_loop().time() - self._since_s
-            if self._pending:
-                log.info("Task '%s' complete (%.3fs), still awaiting %d tasks", task, took_s, len(self._pending))
-            else:
-                log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
-
-    def set(self, task: str, ready: bool) -> None:
-        """Mark a task as complete or as pending, if it can become pending again. Idempotent."""
-        if ready:
-            self.done(task)
-        else:
-            self._pending.add(task)
 
 
 class IstioProxy:

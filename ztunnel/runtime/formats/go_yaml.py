@@ -492,7 +492,7 @@ def _is_merge(event: Any) -> bool:
 
 
 def _tagged(tag: str, text: str, event: Any) -> object:
-    """Return the value of a scalar with one of YAML's own tags; Go does not know some, and takes the text then."""
+    """Return the value of a scalar with a standard tag. A tag unknown to Go's parser leaves the text as it is."""
     if tag == "binary":
         try:
             return base64.b64decode(text.replace("\n", ""), validate=True).decode()

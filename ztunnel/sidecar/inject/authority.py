@@ -105,7 +105,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
 
 
 def service_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Return the names of a service that an API server can check. It checks the third."""
+    """Return the DNS names of a service for its certificate. An API server verifies the first."""
     short = f"{service}.{namespace}"
     return f"{short}.svc", service, short, f"{short}.svc.cluster.local"
 

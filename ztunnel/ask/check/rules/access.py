@@ -197,7 +197,7 @@ def _webhook(facts: Facts, about: str, hook: Mapping[str, Any]) -> Iterator[Find
 CHECKS: Final = (
     Check(
         id="ACC1", before=True, asks="kubectl and the API server answer", judge=api_server,
-        remedy="Check the context; the role lacks what the message names.",
+        remedy="Check kubectl's context. For 401 or 403, give the role the permission that the message names.",
     ),
     Check(
         id="ACC2", before=True, asks="the caller may read what checks need", judge=permissions,

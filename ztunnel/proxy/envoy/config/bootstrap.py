@@ -219,7 +219,8 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 
 #: A context manager that puts steps of a path before a fault, and keeps it or lets it through.
 _Noting = Callable[..., AbstractContextManager[None]]
-#: Fields that are obeyed (in this module or by the servers of static resources) or have no effect here.
+#: The accepted fields of a bootstrap: they are implemented (here or where static resources are served), or have no
+#: effect here.
 _BOOTSTRAP = (
     "node",
     "static_resources",

@@ -60,7 +60,7 @@ class Enforcer:
         policies.watch(partial(connections.review_all, Event.POLICIES))
 
     async def admit_application(self, hop: LiveHop, address: SocketAddress) -> None:
-        """Judge the application of a tunnel that ends here; see :meth:`_admit`."""
+        """Check whether policies allow a terminated tunnel to reach the application; see :meth:`_admit`."""
         own = hop.info.tls.local_uri_sans if hop.info.tls is not None else ()
         await self._admit(hop, _at_its_end(hop.info, address, own))
 

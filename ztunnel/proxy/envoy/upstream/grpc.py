@@ -52,14 +52,14 @@ def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | Non
 
 
 class GrpcClusters:
-    """Channels to clusters by name.
+    """Opens gRPC channels to clusters, chosen by name.
 
     Args:
         targets: see :class:`~ztunnel.proxy.envoy.config.bootstrap.BootstrapConfig`.
-        surroundings: reads files.
+        surroundings: the files and variables that the configuration refers to.
         stats: counts renewed TLS contexts, per cluster.
-        secrets: the source of certificates and roots that are not inline. Used when the first channel is opened,
-            because it can be fed by another of these clusters.
+        secrets: returns the source of certificates and roots that are not inline. It is called when the first
+            channel is opened, because the secrets can come from another of these clusters.
     """
 
     def __init__(

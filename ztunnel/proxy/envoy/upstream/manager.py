@@ -167,8 +167,8 @@ class ClusterManager:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.added_via_api and current.body == body:
-            # A state-of-the-world response repeats every cluster when one changes. Of equal bodies the new one is
-            # kept: a body keeps the whole response in memory which it came in.
+            # A state-of-the-world response repeats every cluster when one changes. The new body is kept
+            # although it is equal: a body keeps the whole response that it came in in memory.
             current.body, current.version = body, version
             return None
         model = self._compile(body)

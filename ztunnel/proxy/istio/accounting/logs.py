@@ -37,6 +37,7 @@ _TARGETS = (
     ("ztunnel.proxy.istio.path.early_denials", "ztunnel::proxy::inbound"),
     ("ztunnel.proxy.istio.xds.mesh_feed", "ztunnel::xds"),
     ("ztunnel.proxy.istio.app", "ztunnel::app"),
+    ("ztunnel.proxy.istio.readiness", "ztunnel::readiness"),
     ("ztunnel.proxy.istio.zds", "ztunnel::inpod"),
     ("ztunnel.proxy.istio.dns", "ztunnel::dns"),
     ("ztunnel.proxy.istio.certificates", "ztunnel::identity"),

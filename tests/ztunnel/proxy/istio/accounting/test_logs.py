@@ -109,6 +109,7 @@ def test_invalid_log_filter_is_refused(text: str) -> None:
         ("ztunnel.proxy.istio.path.early_denials", "ztunnel::proxy::inbound"),
         ("ztunnel.proxy.istio.dns.pod_dns", "ztunnel::dns::pod_dns"),
         ("ztunnel.proxy.istio.app", "ztunnel::app"),
+        ("ztunnel.proxy.istio.readiness", "ztunnel::readiness"),
         ("ztunnel.proxy.istio.zds.manager", "ztunnel::inpod::manager"),
         ("xds.aio.client", "ztunnel::xds::aio::client"),
         ("xdsl", "xdsl"),

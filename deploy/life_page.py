@@ -1,4 +1,4 @@
-"""Writes the table of ``docs/life.md`` from the module that front ends obey: ``python -m deploy.life_table``."""
+"""Writes the table of ``docs/life.md`` from the module that front ends obey: ``python -m deploy.life_page``."""
 
 from pathlib import Path
 
