@@ -76,7 +76,7 @@ def measure_start(place: Place) -> None:
             f"  table: {len(built.table.chains)} chains, {len(built.table.sets)} sets, {elements:,} elements; "
             f"memory {peak_mib() - before:.0f} MiB above {before:.0f} MiB"
         )
-        #         As in a long-running process: exclude these objects from later garbage collections.
+        # As in a long-running process: exclude these objects from later garbage collections.
         gc.collect()
         gc.freeze()
 

@@ -106,7 +106,7 @@ class ScaleMesh:
         """Return the node's current resources."""
         return Snapshot(dict(self.resources))
 
-    #     Methods that change one resource each
+    # Methods that change one resource each
 
     def change_endpoint(self, step: int) -> str:
         """Change the address of the last endpoint of a service; return the type that changed."""

@@ -105,7 +105,7 @@ class KubeDemo(InPodDemo):
         self.wait("the application", lambda: self.listens(self.lab.pod("reviews-v1")))
         threading.Thread(target=self._be_istiod, name="istiod", daemon=True).start()
 
-    #     The parts of the demo
+    # The parts of the demo
 
     def _start_agent(self, node: str) -> None:
         options = [f"--kubeconfig={self.api.kubeconfig()}", f"--node={node}", f"--proc={self._proc(node).folder}"]

@@ -401,7 +401,9 @@ def test_a_control_plane_of_another_name_is_not_believed(tmp_path: Path) -> None
 
             await eventually(
                 lambda: any(
-                    "is for istiod.elsewhere, not for 127.0.0.1" in line["message"] for line in proxy.log()
+                    # In the first line the error is part of the message, in later ones a field.
+                    "is for istiod.elsewhere, not for 127.0.0.1" in f"{line['message']} {line.get('error')}"
+                    for line in proxy.log()
                 ),
                 "the name is missed",
             )

@@ -355,7 +355,7 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            #             After one fault is fixed, the next one must be logged.
+            # After one fault is fixed, the next one must be logged.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 

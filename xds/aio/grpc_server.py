@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 OPTIONS: Final = (
     ("grpc.max_concurrent_streams", 1000),
-    #     By default gRPC lets two servers share a port, which would split the clients between them.
+    # By default gRPC lets two servers share a port, which would split the clients between them.
     ("grpc.so_reuseport", 0),
     # Clients send a PING at most every 10 s (ours every 30 s), with or without open calls. The default treats
     # intervals below 5 minutes as an attack and answers with GOAWAY too_many_pings.

@@ -175,7 +175,7 @@ class ClientConnection:
             call_id = self._h2.get_next_available_stream_id()
             self._h2.send_headers(call_id, fields)
         except ProtocolError as error:
-            #             All 2^31 stream ids are used up (RFC 9113, 5.1.1), or HTTP/2 cannot carry the fields.
+            # All 2^31 stream ids are used up (RFC 9113, 5.1.1), or HTTP/2 cannot carry the fields.
             self._drain(f"no more calls on this connection: {error}")
             raise RpcFailed(Status.UNAVAILABLE, self.reason) from error
         self._calls[call_id] = _Call(MessageReader(message_limit_bytes))
@@ -361,7 +361,7 @@ class ClientConnection:
         self._drain(self._goodbye)
         events.append(CallsPossible())
         for call_id in [each for each in self._calls if each > goaway.last_stream_id]:
-            #             The server has not processed these calls, and will not (RFC 9113, 6.8).
+            # The server has not processed these calls, and will not (RFC 9113, 6.8).
             self._fail(call_id, failure_of_reset(ErrorCodes.REFUSED_STREAM), ErrorCodes.CANCEL, events)
 
     def _drain(self, reason: str) -> None:

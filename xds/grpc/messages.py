@@ -63,7 +63,7 @@ class MessageReader:
             if self._begun is not None:
                 self._begun.write(part)
             elif self._missing:
-                #                 BytesIO returns its value without a copy; joining 78 MB blocked the loop for 50
+                # BytesIO returns its value without a copy; joining 78 MB blocked the loop for 50
                 # ms.
                 self._begun = BytesIO()
                 self._begun.write(part)

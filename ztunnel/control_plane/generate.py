@@ -61,7 +61,7 @@ class NodeConfig:
     access_log: str = "/dev/stdout"
     log_json: bool = False
 
-    #     Parts of the mesh that concern the node
+    # Parts of the mesh that concern the node
 
     @cached_property
     def local(self) -> list[Pod]:

@@ -260,7 +260,7 @@ class Informer:
             self._pending[key] = None
             self._news.set()
         else:
-            #             The reader never received this object. Without this, objects that come and go would
+            # The reader never received this object. Without this, objects that come and go would
             # collect before a slow reader.
             self._pending.pop(key, None)
 

@@ -172,7 +172,7 @@ class ListeningSocket:
             try:
                 self._accepted(client, peer[:2])
             except Exception:
-                #                 The poller has already reported the connections queued behind this one. Without
+                # The poller has already reported the connections queued behind this one. Without
                 # this call they would wait for the next client.
                 log.exception("a connection accepted on %s was not taken", self.address)
                 client.close()

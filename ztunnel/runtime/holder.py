@@ -223,7 +223,7 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
-    #     The proxy's limit on listening sockets.
+    # The proxy's limit on listening sockets.
     _, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_most, _most))
     sys.exit(Holder(sys.argv[1:]).run())

@@ -128,7 +128,7 @@ def _comparison(message: config.StatusCodeFilter | config.DurationFilter) -> tup
         raise constraint(message, "comparison", "value is required")
     comparison = message.comparison
     with at("comparison"):
-        #         There is no runtime configuration, so the key always has its default value.
+        # There is no runtime configuration, so the key always has its default value.
         if comparison.HasField("value"):
             with at("value"):
                 required(comparison.value, "runtime_key")

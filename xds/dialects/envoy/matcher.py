@@ -45,7 +45,7 @@ def compile_matcher(message: proto.Matcher, parts: Parts) -> model.Matcher:
 def _on_match(message: proto.Matcher.OnMatch, parts: Parts) -> model.OnMatch:
     kind = message.WhichOneof("on_match")
     if kind == "matcher":
-        #         The levels above contain the whole tree, so their bytes are long and differ after each change.
+        # The levels above contain the whole tree, so their bytes are long and differ after each change.
         if len(message.matcher.matcher_tree.exact_match_map.map) > _FEW:
             with at("matcher"):
                 return model.OnMatch(compile_matcher(message.matcher, parts), message.keep_matching)

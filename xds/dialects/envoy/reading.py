@@ -156,7 +156,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
             found.faults.append(error)
         return None, found.faults
     except Exception:
-        #         After a fault, the values of the compiler are incomplete.
+        # After a fault, the values of the compiler are incomplete.
         if not found.faults:
             raise
         return None, found.faults

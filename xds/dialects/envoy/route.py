@@ -58,7 +58,7 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
 
 
 def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> model.VirtualHost:
-    #     A tunnel's request ends here, so the header with the attempt's number would have no reader.
+    # A tunnel's request ends here, so the header with the attempt's number would have no reader.
     only(message, "name", "domains", "routes", "include_request_attempt_count", "metadata")
     required(message, "name")
     if not message.domains:
@@ -76,7 +76,7 @@ def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> mod
 
 
 def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
-    #     The decorator names the spans of traces, which this proxy does not create.
+    # The decorator names the spans of traces, which this proxy does not create.
     only(message, "match", "route", "direct_response", "metadata", "decorator", "name")
     with at("match"):
         path = _path(message.match)

@@ -171,7 +171,7 @@ def compile_service(message: wds.Service) -> Service:
     vips: list[NetworkAddress] = []
     blocks: list[CidrAddress] = []
     for address in message.addresses:
-        #         A prefix of full length means the same as no prefix length.
+        # A prefix of full length means the same as no prefix length.
         if address.HasField("length") and address.length != len(address.address) * 8:
             blocks.append(CidrAddress(intern(address.network), network_of(address.address, address.length)))
         else:

@@ -69,7 +69,7 @@ def run_command(args: argparse.Namespace) -> int:
             for check in checks
         ]
         return emit(Answer(kind=CHECK_RESULT, items=results), args.output)
-    #     By default all nodes are checked.
+    # By default all nodes are checked.
     chose_one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.no_cluster
     args.all_nodes = args.all_nodes or not (chose_one or args.file is not None)
     while True:

@@ -17,7 +17,7 @@ from ztunnel.runtime.formats.entries import names_of
 _NAMES_S: Final = 1.0
 
 SCRIPTS: Final[Mapping[str, str]] = {
-    #     Split the line again: the shell's own words end at colons, which occur in addresses and services.
+    # Split the line again: the shell's own words end at colons, which occur in addresses and services.
     "bash": r"""_ztunnel() {
     local line=${COMP_LINE:0:COMP_POINT} words last
     read -ra words <<< "$line"

@@ -220,7 +220,7 @@ class _Reader:
             except ConfigError as error:
                 self._unread("cluster", value, error)
                 continue
-            #             The dump's endpoints come first: they include the addresses that DNS returned.
+            # The dump's endpoints come first: they include the addresses that DNS returned.
             assignment = assignments.get(model.eds_name) or assignments.get(model.name) or model.assignment
             if assignment is not None and model.discovery is not Discovery.ORIGINAL_DST:
                 cluster.preset(assignment)

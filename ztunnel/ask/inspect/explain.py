@@ -63,7 +63,7 @@ def add_arguments(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer the question, and return the exit status."""
     words = [each for each in (args.source, args.destination) if each is not None]
-    #     Values that are not given by flags come from the positional arguments, in order.
+    # Values that are not given by flags come from the positional arguments, in order.
     args.source = args.given_source or (words.pop(0) if words else None)
     args.destination = args.given_destination or (words.pop(0) if words else None)
     ways = tuple(each is not None for each in (args.source, args.connection, args.log_line, args.flow))
@@ -203,7 +203,7 @@ class _Answers:
 
         name = self._file or self._address
         try:
-            #             Imported here, because either dialect is slow to import and only answers without a proxy
+            # Imported here, because either dialect is slow to import and only answers without a proxy
             # need it.
             if is_envoy_dump(dump):
                 from ztunnel.ask.inspect.saved_envoy import SavedEnvoy

@@ -102,7 +102,7 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
         for (reporter, key, name), value in node.after.items():
             counted = by_reporter[reporter, key]
             before = node.before.get((reporter, key, name), 0.0)
-            #             A counter that went down belongs to a new process, all of whose connections are new.
+            # A counter that went down belongs to a new process, all of whose connections are new.
             change = value - before if value >= before else value
             if name == _OPENED:
                 counted.opened += change
@@ -125,7 +125,7 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
         ]
         best = max(ways, key=lambda way: (way.opened, way.open_now), default=Counted())
         recorded = [drops[reporter, key] for reporter in ("source", "destination") if (reporter, key) in drops]
-        #         The destination reports denials; the source reports the times of connections, if it has a proxy.
+        # The destination reports denials; the source reports the times of connections, if it has a proxy.
         best.denied = max((each.denied for each in recorded), default=0)
         best.connects = next((each.connects for each in recorded if each.connects), [])
         if best.opened or best.open_now > 0 or best.denied or best.failed:

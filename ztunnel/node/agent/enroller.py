@@ -420,7 +420,7 @@ class Enroller:
                     return
                 written = await self._annotate(pod, value)
                 if entry.pod is pod:
-                    #                     Do not wait for the watch. A deleted pod needs no annotation.
+                    # Do not wait for the watch. A deleted pod needs no annotation.
                     annotations = {
                         key: text for key, text in pod.annotations.items() if key != enrolment.REDIRECTION
                     }

@@ -156,7 +156,7 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
         with until_signal():
-            #             Take the lock before the socket and the metrics port, which another controller of this
+            # Take the lock before the socket and the metrics port, which another controller of this
             # node would hold.
             await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
             proxies = await _proxies(args.policy_sync, stack)

@@ -441,7 +441,7 @@ def _made(set_id: str, kind: c.IpSetType, members: frozenset[str], before: _IpSe
     except MalformedMember as error:
         return _IpSet(members, {}, (), f"IP set {set_id} has a member that cannot be read: {error}")
     if before is not None:
-        #         A set with unchanged members remains the same object, which saves comparing it.
+        # A set with unchanged members remains the same object, which saves comparing it.
         sets = {
             family: before.sets[family] if before.sets.get(family) == new else new for family, new in sets.items()
         }

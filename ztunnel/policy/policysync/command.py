@@ -237,7 +237,7 @@ def serve_command(args: argparse.Namespace) -> int:
         if not policies.complete:
             # An unreadable document can be a policy that closes a pod.
             return failed("policy serve", "there are documents that have never been readable")
-    #     Imported here, because a server of files needs no API client.
+    # Imported here, because a server of files needs no API client.
     known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
     if args.kube:
         from ztunnel.kube.errors import KubeError

@@ -103,6 +103,6 @@ SERVED: Final = (
     _calico("Profile", "profiles"),
     _calico("NetworkSet", "networksets", namespaced=True),
     _calico("GlobalNetworkSet", "globalnetworksets"),
-    #     The roles of earlier releases do not permit it.
+    # The roles of earlier releases do not permit it.
     _calico("HostEndpoint", "hostendpoints", dispensable=True),
 )

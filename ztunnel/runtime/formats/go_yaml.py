@@ -595,7 +595,7 @@ def _whole(dumper: Any, value: int) -> Any:
 
 
 def _plain_number(dumper: Any, text: str) -> Any:
-    #     Use the tag a reader would infer from this text; the dumper then omits it from the output.
+    # Use the tag a reader would infer from this text; the dumper then omits it from the output.
     return dumper.represent_scalar(_TAG + ("int" if isinstance(resolve(text), int) else "float"), text)
 
 

@@ -362,7 +362,7 @@ class _Connection:
         return _page_request(head, body, local=self._is_local(), process=self._process())
 
     def _is_local(self) -> bool:
-        #         Check both ends: a sidecar proxy forwards external connections from a loopback address.
+        # Check both ends: a sidecar proxy forwards external connections from a loopback address.
         names = [self._writer.get_extra_info(end) for end in ("peername", "sockname")]
         return all(isinstance(name, tuple) and is_loopback(canonical(str(name[0]))) for name in names)
 

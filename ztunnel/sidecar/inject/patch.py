@@ -49,7 +49,7 @@ def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Oper
         for at, (was, becomes) in enumerate(zip(old, new, strict=True), head):
             yield from _diff(was, becomes, path + pointer(at))
         return
-    #     Remove from the end, so that the indexes of later removals stay valid.
+    # Remove from the end, so that the indexes of later removals stay valid.
     for at in reversed(range(head, head + len(old))):
         yield {"op": "remove", "path": path + pointer(at)}
     for at, value in enumerate(new, head):
