@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
 from tproxy.inpod import Probed
-from ztunnel.node.agent.description import PodDescription, PodFaults, parse_pods
+from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.errors import AgentError, EnrolFailed, TwoAgents
 from ztunnel.node.agent.namespaces import (
     addresses,
@@ -39,13 +39,13 @@ from ztunnel.node.agent.namespaces import (
     take_over_rules,
 )
 from ztunnel.node.agent.phase import Phase
+from ztunnel.node.agent.pods_file import PodsFile
 from ztunnel.node.agent.record import Enrolled, read_record, write_record
 from ztunnel.node.agent.server import Announced, ZdsServer
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.backoff import Backoff
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
-from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -551,7 +551,7 @@ class NodeAgent:
             PodFaults, OSError: the file is not usable now. Faults of later edits are only logged, and the last
                 good state stays current.
         """
-        file = _File(path)
+        file = PodsFile(path)
         pods = file.read()
         await self._release_strangers({pod.uid: pod for pod in pods})
         self.want(pods)
@@ -652,41 +652,6 @@ class NodeAgent:
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
                 except (TproxyError, OSError) as error:
                     log.error("pod's rules not repaired uid=%s error=%s", uid, plain_reason(error))
-
-
-class _File:
-    """The description file, read once and then polled for edits."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._text = ""
-
-    def read(self) -> tuple[PodDescription, ...]:
-        """Read and parse the file.
-
-        Raises:
-            PodFaults, OSError: it is not usable.
-        """
-        self._text = read_text(self._path)
-        return parse_pods(self._text)
-
-    def edited(self) -> tuple[PodDescription, ...] | None:
-        """Return the file's pods if it changed and is usable, else None; its faults are logged once per edit."""
-        before = self._text
-        try:
-            pods = self.read()
-        except PodFaults as error:
-            if self._text != before:
-                for fault in error.faults:
-                    log.error("%s: %s", self._path, fault)
-                log.error("%s: %d faults; the last good state stays active", self._path, len(error.faults))
-            return None
-        except OSError as error:
-            if self._text:
-                log.error("%s: %s; the last good state stays active", self._path, error.strerror)
-                self._text = ""
-            return None
-        return None if self._text == before else pods
 
 
 def _is_still(description: PodDescription, netns: Netns) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ztunnel.cli import main
-from ztunnel.node.agent.node import _File
+from ztunnel.node.agent.pods_file import PodsFile
 
 
 def test_check_counts_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_an_edit_that_is_no_text_leaves_the_last_good_state(
 ) -> None:
     path = tmp_path / "pods.yaml"
     path.write_text("pods: {a: {netns: x}}")
-    file = _File(path)
+    file = PodsFile(path)
     assert len(file.read()) == 1
     path.write_bytes(b"\xff\xfe")
     assert file.edited() is None

@@ -1,4 +1,4 @@
-"""Evaluation: fast, explained and literal, held to one answer; and the rows of Calico's own scenarios."""
+"""Evaluation: the order of tiers, policies and rules, clauses without a value, HTTP, connections, kept answers."""
 
 import gc
 from dataclasses import replace
@@ -6,253 +6,36 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.generated import examples
-from tests.ztunnel.policy.calico.literal import UNREADABLE, Literal
+from tests.ztunnel.policy.calico.evaluator_case import (
+    ALLOW,
+    DENY,
+    FLOW,
+    LOG,
+    NET_SET,
+    ONE,
+    PASS,
+    POD,
+    PORT_SET,
+    STAGED,
+    TWO,
+    WEB,
+    destination,
+    evaluator,
+    flow,
+    identities,
+    policy,
+    source,
+    tier,
+    with_rule,
+)
+from tests.ztunnel.policy.calico.literal import UNREADABLE
 from xds.model import calico as c
 from ztunnel.policy.calico import evaluator as module
 from ztunnel.policy.calico.evaluator import Evaluator
 from ztunnel.policy.calico.store import Store
-from ztunnel.policy.calico.verdict import PROFILE_TIER, Code, Identity, RuleRef, Verdict, identity_of
+from ztunnel.policy.calico.verdict import PROFILE_TIER, Code, RuleRef, Verdict
 from ztunnel.policy.calico.walk import Outcome, walk
-
-POD = c.EndpointId("k8s", "shop/web-0", "eth0")
-ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.1.0.1", "fd00::1", None)
-SETS = ("s:a", "s:b", "n:http", "s:never")
-PRINCIPALS = ("", "spiffe://cluster.local/ns/shop/sa/web", "spiffe://cluster.local/ns/prod/sa/db")
-PATHS = (None, "", "/", "/public", "/public/..%2fadmin", "/admin", "/%XY", "relative")
-NETS = (ip_network("10.0.0.0/24"), ip_network("10.0.0.1/32"), ip_network("fd00::/8"), None)
-SELECTORS = ("", "role == 'web'", "!has(role)", "broken ==")
-
-
-def some(values: tuple[Any, ...], most: int = 2) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.one_of(st.just(()), st.lists(st.sampled_from(values), max_size=most, unique=True).map(tuple))
-
-
-def mostly(default: Any, other: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(st.just(default), st.just(default), other)
-
-
-PORTS = ((80, 80), (1, 1024), (8080, 8090))
-PEERS = st.builds(
-    c.PeerMatch,
-    nets=some(NETS),
-    not_nets=mostly((), some(NETS)),
-    ports=some(PORTS),
-    not_ports=mostly((), some(PORTS)),
-    named_ports=mostly((), some(SETS)),
-    not_named_ports=mostly((), some(SETS)),
-    ip_sets=some(SETS),
-    not_ip_sets=mostly((), some(SETS)),
-    ip_port_sets=mostly((), some(SETS)),
-    selector=st.sampled_from(SELECTORS[:2]),
-    namespace_selector=mostly("", st.sampled_from(("env == 'prod'", "broken =="))),
-    account_names=mostly((), some(("web", "db"))),
-    account_selector=mostly("", st.sampled_from(SELECTORS)),
-)
-HTTP = st.builds(
-    c.HttpMatch,
-    methods=some(("GET", "POST", "*")),
-    paths=some((c.PathMatch("/public", True), c.PathMatch("/admin", False), c.PathMatch("/%XY", True))),
-)
-ICMP = st.builds(c.IcmpMatch, st.sampled_from((3, 8)), st.sampled_from((None, 0, 1)))
-RULES = st.builds(
-    c.Rule,
-    action=st.sampled_from(list(c.Action)),
-    source=mostly(c.PeerMatch(), PEERS),
-    destination=mostly(c.PeerMatch(), PEERS),
-    protocol=st.sampled_from((None, None, 6, 17, "TCP", "udp", "nonsense")),
-    not_protocol=mostly(None, st.sampled_from((6, "udp", "nonsense"))),
-    ip_version=mostly(0, st.sampled_from((4, 6))),
-    http=mostly(c.HttpMatch(), HTTP),
-    icmp=mostly(None, ICMP),
-    not_icmp=mostly(None, ICMP),
-)
-POLICIES = st.builds(
-    c.Policy,
-    namespace=st.sampled_from(("", "shop")),
-    inbound=st.lists(RULES, max_size=4).map(tuple),
-    outbound=st.lists(RULES, max_size=2).map(tuple),
-)
-IDS = tuple(
-    c.PolicyId(kind, "", name)
-    for kind in ("GlobalNetworkPolicy", "StagedGlobalNetworkPolicy")
-    for name in ("one", "two", "three")
-)
-TIERS = st.builds(
-    c.Tier, name=st.sampled_from(("first", "last")), ingress=some(IDS, 4), egress=some(IDS), passes=st.booleans()
-)
-ENDPOINTS = st.builds(
-    c.Endpoint, tiers=st.lists(TIERS, max_size=3).map(tuple), profiles=some(("kns.shop", "ksa.web"))
-)
-MEMBERS = {
-    c.IpSetType.NET: ("10.0.0.0/24", "10.0.0.1/32", "10.1.0.1/32", "fd00::/64", "0.0.0.0/0", UNREADABLE),
-    c.IpSetType.IP_AND_PORT: ("10.0.0.1,tcp:80", "10.0.0.2,udp:80", "fd00::1,tcp:8080", UNREADABLE),
-    c.IpSetType.IP: ("10.0.0.1", "fd00::1", UNREADABLE),
-}
-#: What an id is the set of never changes, so that deltas fit.
-KINDS = {"s:a": c.IpSetType.NET, "s:b": c.IpSetType.IP, "n:http": c.IpSetType.IP_AND_PORT}
-
-
-@st.composite
-def set_updates(draw: st.DrawFn) -> c.Update:
-    set_id = draw(st.sampled_from(tuple(KINDS)))
-    members = some(MEMBERS[KINDS[set_id]], 5)
-    return draw(
-        st.one_of(
-            st.builds(c.IpSetUpdate, st.just(set_id), st.just(KINDS[set_id]), members),
-            st.builds(c.IpSetDelta, st.just(set_id), members, st.just(())),
-            st.builds(c.IpSetDelta, st.just(set_id), st.just(()), members),
-            st.just(c.IpSetRemove(set_id)),
-        )
-    )
-
-
-LABELS = st.dictionaries(st.sampled_from(("role", "env")), st.sampled_from(("web", "prod")), max_size=2)
-UPDATES = st.one_of(
-    set_updates(),
-    st.builds(c.PolicyUpdate, st.sampled_from(IDS), st.one_of(st.none(), POLICIES, POLICIES, POLICIES)),
-    st.builds(c.ProfileUpdate, st.sampled_from(("kns.shop", "ksa.web")), st.one_of(st.none(), POLICIES, POLICIES)),
-    st.builds(c.EndpointUpdate, st.just(POD), ENDPOINTS),
-    st.builds(c.ServiceAccountUpdate, st.just("shop"), st.just("web"), LABELS),
-    st.builds(c.NamespaceUpdate, st.sampled_from(("shop", "prod")), LABELS),
-)
-FLOWS = st.builds(
-    c.Flow,
-    source_ip=st.sampled_from(ADDRESSES),
-    destination_ip=st.sampled_from(ADDRESSES),
-    source_port=st.sampled_from((0, 80, 50000)),
-    destination_port=st.sampled_from((0, 80, 8080, 9999)),
-    protocol=st.sampled_from((6, 6, 17, 1, 58, 0, 300)),
-    icmp=st.sampled_from((None, (8, 0), (3, 1))),
-    source_principal=st.sampled_from(PRINCIPALS),
-    destination_principal=st.sampled_from(PRINCIPALS),
-    source_labels=st.sampled_from(((), (("role", "web"),))),
-    method=st.sampled_from((None, "GET", "DELETE", "")),
-    path=st.sampled_from(PATHS),
-)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    st.lists(UPDATES, min_size=3, max_size=14),
-    st.lists(st.tuples(st.integers(0, 14), UPDATES), max_size=3),
-    st.lists(FLOWS, min_size=1, max_size=6),
-    st.sampled_from(list(c.Direction)),
-    st.booleans(),
-    st.booleans(),
-)
-def test_index_cache_and_walk_answer_as_the_literal_reading(
-    updates: list[c.Update],
-    later: list[tuple[int, c.Update]],
-    flows: list[c.Flow],
-    direction: c.Direction,
-    enforced: bool,
-    connections_only: bool,
-) -> None:
-    """Also after each further update, with tiers compiled before it and answers kept from before it."""
-    evaluator = Evaluator(Store(), connections_only=connections_only)
-    literal = Literal(connections_only=connections_only)
-    for update in (*updates, c.InSync()):
-        evaluator.apply(update)
-        literal.apply(update)
-    for _, update in ((0, c.InSync()), *later):
-        evaluator.apply(update)
-        literal.apply(update)
-        for flow in (*flows, *flows):
-            verdict = evaluator.check(POD, flow, direction, enforced=enforced)
-            assert verdict.code == literal.check(POD, flow, direction, enforced=enforced)
-            endpoint = evaluator.store.endpoints.get(POD)
-            if endpoint is not None and 0 < flow.protocol < 256:
-                steps = walk(
-                    evaluator.store,
-                    endpoint,
-                    flow,
-                    identities(flow),
-                    direction,
-                    enforced=enforced,
-                    connections_only=connections_only,
-                )
-                assert steps.verdict.code == verdict.code
-                assert verdict.code is Code.INTERNAL or steps.verdict == verdict
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(st.lists(UPDATES, min_size=3, max_size=14), FLOWS, st.sampled_from(list(c.Direction)))
-def test_judging_connections_never_opens_more_than_judging_requests(
-    updates: list[c.Update], flow: c.Flow, direction: c.Direction
-) -> None:
-    """What is let through as a connection is let through as any well-formed request of it, and as a connection."""
-    requests, connections = Evaluator(Store()), Evaluator(Store(), connections_only=True)
-    for update in (*updates, c.InSync()):
-        requests.apply(update)
-        connections.apply(update)
-    if connections.check(POD, replace(flow, method=None, path=None), direction).allowed:
-        for method, path in ((None, None), ("GET", "/public"), ("POST", "/admin"), ("DELETE", "/public/x")):
-            assert requests.check(POD, replace(flow, method=method, path=path), direction).allowed
-
-
-def identities(flow: c.Flow) -> tuple[Identity, Identity]:
-    found = [
-        identity_of(principal, frozenset()) for principal in (flow.source_principal, flow.destination_principal)
-    ]
-    assert found[0] is not None
-    assert found[1] is not None
-    return found[0], found[1]
-
-
-WEB = "spiffe://cluster.local/ns/shop/sa/web"
-ONE = c.PolicyId("GlobalNetworkPolicy", "", "one")
-TWO = c.PolicyId("NetworkPolicy", "shop", "two")
-STAGED = c.PolicyId("StagedGlobalNetworkPolicy", "", "staged")
-ALLOW, DENY, PASS, LOG = c.Rule(c.Action.ALLOW), c.Rule(c.Action.DENY), c.Rule(c.Action.PASS), c.Rule(c.Action.LOG)
-FLOW = c.Flow(
-    source_ip="10.0.0.1",
-    destination_ip="10.0.0.2",
-    destination_port=80,
-    source_principal=WEB,
-    method="GET",
-    path="/a",
-)
-
-
-def evaluator(*updates: c.Update, tiers: tuple[c.Tier, ...] = (), profiles: tuple[str, ...] = ()) -> Evaluator:
-    found = Evaluator(Store())
-    for update in (*updates, c.EndpointUpdate(POD, c.Endpoint("", (), tiers, profiles)), c.InSync()):
-        found.apply(update)
-    return found
-
-
-def policy(policy_id: c.PolicyId, *rules: c.Rule) -> c.Update:
-    return c.PolicyUpdate(policy_id, c.Policy(policy_id.namespace, rules))
-
-
-def tier(*policies: c.PolicyId, name: str = "default", passes: bool = False) -> c.Tier:
-    return c.Tier(name, policies, (), passes)
-
-
-def with_rule(*rules: c.Rule, of: c.PolicyId = ONE) -> Evaluator:
-    return evaluator(policy(of, *rules), tiers=(tier(of),))
-
-
-def matches(rule: dict[str, Any], flow: c.Flow = FLOW, *updates: c.Update, of: c.PolicyId = ONE) -> bool:
-    """Whether a rule that allows matches, as the only one."""
-    found = evaluator(*updates, policy(of, c.Rule(c.Action.ALLOW, **rule)), tiers=(tier(of),))
-    return found.check(POD, flow).allowed
-
-
-def source(**clauses: Any) -> dict[str, Any]:
-    return {"source": c.PeerMatch(**clauses)}
-
-
-def destination(**clauses: Any) -> dict[str, Any]:
-    return {"destination": c.PeerMatch(**clauses)}
-
-
-def flow(**changes: Any) -> c.Flow:
-    return replace(FLOW, **changes)
 
 
 def test_before_the_snapshot_is_complete_nothing_can_be_said() -> None:
@@ -454,154 +237,6 @@ def test_trust_domains_can_be_listed() -> None:
         found.apply(update)
     assert found.check(POD, FLOW).allowed
     assert not found.check(POD, flow(source_principal="spiffe://other/ns/shop/sa/web")).allowed
-
-
-NET_SET = c.IpSetUpdate("s:a", c.IpSetType.NET, ("10.0.0.0/24",))
-PORT_SET = c.IpSetUpdate("n:http", c.IpSetType.IP_AND_PORT, ("10.0.0.2,tcp:80", "10.0.0.2,sctp:81"))
-SHOP = c.NamespaceUpdate("shop", {"env": "prod"})
-ACCOUNT = c.ServiceAccountUpdate("shop", "web", {"role": "web"})
-NET = ip_network("10.0.0.0/24")
-SIX = ip_network("fd00::/8")
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ({}, True),
-        ({"protocol": 6}, True),
-        ({"protocol": "TCP"}, True),
-        ({"protocol": 17}, False),
-        ({"protocol": "nonsense"}, False),
-        ({"not_protocol": "udp"}, True),
-        ({"not_protocol": 6}, False),
-        ({"not_protocol": "nonsense"}, True),
-        ({"ip_version": 4}, True),
-        ({"ip_version": 6}, False),
-        ({"icmp": c.IcmpMatch(8)}, False),
-        ({"not_icmp": c.IcmpMatch(8)}, True),
-        (source(nets=(NET,)), True),
-        (source(nets=(SIX,)), False),
-        (source(nets=(SIX, NET)), True),
-        (source(nets=(NET, None)), True),
-        (source(nets=(None, NET)), False),
-        (source(not_nets=(NET,)), False),
-        (source(not_nets=(SIX,)), True),
-        (source(not_nets=(SIX, None)), False),
-        (destination(ports=((80, 80),)), True),
-        (destination(ports=((81, 90), (70, 80))), True),
-        (destination(ports=((1, 65535),)), True),
-        (destination(ports=((81, 81),)), False),
-        (destination(not_ports=((80, 80),)), False),
-        (destination(not_ports=((81, 81),)), True),
-        (source(ports=((80, 80),)), False),
-        (source(ip_sets=("s:a",)), True),
-        (source(ip_sets=("s:a", "s:never")), False),
-        (source(ip_sets=("s:never",)), False),
-        (source(not_ip_sets=("s:a",)), False),
-        (source(not_ip_sets=("s:never",)), False),
-        (destination(named_ports=("n:http",)), True),
-        (destination(named_ports=("n:never",), ports=((80, 80),)), True),
-        (destination(named_ports=("n:never",)), False),
-        (source(named_ports=("n:http",)), False),
-        (destination(not_named_ports=("n:http",)), False),
-        (destination(not_named_ports=("n:never",)), False),
-        (destination(ip_port_sets=("n:http",)), True),
-        (destination(ip_port_sets=("n:never",)), False),
-        (source(account_names=("web",)), True),
-        (source(account_names=("db", "web")), True),
-        (source(account_names=("db",)), False),
-        (source(account_selector="role == 'web'"), True),
-        (source(account_selector="role != 'web'"), False),
-        (source(account_selector="role =="), False),
-        (source(account_names=("web",), account_selector="has(nothing)"), False),
-        (source(namespace_selector="env == 'prod'"), True),
-        (source(namespace_selector="env == 'test'"), False),
-        (source(namespace_selector="env =="), False),
-        (destination(account_names=("web",)), True),  # the destination has no principal: plain text
-    ],
-)
-def test_each_clause_of_a_rule_matches_a_tcp_flow_or_not(rule: dict[str, Any], expected: bool) -> None:
-    assert matches(rule, FLOW, NET_SET, PORT_SET, SHOP, ACCOUNT) is expected
-
-
-@pytest.mark.parametrize(
-    ("rule", "changes", "expected"),
-    [
-        (destination(ip_port_sets=("n:http",)), {"protocol": 132, "destination_port": 81}, True),
-        (destination(ip_port_sets=("n:http",)), {"destination_port": 81}, False),
-        (source(nets=(NET,)), {"source_ip": None}, False),
-        (source(ip_sets=("s:a",)), {"source_ip": None}, False),
-        (source(nets=(SIX,)), {"source_ip": "fd00::1"}, True),
-        (source(account_names=("db",)), {"source_principal": ""}, True),
-        (source(account_selector="has(nothing)"), {"source_principal": ""}, True),
-        (source(namespace_selector="has(nothing)"), {"source_principal": ""}, True),
-        (source(account_selector="team == 'x'"), {"source_labels": (("team", "x"),)}, True),
-        (source(account_selector="role == 'x'"), {"source_labels": (("role", "x"),)}, False),
-        ({"protocol": 6}, {"protocol": 300}, False),
-        ({"not_protocol": 6}, {"protocol": 300}, False),
-    ],
-)
-def test_clauses_match_flows_without_the_usual_facts(
-    rule: dict[str, Any], changes: dict[str, Any], expected: bool
-) -> None:
-    assert matches(rule, flow(**changes), NET_SET, PORT_SET, SHOP, ACCOUNT) is expected
-
-
-@pytest.mark.parametrize(
-    ("clauses", "namespace", "expected"),
-    [
-        ({"selector": "app == 'x'"}, "shop", True),
-        ({"selector": "app == 'x'"}, "prod", False),
-        ({"not_selector": "app == 'x'"}, "prod", False),
-        ({"account_names": ("web",)}, "prod", False),
-        ({"account_selector": "all()"}, "prod", False),
-        ({}, "prod", True),
-        ({"selector": "app == 'x'", "namespace_selector": "all()"}, "prod", True),
-    ],
-)
-def test_a_policy_of_a_namespace_means_pods_and_accounts_of_its_own(
-    clauses: dict[str, Any], namespace: str, expected: bool
-) -> None:
-    peer = flow(source_principal=f"spiffe://cluster.local/ns/{namespace}/sa/web")
-    assert matches(source(**clauses), peer, of=TWO) is expected
-    assert matches(source(**clauses), peer, of=ONE)
-
-
-@pytest.mark.parametrize(
-    "clauses",
-    [
-        {"ip_sets": ("s:never",)},
-        {"not_ip_sets": ("s:never",)},
-        {"named_ports": ("n:never",)},
-        {"not_named_ports": ("n:never",)},
-        {"ip_port_sets": ("n:never",)},
-        {"nets": (None,)},
-        {"not_nets": (None,)},
-        {"account_selector": "broken =="},
-        {"namespace_selector": "broken =="},
-    ],
-)
-@pytest.mark.parametrize("action", [c.Action.DENY, c.Action.UNKNOWN])
-def test_a_denial_that_cannot_be_evaluated_is_an_error_unless_another_clause_fails(
-    clauses: dict[str, Any], action: c.Action
-) -> None:
-    rule = c.Rule(action, c.PeerMatch(**clauses))
-    assert with_rule(rule, ALLOW).check(POD, FLOW).code is Code.INTERNAL
-    other = replace(rule, destination=c.PeerMatch(ports=((81, 81),)))
-    assert with_rule(other, ALLOW).check(POD, FLOW).allowed
-
-
-def test_a_set_that_arrives_or_goes_counts_at_once() -> None:
-    found = with_rule(c.Rule(c.Action.ALLOW, c.PeerMatch(ip_sets=("s:a",))))
-    assert not found.check(POD, FLOW).allowed
-    for update, allowed in (
-        (NET_SET, True),
-        (c.IpSetDelta("s:a", (), ("10.0.0.0/24",)), False),
-        (c.IpSetDelta("s:a", ("10.0.0.1/32",), ()), True),
-        (c.IpSetRemove("s:a"), False),
-    ):
-        found.apply(update)
-        assert found.check(POD, FLOW).allowed is allowed
 
 
 GET_PUBLIC = c.HttpMatch(("GET",), (c.PathMatch("/public", True), c.PathMatch("/exact/", False)))

@@ -1,0 +1,44 @@
+"""Reads and watches the description file of ``ztunnel agent FILE``: the pods of a node without an API server."""
+
+import logging
+from pathlib import Path
+
+from ztunnel.node.agent.description import PodDescription, PodFaults, parse_pods
+from ztunnel.runtime.text_file import read_text
+
+log = logging.getLogger(__name__)
+
+
+class PodsFile:
+    """The description file, read once and then polled for edits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._text = ""
+
+    def read(self) -> tuple[PodDescription, ...]:
+        """Read and parse the file.
+
+        Raises:
+            PodFaults, OSError: it is not usable.
+        """
+        self._text = read_text(self._path)
+        return parse_pods(self._text)
+
+    def edited(self) -> tuple[PodDescription, ...] | None:
+        """Return the file's pods if it changed and is usable, else None; its faults are logged once per edit."""
+        before = self._text
+        try:
+            pods = self.read()
+        except PodFaults as error:
+            if self._text != before:
+                for fault in error.faults:
+                    log.error("%s: %s", self._path, fault)
+                log.error("%s: %d faults; the last good state stays active", self._path, len(error.faults))
+            return None
+        except OSError as error:
+            if self._text:
+                log.error("%s: %s; the last good state stays active", self._path, error.strerror)
+                self._text = ""
+            return None
+        return None if self._text == before else pods
