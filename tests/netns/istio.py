@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -347,12 +348,12 @@ class AmbientMesh:
         """
         name = worker.place.name
         place = place or worker.place
-        socket = f"unix:{self.folder}/xds.sock"
+        xds = f"unix:{self.folder}/xds.sock"
         environment = {
             **{key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ},
             "PYTHONPATH": str(ROOT),
-            "XDS_ADDRESS": socket,
-            "CA_ADDRESS": socket,
+            "XDS_ADDRESS": xds,
+            "CA_ADDRESS": xds,
             "INPOD_UDS": f"{self.folder}/{name}.zds",
             "NODE_NAME": name,
             "POD_NAME": f"ztunnel-{name}",
@@ -408,7 +409,12 @@ async def ask(place: Place, host: object, port: int, payload: bytes = HELLO, wai
         sock = await connect((str(host), port), netns=place.netns)
         with sock:
             await loop.sock_sendall(sock, payload)
-            sock.shutdown(1)
+            try:
+                sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                # A reset came after the bytes were sent: reading raises it.
+                if error.errno != errno.ENOTCONN:
+                    raise
             received = b""
             while data := await loop.sock_recv(sock, 65536):
                 received += data

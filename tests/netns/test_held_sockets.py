@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
 def serving(mesh: AmbientMesh, node: str) -> int:
     """Return the process under a node's holder."""
-    return _child(mesh.proxies[node].process.pid)
+    return next(iter(children(mesh.proxies[node].process.pid)), 0)
 
 
 def keeps_configuration(mesh: AmbientMesh, node: str) -> bool:
@@ -27,8 +27,8 @@ def keeps_configuration(mesh: AmbientMesh, node: str) -> bool:
     return any("memfd:configuration" in os.readlink(each) for each in held.iterdir())
 
 
-def _child(pid: int) -> int:
-    return int((Path(f"/proc/{pid}/task/{pid}/children").read_text().split() or ["0"])[0])
+def children(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -49,6 +49,9 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
             await together()
             for node in ("w1", "w2"):
                 first = serving(mesh, node)
+                # A worker that sees nothing of its main process's end must neither accept nor keep anything.
+                for worker in children(first):
+                    os.kill(worker, signal.SIGSTOP)
                 os.kill(first, signal.SIGKILL)
                 # The other node's proxy must have seen the resets of its tunnel connections.
                 await eventually(
@@ -134,7 +137,7 @@ async def _killed(folder: Path, port: int, behind: int) -> None:
     try:
         await eventually(lambda: holder.poll() is not None or "live" in (folder / "log").read_text(), "live")
         for _ in range(2):
-            os.kill(_child(holder.pid), signal.SIGKILL)
+            os.kill(children(holder.pid)[0], signal.SIGKILL)
             assert await asyncio.gather(*(_said(port) for _ in range(10))) == [b"here"] * 10
     finally:
         holder.terminate()

@@ -39,6 +39,15 @@ def forbid_core_dumps() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
@@ -75,7 +84,7 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
     if holder is not None:
         for name in own:
             os.environ.pop(name, None)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # end with the holder, as no other process would stop this one
+        end_with_parent(signal.SIGTERM)  # no other process would stop this one
         try:
             holder.take()
         except OSError as error:
