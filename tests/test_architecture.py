@@ -612,6 +612,32 @@ def test_a_proxy_imports_nothing_of_the_other_dialect(module: str, others: tuple
     assert [name for name in loaded if name.startswith(others)] == []
 
 
+@pytest.mark.parametrize("module", ["ztunnel.proxy.istio.app", "ztunnel.proxy.envoy.app"])
+def test_a_proxy_loads_one_openssl(module: str) -> None:
+    program = (
+        f"import sys; from ztunnel.cli import leave_out; leave_out(); import hashlib, {module}, "
+        "ztunnel.runtime.http.exposition; "
+        "print(*sys.modules); print(hashlib.sha256(b'').hexdigest()[:8], open('/proc/self/maps').read())"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded, rest = printed.stdout.split("\n", 1)
+    unused = {"ssl", "_ssl", "_hashlib", "google.protobuf.text_format", "http.server", "urllib.request"}
+    assert {module, "uvloop"} <= set(loaded.split())
+    assert not unused & set(loaded.split())
+    assert rest.startswith("e3b0c442 ")
+    assert "libssl" not in rest
+
+
+def test_ssl_can_be_imported_where_asyncio_has_none() -> None:
+    program = (
+        "from ztunnel.runtime.unused_imports import leave_out; leave_out(); import asyncio, uvloop, ssl\n"
+        "assert ssl.create_default_context().check_hostname\n"
+        "uvloop.run(asyncio.open_connection('127.0.0.1', 1, ssl=True))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert run.stderr.strip().endswith("this process leaves out create_default_context; for TLS use hbone.tls")
+
+
 def test_the_names_of_pods_need_no_library_that_takes_long_to_import() -> None:
     program = "import sys, ztunnel.proxy.istio.app, ztunnel.proxy.istio.dns.pod_dns; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -1,7 +1,6 @@
 """The command ``ztunnel``: parses its command line and runs one of its sub-commands."""
 
 import argparse
-import asyncio
 import importlib
 import json
 import logging
@@ -24,6 +23,7 @@ from ztunnel.runtime.console.proxy_flags import (
 )
 from ztunnel.runtime.console.subcommands import subcommands
 from ztunnel.runtime.settings import SettingsError
+from ztunnel.runtime.unused_imports import WITHOUT_SSL, leave_out
 
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.config.settings import Settings
@@ -35,6 +35,9 @@ _READER_IS_GONE = 141
 
 #: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
 _NEAR: Final = 0.78
+
+#: Addons can call anything, and the prober of a sidecar asks its application over asyncio's TLS.
+_USE_ASYNCIO_TLS: Final = (ADDON_VARIABLES["addon"], "ISTIO_KUBE_APP_PROBERS")
 
 #: The commands that the packages add, beside ``proxy`` and ``version``.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -196,6 +199,8 @@ def _run(argv: Sequence[str] | None) -> int:
     if given[0] == "--version":
         given[0] = "version"
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
+        if given[2:] == [WITHOUT_SSL]:
+            leave_out()
         from ztunnel.proxy.istio.workers.worker import run
 
         return run(int(given[1]))
@@ -223,6 +228,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return _proxy(args)
     status = args.run(args)
     if isinstance(status, Awaitable):
+        import asyncio  # a proxy imports it without some of its own imports
+
         status = asyncio.run(_result(status))
     return int(status)
 
@@ -255,7 +262,11 @@ async def _result(status: Awaitable[int]) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
-    from ztunnel.runtime import descriptors, heap, process, rotation
+    from ztunnel.runtime import process
+
+    if not (args.addon or any(os.environ.get(name) for name in _USE_ASYNCIO_TLS)):
+        leave_out()
+    from ztunnel.runtime import descriptors, heap, rotation
 
     try:
         own = process.under_holder(os.environ, wanted=args.hold_sockets, serves=not args.validate)

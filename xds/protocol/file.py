@@ -6,8 +6,6 @@ Any other file is read as YAML, which includes JSON.
 
 from dataclasses import dataclass
 
-from google.protobuf import text_format
-
 from xds.errors import ConfigError
 from xds.proto import json, registry
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
@@ -50,6 +48,8 @@ def parse_file(name: str, data: bytes) -> FileContent:
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 at byte {error.start}") from None
     if suffix == "pb_text":
+        from google.protobuf import text_format  # a megabyte that few proxies need
+
         registry.import_all()  # the parser itself looks up the types of Anys
         response = DiscoveryResponse()
         try:

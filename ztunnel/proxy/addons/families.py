@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 from ztunnel.proxy.addons.report import AddonReport, calls, durations, family_name, over_budget, suspended
 from ztunnel.runtime.http.exposition import Family, family
+from ztunnel.runtime.http.prometheus import Metric, Sample
 
 _DURATION = "ztunnel_addon_call_seconds"
 

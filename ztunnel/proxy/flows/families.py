@@ -6,12 +6,10 @@ Import this module only at the first scrape: see :mod:`ztunnel.runtime.http.expo
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 from ztunnel.proxy.flows.times import HISTOGRAMS, ConnectionTimes
 from ztunnel.runtime.durations import Durations
 from ztunnel.runtime.http.exposition import Family, family
+from ztunnel.runtime.http.prometheus import Metric, Sample
 
 _LabelsT = TypeVar("_LabelsT", bound=tuple[str, ...])
 

@@ -38,7 +38,6 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace import set_span_in_context as context_of
-from prometheus_client.samples import Sample
 
 from ztunnel import __version__
 from ztunnel.proxy.otlp.line import Line
@@ -47,6 +46,7 @@ from ztunnel.proxy.otlp.samples import Slice
 from ztunnel.proxy.otlp.settings import Destination
 from ztunnel.proxy.otlp.spans import Kind, Span
 from ztunnel.proxy.otlp.trace import Trace
+from ztunnel.runtime.http.prometheus import Sample
 
 _SCOPE: Final = InstrumentationScope("ztunnel", __version__)
 _CUMULATIVE: Final = AggregationTemporality.CUMULATIVE

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from prometheus_client.samples import Sample
-
 from ztunnel.runtime.http.exposition import Family, UnsuffixedCounter
+from ztunnel.runtime.http.prometheus import Sample
 
 #: Samples per slice: well below a millisecond of the loop.
 _SLICE: Final = 200

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 from ztunnel.runtime.http.page import Page, PageRequest
+from ztunnel.runtime.http.prometheus import Metric, Sample, choose_encoder
 
 #: The most samples in a piece of a page, which takes about a millisecond.
 _SLICE: Final = 100

@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.runtime.http.exposition import Family, family
+from ztunnel.runtime.http.prometheus import Metric, Sample
 
 _PAUSE: Final = "ztunnel_handover_pause_seconds"
 _CONNECTIONS: Final = "Connections that moved to a successor or from a predecessor, and that did not (unstable)"

@@ -13,9 +13,6 @@ Pages are made family by family, so that many thousand samples do not block the 
 import math
 from collections.abc import Iterable, Iterator
 
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 from ztunnel.proxy.envoy.stats.stats import (
     BUCKETS,
     Counter,
@@ -29,6 +26,7 @@ from ztunnel.proxy.envoy.stats.stats import (
 from ztunnel.proxy.flows.families import time_families
 from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.runtime.http.exposition import Family, UnsuffixedCounter, process_families
+from ztunnel.runtime.http.prometheus import Metric, Sample
 
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
 

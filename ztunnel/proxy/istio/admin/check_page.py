@@ -11,13 +11,17 @@ import asyncio
 import base64
 import ipaddress
 import json
-import ssl
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import xxhash
 
+from hbone.errors import TlsError, TlsReason
+from hbone.settings import Role
+from hbone.tls import TlsSession
+from hbone.tls_context import TlsContext, TlsSettings, TlsVersion
 from xds.model.workload import NetworkAddress, Protocol
 from ztunnel.proxy.istio.admin import config_dump
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
@@ -32,7 +36,8 @@ _REACH_S: Final = 8.0
 _NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
 #: Made-up ALPN names that enlarge a ClientHello to 12 KiB. Servers accept this (up to 16 KiB), and it needs
 #: full-size packets even at an MTU of 9,000 bytes.
-_FILLERS: Final = [f"{number:0255}" for number in range(48)]
+_FILLERS: Final = [b"%0255d" % number for number in range(48)]
+_MOST_BYTES: Final = 65_536
 #: The number of mesh entries handled per loop iteration.
 _SLICE: Final = 64
 #: The largest number of refused resources to list.
@@ -149,23 +154,37 @@ async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
     return found
 
 
-async def _handshake(address: str, port: int, more_protocols: Sequence[str]) -> tuple[float, str]:
+async def _handshake(address: str, port: int, more_protocols: Sequence[bytes]) -> tuple[float, str]:
     """Run one TLS handshake. Return its duration in seconds, and why it failed (empty if it did not)."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2", *more_protocols])
+    protocols = (b"h2", *more_protocols)
+    settings = TlsSettings(min_version=TlsVersion.TLS_1_2, alpn=protocols)
+    session = TlsSession(TlsContext(Role.CLIENT, settings))
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     error = ""
     try:
         async with asyncio.timeout(_REACH_S):
-            _, writer = await asyncio.open_connection(address, port, ssl=context)
-            writer.transport.abort()
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.socket(family) as sock:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, (address, port))
+                await _shake_hands(session, sock)
     except TimeoutError:
         error = _NO_ANSWER
-    except ssl.SSLError as failed:
-        error = f"TLS: {failed.reason or failed}"
+    except TlsError as failed:
+        error = f"TLS: {failed.detail}"
     except OSError as failed:
         error = failed.strerror or str(failed)
     return round(loop.time() - began_s, 4), error
+
+
+async def _shake_hands(session: TlsSession, sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    output = memoryview(bytearray(_MOST_BYTES))
+    while not session.handshake():
+        await loop.sock_sendall(sock, output[: session.seal(b"", output)])
+        data = await loop.sock_recv(sock, _MOST_BYTES)
+        if not data:
+            raise TlsError(TlsReason.OTHER, "the server closed the connection")
+        session.receive(memoryview(data))
+    await loop.sock_sendall(sock, output[: session.seal(b"", output)])

@@ -6,7 +6,6 @@ error of that use, with its path. The next use reads it again.
 
 import ipaddress
 import logging
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -210,6 +209,8 @@ class Roots:
 
 
 def _system_bundle() -> Path:
+    import ssl  # loads the interpreter's OpenSSL, which no other mode of a proxy needs
+
     paths = [ssl.get_default_verify_paths().cafile, *_SYSTEM_BUNDLES]
     for path in paths:
         if path is not None and Path(path).exists():

@@ -18,6 +18,7 @@ from ztunnel.proxy.istio.workers.channel import ChannelClosed, IpcChannel, Reque
 from ztunnel.proxy.istio.workers.messages import Turn
 from ztunnel.proxy.otlp.settings import SECRETS as OTLP_SECRETS
 from ztunnel.runtime.log_pressure import LogPressure
+from ztunnel.runtime.unused_imports import WITHOUT_SSL, left_out
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ async def spawn(
     try:
         process = await create_subprocess_exec(
             *(sys.executable, "-m", "ztunnel", "worker", str(theirs.fileno())),
+            *((WITHOUT_SSL,) if left_out() else ()),
             stdin=DEVNULL,
             stdout=writing,
             stderr=writing,
