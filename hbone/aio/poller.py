@@ -124,6 +124,7 @@ class Poller:
         self._scheduled = False
         self._turning = False
         self._closed = False
+        self._pause: asyncio.TimerHandle | None = None
         self._free: list[memoryview] = []
         self._unused = 0
         self._timers: dict[float, IntervalTimer] = {}
@@ -264,6 +265,24 @@ class Poller:
             self._dirty.append(flushable)
             self._schedule()
 
+    def pause(self, seconds: float) -> None:
+        """Serve no socket and no coroutine until :meth:`resume`, or for ``seconds``. Bytes wait in the kernel."""
+        if self._closed:
+            return
+        if self._pause is None:
+            self._loop.remove_reader(self._epoll.fileno())
+        else:
+            self._pause.cancel()
+        self._pause = self._loop.call_later(seconds, self.resume)
+
+    def resume(self) -> None:
+        """End a pause; idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+            self._loop.add_reader(self._epoll.fileno(), self._turn)
+            self._schedule()
+
     def interval_timer(self, interval_s: float) -> IntervalTimer:
         """Return the shared timer of an interval; there are few, since intervals come from the configuration."""
         known = self._timers.get(interval_s)
@@ -296,6 +315,9 @@ class Poller:
         """Stop watching all sockets. Idempotent. The owners keep the sockets."""
         if not self._closed:
             self._closed = True
+            if self._pause is not None:
+                self._pause.cancel()
+                self._pause = None
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
             self.lingering.close()
@@ -323,6 +345,8 @@ class Poller:
         if self._closed:
             return
         self._scheduled = False
+        if self._pause is not None:
+            return
         self._turning = True
         try:
             more = self._serve()

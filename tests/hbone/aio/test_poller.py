@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import select
 import socket
@@ -191,6 +192,34 @@ def test_edges_that_epoll_lost_are_asked_for_again(loop: str) -> None:
             poller.register(far.fileno(), handler)
             near.send(b"x")
             await until(lambda: handler.events)
+            poller.unregister(far.fileno())
+            near.close()
+            far.close()
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_paused_poller_serves_nothing_until_it_resumes(loop: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, far = socket.socketpair()
+            handler, other = Served(), Served()
+            poller.register(far.fileno(), handler)
+            poller.pause(60.0)
+            near.send(b"x")
+            poller.call_soon(other)
+            poller.schedule_flush(other)
+            await asyncio.sleep(0.02)
+            assert (handler.events, other.steps, other.flushes) == (0, 0, 0)
+            poller.resume()
+            poller.resume()
+            await until(lambda: (handler.events, other.steps, other.flushes) == (1, 1, 1))
+            poller.pause(60.0)
+            poller.pause(0.01)  # the last limit applies
+            near.send(b"y")
+            await until(lambda: handler.events == 2)
+            poller.pause(60.0)
             poller.unregister(far.fileno())
             near.close()
             far.close()

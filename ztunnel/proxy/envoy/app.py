@@ -295,6 +295,7 @@ class Proxy:
         return Handover(
             Path(settings.handover_dir),
             kinds_of(parts),
+            self.poller,
             self.clock,
             version=ztunnel.__version__,
             replace=settings.replace,

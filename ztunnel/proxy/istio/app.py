@@ -176,6 +176,7 @@ class IstioProxy:
             self._handover = Handover(
                 Path(config.handover_dir),
                 kinds_of(lambda: (pod for pod in self.carried() if isinstance(pod, PodProxy))),
+                self.node.poller,
                 self.clock,
                 version=ztunnel.__version__,
                 replace=config.replace,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from hbone.aio.handover import Frozen, UnitState
+from hbone.aio.poller import Poller
 from hbone.tls import Unmovable
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.dataplane.handover.messages import (
+    SLICE_S,
     Declined,
     Finished,
     FromGiver,
@@ -22,6 +24,9 @@ from ztunnel.proxy.dataplane.handover.messages import (
     Greeting,
     Keep,
     Offer,
+    Ready,
+    SliceBegins,
+    SliceEnds,
     Taken,
     Unreadable,
     encode,
@@ -38,8 +43,14 @@ ANSWER_S: Final = 2.0
 #: The pause before units that could not move yet (opening requests, incomplete TLS records) are offered again, in
 #: seconds.
 _AGAIN_S: Final = 0.02
-#: The number of unanswered offers after which the taker is considered stuck.
+#: The number of slices in a row with an unanswered offer after which the taker is considered stuck.
 _MOST_UNANSWERED: Final = 3
+#: The aim for the length of a slice, in seconds. A shorter slice doubles the connections of the next one, a longer
+#: one halves them.
+_SLICE_AIM_S: Final = 0.005
+_MOST_OF_SLICE: Final = 64
+_NO_ANSWER: Final = "no answer in time"
+_NO_TAKER: Final = "no taker"
 
 
 class TakerGone(Exception):
@@ -79,6 +90,31 @@ Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 
 @dataclass(slots=True)
+class _Offering:
+    """A unit, and what became of its offer.
+
+    Attributes:
+        reason: why it stays. Empty: it was handed over.
+        frozen_s: when it was stopped, monotonic. ``None``: it was not.
+        given: it has left this process.
+        carrier: it has a tunnel connection.
+        pause_s: the time from then until the end of the slice.
+    """
+
+    unit: Unit
+    reason: str = _NO_TAKER
+    frozen_s: float | None = None
+    given: bool = False
+    carrier: bool = False
+    pause_s: float = 0.0
+
+    @property
+    def connections(self) -> int:
+        """The number of its pod connections; 1 for a tunnel connection without any."""
+        return max(1, self.unit.entries)
+
+
+@dataclass(slots=True)
 class Result:
     """The result of a hand-over: which pod and tunnel connections moved, and why the rest stayed."""
 
@@ -86,6 +122,15 @@ class Result:
     carriers: int = 0
     pauses_s: list[float] = field(default_factory=list)
     stays: Counter[str] = field(default_factory=Counter)
+
+    def add(self, offering: _Offering) -> None:
+        """Count an offer's connections."""
+        if offering.reason:
+            self.stays[offering.reason] += offering.connections
+        else:
+            self.given += offering.unit.entries
+            self.carriers += offering.carrier
+            self.pauses_s.append(offering.pause_s)
 
     @property
     def left(self) -> int:
@@ -111,6 +156,7 @@ class Giver:
         channel: the channel to the taker, whose greeting was read.
         taker: its greeting.
         survey: returns the units that can move.
+        poller: serves this process's connections, except during a slice.
         clock: measures ages and pauses.
         statistics: receives the counts.
     """
@@ -120,16 +166,20 @@ class Giver:
         channel: Rendezvous,
         taker: Greeting,
         survey: Survey,
+        poller: Poller,
         clock: Clock,
         statistics: HandoverCounts,
     ) -> None:
         self.taker = taker
         self._channel = channel
         self._survey = survey
+        self._poller = poller
         self._clock = clock
         self._statistics = statistics
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[str]] = {}
+        self._ready: asyncio.Future[None] | None = None
+        self._slice_connections = 1
         self._unanswered = 0
         self.gone = False
 
@@ -139,12 +189,14 @@ class Giver:
             future = self._answers.pop(message.number, None)
             if future is not None and not future.done():
                 future.set_result(message.reason if isinstance(message, Declined) else "")
+        elif isinstance(message, Ready) and self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
 
     def close(self) -> None:
         """Fail all pending offers, because the taker is gone. Idempotent."""
         self.gone = True
-        for future in self._answers.values():
-            if not future.done():
+        for future in (*self._answers.values(), self._ready):
+            if future is not None and not future.done():
                 future.set_exception(TakerGone())
                 future.exception()
 
@@ -160,27 +212,21 @@ class Giver:
         declined: set[int] = set()
         until_s: float | None = None
         while True:
-            result.stays.clear()
             units, others = self._survey()
-            result.stays += others
-            for unit in units:
-                if unit.key in declined:
-                    result.stays["declined"] += max(1, unit.entries)
-                    continue
-                if self.gone:
-                    result.stays["no taker"] += max(1, unit.entries)
-                    continue
-                try:
-                    reason = await self._offer(unit, result)
-                except TakerGone:
-                    self.gone = True
-                    # The taker can hold descriptors of units that stay here. It closes them when it reads EOF.
-                    self._channel.end()
-                    reason = "no taker"
-                if reason:
-                    result.stays[reason] += max(1, unit.entries)
-                    if reason.startswith("declined"):
-                        declined.add(unit.key)
+            result.stays = Counter(others)
+            waiting: deque[_Offering] = deque()
+            for each in map(_Offering, units):
+                if each.unit.key in declined:
+                    result.stays["declined"] += each.connections
+                else:
+                    waiting.append(each)
+            while waiting:
+                offers = self._next_slice(waiting)
+                await self._give_slice(offers)
+                for each in offers:
+                    result.add(each)
+                    if each.reason.startswith("declined"):
+                        declined.add(each.unit.key)
                 await asyncio.sleep(0)
             if until_s is None:
                 until_s = loop.time() + again_s
@@ -193,38 +239,96 @@ class Giver:
         if not self.gone:
             await self._send(Finished(given=result.given, left=result.left))
 
-    async def _offer(self, unit: Unit, result: Result) -> str:
-        """Offer one unit to the taker. Return why the unit stays, or an empty text if it was handed over.
+    def _next_slice(self, waiting: deque[_Offering]) -> list[_Offering]:
+        """Remove the offers of the next slice from the queue: at least one."""
+        offers = [waiting.popleft()]
+        count = offers[0].connections
+        while waiting and (count := count + waiting[0].connections) <= self._slice_connections:
+            offers.append(waiting.popleft())
+        return offers
+
+    async def _give_slice(self, offers: list[_Offering]) -> None:
+        """Offer units at the same time, while neither process serves its other connections."""
+        began_s = self._clock.monotonic()
+        try:
+            await self._begin_slice()
+            self._poller.pause(SLICE_S)
+            began_s = self._clock.monotonic()
+            async with asyncio.TaskGroup() as group:
+                for each in offers:
+                    group.create_task(self._offer(each), name="offer")
+            if self.taker.slices and not self.gone:
+                await self._send(SliceEnds())
+        except TakerGone:
+            self._lose()
+        finally:
+            self._poller.resume()
+        ended_s = self._clock.monotonic()
+        for each in offers:
+            if each.frozen_s is not None:
+                result = "given" if each.given else "kept"
+                each.pause_s = ended_s - each.frozen_s
+                self._statistics.offered(result, each.reason, each.connections, each.pause_s)
+        if ended_s - began_s > _SLICE_AIM_S:
+            self._slice_connections = max(1, self._slice_connections // 2)
+        elif ended_s - began_s < _SLICE_AIM_S / 2:
+            self._slice_connections = min(_MOST_OF_SLICE, self._slice_connections * 2)
+        unanswered = any(each.reason == _NO_ANSWER for each in offers)
+        self._unanswered = self._unanswered + 1 if unanswered else 0
+        if self._unanswered >= _MOST_UNANSWERED:
+            self._lose()
+
+    async def _begin_slice(self) -> None:
+        """Wait until the taker reads only offers. No connection stops before that.
 
         Raises:
-            TakerGone: the taker is gone. This unit and all others stay.
+            TakerGone: the taker is gone, or does not answer.
         """
-        began_s = self._clock.monotonic()
+        if self.gone:
+            raise TakerGone
+        if not self.taker.slices:
+            return
+        self._ready = asyncio.get_running_loop().create_future()
+        await self._send(SliceBegins())
+        try:
+            async with asyncio.timeout(ANSWER_S * _MOST_UNANSWERED):
+                await self._ready
+        except TimeoutError:
+            raise TakerGone from None
+
+    def _lose(self) -> None:
+        """Disconnect the taker. At EOF it closes its descriptors of units that stay here."""
+        self.gone = True
+        self._channel.end()
+
+    async def _offer(self, offering: _Offering) -> None:
+        """Offer one unit to the taker, and note the result."""
+        unit, began_s = offering.unit, self._clock.monotonic()
+        if self.gone:
+            return
         try:
             frozen = unit.freeze()
         except (Unmovable, OSError) as error:
-            return str(error) if isinstance(error, Unmovable) else "about to end"
-        given = False
+            offering.reason = str(error) if isinstance(error, Unmovable) else "about to end"
+            return
+        offering.frozen_s = began_s
+        offering.carrier = frozen.state.carrier is not None
         number = next(self._numbers)
         try:
-            reason = await self._answer_to(unit.offer(number, frozen.state, began_s), frozen)
-            if not reason and frozen.unchanged:
-                given = True
+            offering.reason = await self._answer_to(unit.offer(number, frozen.state, began_s), frozen)
+            if not offering.reason and frozen.unchanged:
+                offering.given = True
                 unit.went()
                 frozen.leave()
-            elif not reason:
-                reason = "ended meanwhile"
+            elif not offering.reason:
+                offering.reason = "ended meanwhile"
+            await self._send(Go(number) if offering.given else Keep(number))
+        except TakerGone:
+            offering.reason = _NO_TAKER
+            self._lose()
         finally:
-            if not given:
+            if not offering.given:
                 frozen.thaw()
-        await self._send(Go(number) if given else Keep(number))
-        pause_s = self._clock.monotonic() - began_s
-        self._statistics.offered("given" if given else "kept", reason, max(1, unit.entries), pause_s)
-        if given:
-            result.given += unit.entries
-            result.carriers += frozen.state.carrier is not None
-            result.pauses_s.append(pause_s)
-        return reason
 
     async def _answer_to(self, offer: Offer, frozen: Frozen) -> str:
         """Return why the taker declines a unit, or an empty text if it accepts.
@@ -243,13 +347,9 @@ class Giver:
         except TimeoutError:
             if not sent:
                 raise TakerGone from None  # the taker has received only a part of a message
-            self._unanswered += 1
-            if self._unanswered >= _MOST_UNANSWERED:
-                raise TakerGone from None
-            return "no answer in time"
+            return _NO_ANSWER
         finally:
             self._answers.pop(offer.number, None)
-        self._unanswered = 0
         return f"declined: {reason}" if reason else ""
 
     async def _send(self, message: FromGiver, descriptors: Iterable[int] = ()) -> None:

@@ -5,15 +5,19 @@ The *giver* has connections, and the *taker* continues them::
     taker                             giver
     Greeting, perhaps TakeNow  --->
                                <---   Greeting, or Busy
-                               <---   Offer (state and descriptors of one unit)
+                               <---   SliceBegins
+    Ready                      --->
+                               <---   Offer (state and descriptors of one unit), for each unit of the slice
     Taken, or Declined         --->
                                <---   Go, or Keep
+                               <---   SliceEnds
                                ...
                                <---   Finished
 
 A unit is paused between its offer and the giver's :class:`Go` or :class:`Keep`. After :class:`Go` the taker owns
 it. Without an answer in time the giver keeps it and sends :class:`Keep`. A taker that receives neither, because
-the giver is gone, discards the unit.
+the giver is gone, discards the unit. During a slice neither process serves other connections, so that an offer
+does not wait for their bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ SCHEMA: Final = 1
 """The schema version of all messages. It is increased when the previous version would misread a message."""
 OLDEST_SCHEMA: Final = 1
 """The oldest schema version that this version can read."""
+SLICE_S: Final = 0.1
+"""The longest time in seconds for which either process serves no other connections during a slice."""
 
 
 class Greeting(Struct, frozen=True, kw_only=True, tag=True):
@@ -40,6 +46,7 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
         schema, oldest: the newest schema of the side's offers, and the oldest that it reads.
         pods: the number of pods the taker carries, or in Envoy's dialect of its listeners.
         dialect: the dialect of the side's configuration.
+        slices: whether the side reads :class:`SliceBegins` and :class:`SliceEnds`. A giver sends them only then.
     """
 
     version: str
@@ -47,6 +54,7 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
     oldest: int
     pods: int = 0
     dialect: str = "istio"
+    slices: bool = False
 
 
 class TakeNow(Struct, frozen=True, tag=True):
@@ -74,6 +82,18 @@ class Offer(Struct, frozen=True, kw_only=True):
     def connections(self) -> int:
         """How many connections of pods it has; 1 for a tunnel connection without any."""
         return max(1, len(self.unit.relays))
+
+
+class SliceBegins(Struct, frozen=True, tag=True):
+    """The taker answers :class:`Ready` and reads only offers until :class:`SliceEnds`, at most :data:`SLICE_S`."""
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """The taker reads the offers of a slice."""
+
+
+class SliceEnds(Struct, frozen=True, tag=True):
+    """Both processes serve their other connections again."""
 
 
 class Taken(Struct, frozen=True, tag=True):
@@ -108,8 +128,8 @@ class Finished(Struct, frozen=True, kw_only=True, tag=True):
     left: int
 
 
-FromGiver: TypeAlias = Greeting | Busy | Offer | Go | Keep | Finished
-FromTaker: TypeAlias = Greeting | TakeNow | Taken | Declined
+FromGiver: TypeAlias = Greeting | Busy | SliceBegins | Offer | Go | Keep | SliceEnds | Finished
+FromTaker: TypeAlias = Greeting | TakeNow | Ready | Taken | Declined
 
 #: Parses a message from the giver; raises :class:`Unreadable` if the bytes are not one.
 ReadGiver: TypeAlias = Callable[[bytes], FromGiver]
@@ -129,7 +149,7 @@ def encode(message: FromGiver | FromTaker) -> bytes:
 
 def reader_of(offer: type[Offer]) -> ReadGiver:
     """Return a parser of a giver's messages with this type of offer."""
-    decoder = msgspec.msgpack.Decoder(Greeting | Busy | offer | Go | Keep | Finished)
+    decoder = msgspec.msgpack.Decoder(Greeting | Busy | SliceBegins | offer | Go | Keep | SliceEnds | Finished)
 
     def read(data: bytes) -> FromGiver:
         try:

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hbone.aio.poller import Poller
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.dataplane.handover.giver import Giver, Result, Survey, read_message
 from ztunnel.proxy.dataplane.handover.messages import (
     OLDEST_SCHEMA,
     SCHEMA,
+    SLICE_S,
     Busy,
     Declined,
     Finished,
@@ -32,6 +34,9 @@ from ztunnel.proxy.dataplane.handover.messages import (
     Keep,
     Offer,
     ReadGiver,
+    Ready,
+    SliceBegins,
+    SliceEnds,
     Taken,
     TakeNow,
     Unreadable,
@@ -92,6 +97,7 @@ class Handover:
     Args:
         folder: the shared folder with the Unix socket where the processes meet.
         kinds: the front end's functions.
+        poller: serves this process's connections.
         clock: measures pauses and ages.
         version: this program's version, for the other process's log.
         replace: have the predecessor hand over and end as soon as this process is ready.
@@ -105,6 +111,7 @@ class Handover:
         self,
         folder: Path,
         kinds: Kinds,
+        poller: Poller,
         clock: Clock,
         *,
         version: str,
@@ -117,6 +124,7 @@ class Handover:
         self.path = folder / (name if worker is None else f"{name.stem}-{worker}{name.suffix}")
         self.statistics = statistics if statistics is not None else HandoverCounts()
         self._kinds = kinds
+        self._poller = poller
         self._clock = clock
         self._version = version
         self._replace = replace
@@ -213,6 +221,7 @@ class Handover:
         except OSError:
             return False  # asked again, and then it is gone
         finally:
+            self._poller.resume()
             taker.close()
             channel.close()
             self._predecessor = None
@@ -225,6 +234,7 @@ class Handover:
             oldest=OLDEST_SCHEMA,
             pods=kinds.carried(),
             dialect=kinds.dialect,
+            slices=True,
         )
 
     async def _take(self, channel: Rendezvous, taker: Taker) -> bool:
@@ -250,6 +260,11 @@ class Handover:
             case Greeting():
                 self._predecessor = message
                 log.info("waiting for the connections of a predecessor version=%s", message.version)
+            case SliceBegins():
+                self._poller.pause(SLICE_S)
+                await channel.send(encode(Ready()))
+            case SliceEnds():
+                self._poller.resume()
             case Offer():
                 reason = await taker.consider(message, parcel)
                 answer = Declined(message.number, reason) if reason else Taken(message.number)
@@ -296,7 +311,9 @@ class Handover:
                 await channel.send(encode(Busy(reason=reason)))
                 return
             assert isinstance(greeting, Greeting)
-            giver = self._giver = Giver(channel, greeting, self._kinds.survey, self._clock, self.statistics)
+            giver = self._giver = Giver(
+                channel, greeting, self._kinds.survey, self._poller, self._clock, self.statistics
+            )
             await channel.send(encode(self._greeting()))
             log.info("a successor waits version=%s pods=%d", greeting.version, greeting.pods)
             while (message := await read_message(channel)) is not None:

@@ -368,6 +368,7 @@ class Pending:
         if life is not None:
             assert self._served is not None
             assert self._requests is not None
+            self._served.opened(connection)
             work = _then_close(life, parts.tunnels.serve_moved(self._served, self._requests, connection))
             parts.run(work, f"{life.id} moved")
         elif isinstance(self._carrier, DialledValue) and self._key is not None:
@@ -460,7 +461,12 @@ class Pending:
             assert upstream is not None
             upstream.close()
             first.close()
-        elif isinstance(first, LiveRequest):
+            return
+        # Now instead of with the fiber's first step: a change of policies in between must find open connections.
+        first.opened(relay.abort, finish=relay.finish)
+        for inner in first.upstream.hops if first.upstream is not None else ():
+            inner.opened(relay.abort, state=State.JOINED, finish=relay.finish)
+        if isinstance(first, LiveRequest):
             tunnel, requests, served = ends[0], self._requests, self._served
             assert isinstance(tunnel, Tunnel)
             assert requests is not None

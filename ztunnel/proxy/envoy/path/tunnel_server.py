@@ -222,13 +222,12 @@ class TunnelServer:
         """Serve a connection that another process has accepted and admitted, until it ends.
 
         Args:
-            served: its life is registered, and closed by the caller.
+            served: its life is registered and open, and closed by the caller.
             requests: the handler from :meth:`requests_of` that ``tunnels`` was created with.
             tunnels: belongs to this call. Its open tunnels have other owners.
         """
         assert served.connection is not None
         served.manager.connection_came(secured=served.connection.info.tls is not None)
-        served.opened(tunnels)
         try:
             await serve_to_end(tunnels, requests)
         finally:

@@ -177,6 +177,7 @@ class _Carrier:
             self._handover = Handover(
                 Path(config.handover_dir),
                 kinds_of(lambda: [pod.proxy for pod in self.pods.values()]),
+                self.node.poller,
                 self.clock,
                 version=ztunnel.__version__,
                 statistics=self.metrics.handovers,

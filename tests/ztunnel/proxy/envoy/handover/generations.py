@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -155,6 +156,16 @@ class Generations:
         for each in found.values():
             assert await each.say(b"hello") == b"hello"
         return found
+
+    async def log(self, lines: int) -> list[Json]:
+        """Return both access logs, once they have so many lines together."""
+        paths = [harness.folder / "log" for harness in (self.old, self.new)]
+
+        def found() -> list[str]:
+            return [line for path in paths if path.exists() for line in path.read_text().splitlines(keepends=True)]
+
+        await self.new.until(lambda: sum(line.endswith("\n") for line in found()) >= lines)
+        return [json.loads(line) for line in found()]
 
     def counts(self) -> dict[str, float]:
         """What both proxies have counted of connections, by name without ports.

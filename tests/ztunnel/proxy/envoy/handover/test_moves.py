@@ -87,7 +87,8 @@ def test_the_successor_judges_by_its_own_policies(
             assert await opened[name].ended()
         for each in opened.values():
             await each.close()
-        lines = await made.new.log(4)
+        # Both ends of a tunnel are here: the old process can still carry one when the new one ends the other.
+        lines = await made.log(len(PLACES) + 1 + 2)
         assert POLICY_CHANGE in {line["details"] for line in lines}
 
     play(tmp_path, body, monkeypatch, joined=joined)
@@ -266,8 +267,9 @@ def test_handover_pages_show_remaining_connections_and_reasons(
         result = await made.give()
         assert result.given == 1
         assert json.loads(page(made.old, "/handover"))["connections"] == {"given": 1}
-        await made.new.until(lambda: len(made.new.proxy.connections) == 1)
-        assert json.loads(page(made.new, "/connections"))["connections"][0]["bytes_received"] == 5
+        assert await held.say(b"hello") == b"hello"
+        (shown,) = json.loads(page(made.new, "/connections"))["connections"]
+        assert shown["bytes_received"] == 10
         request = PageRequest(method="GET", path="/metrics", query=Query.parse(""), target="/metrics")
         text = "".join(str(piece, "ascii") for piece in metrics.page(made.new.proxy, request).body)  # type: ignore[arg-type]
         assert 'ztunnel_handover_connections_total{reason="",result="taken"} 1.0' in text

@@ -84,8 +84,9 @@ def test_change_during_any_handover_step_applies_and_is_logged_once(
         denied = "denies" in what and (step, what) != ("gone", "the predecessor denies")  # it has nothing to deny
         if denied:
             assert await client.ended()
-        elif not result.left:
+        elif not result.left or set(result.stays) == {"ended"}:
             # It was taken first, so that the listener's end or the cluster's replacement met a live connection.
+            # The successor then ends the tunnel, perhaps before its other end is offered.
             assert step in ("taken", "gone")
         else:
             assert set(result.stays) == {f"declined: {CHANGES[what]}"}

@@ -44,7 +44,9 @@ class Generations:
         def take_now() -> None:
             self.taken_now.append(version)
 
-        return Handover(self.folder, kinds, clock, version=version, replace=replace, on_take_now=take_now)
+        return Handover(
+            self.folder, kinds, of.node.poller, clock, version=version, replace=replace, on_take_now=take_now
+        )
 
     async def meet(self) -> None:
         """Have the old one listen, and the new one wait for its connections."""

@@ -21,6 +21,7 @@ from ztunnel.proxy.dataplane import rendezvous
 from ztunnel.proxy.dataplane.handover.giver import Result
 from ztunnel.proxy.dataplane.handover.messages import (
     SCHEMA,
+    SLICE_S,
     Busy,
     Declined,
     FromGiver,
@@ -28,6 +29,9 @@ from ztunnel.proxy.dataplane.handover.messages import (
     Go,
     Greeting,
     Keep,
+    Ready,
+    SliceBegins,
+    SliceEnds,
     Taken,
     Unreadable,
     encode,
@@ -50,6 +54,8 @@ from ztunnel.runtime.settings import HANDOVER_SOCKET
 from ztunnel.runtime.sockets import PeerProcess, UnixListener
 
 GREETING = Greeting(version="scripted", schema=SCHEMA, oldest=SCHEMA)
+#: Of a version with slices; GREETING is one without.
+SLICING = msgspec.structs.replace(GREETING, slices=True)
 
 
 class Scripted:
@@ -139,12 +145,11 @@ def test_unresponsive_successor_leaves_connections_with_the_predecessor(tmp_path
         async with scripted_taker(made) as taker:
             await greeted(taker)
             task = giving(made, 60.0)
-            for number in (1, 2):
+            for number in (1, 2, 3):
                 offer = await taker.hear()
                 assert isinstance(offer, Offer)
                 assert await taker.hear() == Keep(number)
                 await echoed(end, b"")
-            assert isinstance(await taker.hear(), Offer)
             result = await task
             assert result is not None
             assert result.given == 0
@@ -170,11 +175,11 @@ def test_unmovable_connections_are_offered_again_after_a_long_first_walk(tmp_pat
         await made.old.until(lambda: peer.requests)
         async with scripted_taker(made) as taker:
             await greeted(taker)
-            task = giving(made, 2.0)
-            for _ in held:
-                offer = await taker.hear()
+            task = giving(made, 1.0)
+            offers = [await taker.hear() for _ in held]
+            await asyncio.sleep(1.5)
+            for offer in offers:
                 assert isinstance(offer, Offer)
-                await asyncio.sleep(1.5)
                 await taker.say(Declined(offer.number, "later"))
                 assert await taker.hear() == Keep(offer.number)
             gate.set()
@@ -234,6 +239,49 @@ def test_given_connection_has_no_access_line_here(tmp_path: Path) -> None:
                 assert sock.recv(100) == b"to its new owner"
             os.close(kept[1])
         assert made.old.lines() == []
+
+    play(tmp_path, body)
+
+
+@contextlib.asynccontextmanager
+async def first_slice(made: Generations) -> AsyncIterator[tuple[Scripted, "asyncio.Task[Result | None]"]]:
+    """A successor that has been asked to be ready, and the old proxy's hand-over."""
+    async with scripted_taker(made, SLICING) as taker:
+        await greeted(taker)
+        task = giving(made)
+        assert isinstance(await taker.hear(), SliceBegins)
+        yield taker, task
+
+
+def test_connections_are_served_until_the_successor_is_ready_for_a_slice(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with first_slice(made) as (taker, task):
+            await echoed(end)
+            await taker.say(Ready())
+            await taker.say(Ready())  # without a question, and ignored
+            assert isinstance(await taker.hear(), Offer)
+            await taker.say(Taken(1))
+            assert await taker.hear() == Go(1)
+            assert isinstance(await taker.hear(), SliceEnds)
+            result = await task
+            assert result is not None
+            assert result.given == 1
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_successor_that_is_never_ready_gets_no_connections(tmp_path: Path, dies: bool) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with first_slice(made) as (taker, task):
+            if dies:
+                taker.close()
+            result = await task
+            assert result is not None
+            assert (result.given, set(result.stays)) == (0, {"no taker"})
+        await still_served(made, end)
 
     play(tmp_path, body)
 
@@ -477,6 +525,31 @@ def test_units_not_released_by_a_dying_predecessor_are_discarded(tmp_path: Path,
         assert made.after.statistics.connections == {}
         await echoed(end)
         assert await end.ask() == b"ping"
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("ends", ["said", "by time", "with the predecessor"])
+def test_the_successors_own_connections_wait_for_the_end_of_a_slice(tmp_path: Path, ends: str) -> None:
+    async def body(made: Generations) -> None:
+        end = made.new.plain(f"{SERVER}:{APP_PORT}")
+        await echoed(end)
+        async with scripted_giver(made) as giver:
+            await giver.say(SliceBegins())
+            assert await answered(giver) == encode(Ready())
+            began_s = asyncio.get_running_loop().time()
+            await end.send(b"x")
+            reading = asyncio.get_running_loop().create_task(end.read(1))
+            await asyncio.sleep(SLICE_S / 2)
+            assert not reading.done()
+            if ends == "said":
+                await giver.say(SliceEnds())
+            elif ends == "with the predecessor":
+                giver.close()
+            assert await reading == b"x"
+            took_s = asyncio.get_running_loop().time() - began_s
+            assert took_s >= SLICE_S if ends == "by time" else took_s < SLICE_S
+        end.eof()
 
     play(tmp_path, body)
 
