@@ -48,6 +48,7 @@ class ConnectionTunnels(TunnelCarrier):
         self.engine = engine
         self.link = link
         self.facts = None
+        self.handshake_s = 0.0
         self.error = None
         name = link.sock.getsockname()  # two elements for IPv4, four for IPv6, a path for a Unix socket pair
         self.local_name = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)

@@ -32,7 +32,7 @@ class EarlySource(Protocol):
 class TunnelCarrier(ABC):
     """The connection that carries a tunnel. A base class, not a Protocol: compiled calls need no look-up."""
 
-    __slots__ = ("dirty", "engine", "error", "facts", "local_name", "poller", "role")
+    __slots__ = ("dirty", "engine", "error", "facts", "handshake_s", "local_name", "poller", "role")
 
     engine: Engine
     poller: Poller
@@ -42,6 +42,8 @@ class TunnelCarrier(ABC):
     """The reason why the connection ended; None while it is open."""
     facts: PeerFacts | None
     """The peer facts proven by TLS. None without TLS, and before the end of the handshake."""
+    handshake_s: float
+    """For the owner's use: how long the TLS handshake took. Initially 0."""
     local_name: tuple[str, int]
     """Address and port of our end, read once for all tunnels; ("", 0) for a socket pair."""
 

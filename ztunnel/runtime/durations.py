@@ -1,5 +1,10 @@
-"""Histograms of durations in seconds. An observation costs one bisection and two additions."""
+"""Histograms of durations in seconds. An observation costs one bisection and two additions.
 
+Each bucket keeps an exemplar (OpenMetrics 1.0): the duration, time and ``traceparent`` of a recent connection. All
+are packed into one buffer, made for the first trace, because small objects that live long would pin memory.
+"""
+
+import struct
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -9,13 +14,42 @@ DNS_BUCKETS: Final = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
 CONNECT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 #: Buckets for the lifetime of a connection: from one request to a day.
 LENGTH_BUCKETS: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
+#: An exemplar: duration and wall time in seconds, and a ``traceparent``, which has 55 octets in version 00 of W3C
+#: trace context. One more octet shows that a longer one is invalid.
+_EXEMPLAR: Final = struct.Struct("<dd56s")
+#: The place of the last digit of the flags in a ``traceparent``, and its values if the trace is sampled.
+_FLAG: Final = 54
+_SAMPLED: Final = b"13"
+#: How long an exemplar with a sampled trace is kept, rather than one without: a few scrapes.
+_KEPT_S: Final = 60.0
 
 
 class DurationCounts(NamedTuple):
-    """The counts of :class:`Durations`, as a value: numbers by bucket, the last of longer ones, and the sum."""
+    """The counts of :class:`Durations`, as a value.
+
+    Attributes:
+        numbers: observations by bucket, the last of longer ones.
+        total_s: their sum.
+        exemplars: the packed exemplars of all buckets, or empty.
+    """
 
     numbers: tuple[int, ...]
     total_s: float
+    exemplars: bytes = b""
+
+
+class Exemplar(NamedTuple):
+    """A recent observation of one bucket.
+
+    Attributes:
+        seconds: the duration.
+        wall_s: when it was observed.
+        trace: the connection's ``traceparent``, unchecked, since peers send it.
+    """
+
+    seconds: float
+    wall_s: float
+    trace: bytes
 
 
 class Durations:
@@ -25,17 +59,50 @@ class Durations:
         bounds: the upper bounds of its buckets, in seconds.
     """
 
-    __slots__ = ("_bounds", "_numbers", "total_s")
+    __slots__ = ("_bounds", "_exemplars", "_numbers", "total_s")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._numbers = [0] * (len(bounds) + 1)
         self.total_s = 0.0
+        self._exemplars = bytearray()
 
-    def observe(self, seconds: float) -> None:
-        """Count an observation of ``seconds``."""
-        self._numbers[bisect_left(self._bounds, seconds)] += 1
+    def observe(self, seconds: float, trace: bytes = b"", wall_s: float = 0.0) -> None:
+        """Count an observation of ``seconds``.
+
+        Args:
+            trace: the ``traceparent`` of the connection, or empty.
+            wall_s: the wall time, needed with a trace.
+        """
+        place = bisect_left(self._bounds, seconds)
+        self._numbers[place] += 1
         self.total_s += seconds
+        if trace:
+            self._keep(place, seconds, wall_s, trace)
+
+    def exemplify(self, seconds: float, trace: bytes, wall_s: float) -> None:
+        """Note the trace of an observation that has been counted without one."""
+        self._keep(bisect_left(self._bounds, seconds), seconds, wall_s, trace)
+
+    def _keep(self, place: int, seconds: float, wall_s: float, trace: bytes) -> None:
+        if len(trace) <= _FLAG:
+            return
+        slots, at = self._exemplars, place * _EXEMPLAR.size
+        if not slots:
+            slots.extend(bytes(_EXEMPLAR.size * len(self._numbers)))
+        elif (
+            slots[at + 16 + _FLAG] in _SAMPLED
+            and trace[_FLAG] not in _SAMPLED  # which has no span
+            and wall_s - _EXEMPLAR.unpack_from(slots, at)[1] < _KEPT_S
+        ):
+            return
+        _EXEMPLAR.pack_into(slots, at, seconds, wall_s, trace)
+
+    def exemplars(self) -> Iterator[Exemplar | None]:
+        """Iterate over the exemplars of all buckets, for :meth:`cumulative`'s values."""
+        if not self._exemplars:
+            yield from [None] * len(self._numbers)
+        yield from _unpacked(self._exemplars)
 
     @property
     def count(self) -> int:
@@ -43,13 +110,20 @@ class Durations:
         return sum(self._numbers)
 
     def counts(self) -> DurationCounts:
-        return DurationCounts(tuple(self._numbers), self.total_s)
+        return DurationCounts(tuple(self._numbers), self.total_s, bytes(self._exemplars))
 
     def add(self, counts: DurationCounts) -> None:
         """Add the counts of another process, with the same bounds."""
         for place, number in enumerate(counts.numbers):
             self._numbers[place] += number
         self.total_s += counts.total_s
+        if len(counts.exemplars) != _EXEMPLAR.size * len(self._numbers):
+            return
+        own = list(self.exemplars())
+        for place, found in enumerate(_unpacked(counts.exemplars)):
+            known = own[place]
+            if found is not None and (known is None or known.wall_s < found.wall_s):
+                self._keep(place, *found)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
         """Iterate over (upper bound, number of observations up to it)."""
@@ -57,3 +131,9 @@ class Durations:
         for bound, number in zip((*self._bounds, "+Inf"), self._numbers, strict=True):
             seen += number
             yield str(bound), seen
+
+
+def _unpacked(packed: bytes | bytearray) -> Iterator[Exemplar | None]:
+    for seconds, wall_s, padded in _EXEMPLAR.iter_unpack(packed):
+        trace = padded.rstrip(b"\0")
+        yield Exemplar(seconds, wall_s, trace) if trace else None

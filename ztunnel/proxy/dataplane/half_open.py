@@ -171,9 +171,9 @@ class PendingHandshake:
         """Whether its handshake has started."""
         return self._running is not None
 
-    def proved(self) -> None:
-        """Record that the handshake has authenticated the peer; idempotent."""
-        self._limiter.leave(self, proved=True)
+    def proved(self) -> float:
+        """Record that the handshake has authenticated the peer; idempotent. Return its seconds, at first."""
+        return self._limiter.leave(self, proved=True)
 
     def offended(self) -> None:
         """Record that the connection exceeded a protocol limit: its source must wait before its next handshake."""
@@ -519,10 +519,11 @@ class HandshakeLimiter:
         self._rejected(pending, reason)
         pending.stop()
 
-    def leave(self, pending: PendingHandshake, *, proved: bool) -> None:
-        """Remove a connection; idempotent."""
+    def leave(self, pending: PendingHandshake, *, proved: bool) -> float:
+        """Remove a connection; idempotent. Return the seconds of its handshake, 0 if none was running."""
         if pending.over:
-            return
+            return 0.0
+        seconds = 0.0
         pending.over = True
         source = pending.source
         self._pending.pop(pending, None)
@@ -530,7 +531,8 @@ class HandshakeLimiter:
         if pending in self.running:
             del source.running[pending], self.running[pending]
             self._all.handshakes -= 1
-            self._all.finished(self._poller.loop.time() - pending.since_s, proved)
+            seconds = self._poller.loop.time() - pending.since_s
+            self._all.finished(seconds, proved)
             if proved:
                 source.unfinished.refund(1.0)
                 self._unfinished.refund(1.0)
@@ -542,6 +544,7 @@ class HandshakeLimiter:
             if not source.queue:
                 self._ready.remove(source)
         self._all.changed(-1)
+        return seconds
 
     def sweep(self, now_s: float) -> None:
         """Close connections that have sent no ClientHello in time. A handshake has its own limit."""

@@ -58,11 +58,14 @@ async def dial_connection(
     # The context first: creating it can fail (OpenSSL refuses a key), and then there is no socket to leak.
     context = context_for()
     sock = await open_socket()
-    began_s, secured = poller.loop.time(), False
+    began_s = poller.loop.time()
+    connection: Connection | None = None
     try:
         connection = await connect(sock, context, settings, poller)
-        secured = True
     finally:
         if context is not None:
-            finished(poller.loop.time() - began_s, secured)
+            seconds = poller.loop.time() - began_s
+            finished(seconds, connection is not None)
+            if connection is not None:
+                connection.handshake_s = seconds
     return connection

@@ -6,10 +6,12 @@ Import this module only at the first scrape: see :mod:`ztunnel.runtime.http.expo
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from ztunnel.proxy.flows.ring import trace_id
 from ztunnel.proxy.flows.times import HISTOGRAMS, ConnectionTimes
 from ztunnel.runtime.durations import Durations
+from ztunnel.runtime.durations import Exemplar as Observed
 from ztunnel.runtime.http.exposition import Family, family
-from ztunnel.runtime.http.prometheus import Metric, Sample
+from ztunnel.runtime.http.prometheus import Exemplar, Metric, Sample
 
 _LabelsT = TypeVar("_LabelsT", bound=tuple[str, ...])
 
@@ -28,7 +30,7 @@ def time_families(times: ConnectionTimes) -> Iterator[Family]:
 
 
 def histograms(name: str, text: str, labels: tuple[str, ...], found: Mapping[_LabelsT, Durations]) -> Family:
-    """Return a family of histograms in seconds, leaving out empty histograms."""
+    """Return a family of histograms in seconds, leaving out empty histograms. OpenMetrics shows the exemplars."""
     return Family(Metric(name, text, "histogram", "seconds"), _samples(name, labels, found))
 
 
@@ -37,7 +39,15 @@ def _samples(name: str, labels: tuple[str, ...], found: Mapping[_LabelsT, Durati
         if not durations.count:
             continue
         shared = dict(zip(labels, values, strict=True))
-        for bound, count in durations.cumulative():
-            yield Sample(f"{name}_bucket", shared | {"le": bound}, count)
+        for (bound, count), observed in zip(durations.cumulative(), durations.exemplars(), strict=True):
+            exemplar = _exemplar(observed) if observed is not None else None
+            yield Sample(f"{name}_bucket", shared | {"le": bound}, count, exemplar=exemplar)
         yield Sample(f"{name}_sum", shared, durations.total_s)
         yield Sample(f"{name}_count", shared, durations.count)
+
+
+def _exemplar(observed: Observed) -> Exemplar | None:
+    found = trace_id(observed.trace)
+    if not any(found):
+        return None
+    return Exemplar({"trace_id": found.hex()}, observed.seconds, round(observed.wall_s, 3))

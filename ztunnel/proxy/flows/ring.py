@@ -132,7 +132,7 @@ class FlowRing:
             flags,
             hosts.get(host) or self._packed(host),
             hosts.get(other_host) or self._packed(other_host),
-            _trace(trace) if trace else _ZEROES,
+            trace_id(trace) if trace else _ZEROES,
         )
         place = slot * self._width
         self._refs[place : place + self._width] = refs
@@ -213,7 +213,7 @@ def _unpacked(data: bytes) -> str:
     return socket.inet_ntop(socket.AF_INET6, data)
 
 
-def _trace(traceparent: bytes) -> bytes:
+def trace_id(traceparent: bytes) -> bytes:
     """Return the trace id of a ``traceparent`` (W3C Trace Context, 3.2.2.3); zeroes if it has none."""
     try:
         found = bytes.fromhex(traceparent[3:35].decode("ascii"))

@@ -4,8 +4,9 @@ The size is bounded: each label has a fixed list of values, and none names a wor
 """
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+from hbone.settings import Role
 from ztunnel.proxy.dataplane.reasons import REFUSALS, Reason, Stage
 from ztunnel.proxy.flows.history import History
 from ztunnel.runtime.durations import CONNECT_BUCKETS, LENGTH_BUCKETS, DurationCounts, Durations
@@ -42,6 +43,13 @@ WAITS: Final = ("workload", "policy", "certificate")
 TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
 
 
+class TunnelConnection(Protocol):
+    """The part of :class:`hbone.aio.connection.Connection` that is used here."""
+
+    role: Role
+    handshake_s: float
+
+
 class ConnectionTimes:
     """The counts of one process.
 
@@ -68,6 +76,16 @@ class ConnectionTimes:
     def shook_hands(self, role: str, seconds: float, succeeded: bool) -> None:
         """Count a finished TLS handshake."""
         self.handshakes[role, RESULTS[0] if succeeded else RESULTS[1]].observe(seconds)
+
+    def first_request(self, connection: TunnelConnection, trace: bytes, wall_s: float) -> None:
+        """Make the trace of a tunnel connection's first request the exemplar of its handshake.
+
+        Resets ``handshake_s``, so that later requests have no effect.
+        """
+        seconds, connection.handshake_s = connection.handshake_s, 0.0
+        if seconds and trace:
+            role = "client" if connection.role is Role.CLIENT else "server"
+            self.handshakes[role, RESULTS[0]].exemplify(seconds, trace, wall_s)
 
     def waited(self, what: str, seconds: float) -> None:
         """Record how long a connection waited. ``what`` is one of :data:`WAITS`."""

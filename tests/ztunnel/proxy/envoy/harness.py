@@ -434,7 +434,7 @@ async def tunnel(
     end = inbound({"route_config": connect_route("app")}, *filters)
     await harness.published(end, cluster(port), *secrets)
     await harness.until(lambda: harness.proxy.listeners.active)
-    tunnelling = tcp("tunnel", tunneling_config={"hostname": "app:80"}, **log)
+    tunnelling = tcp("tunnel", **{"tunneling_config": {"hostname": "app:80"}, **log})
     everything = [
         end,
         listener(chain(tunnelling)),

@@ -1,7 +1,8 @@
-"""Samples of the metrics page, by name and labels."""
+"""Samples of the metrics page, by name and labels, and exemplars of histograms."""
 
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
+from ztunnel.runtime.durations import Durations
 
 
 def samples(metrics: Metrics, name: str) -> dict[str, float]:
@@ -12,3 +13,8 @@ def samples(metrics: Metrics, name: str) -> dict[str, float]:
         for sample in family.samples
         if sample.name == name
     }
+
+
+def traces(durations: Durations) -> list[str]:
+    """Return the traceparents of the exemplars, by bucket."""
+    return [found.trace.decode() for found in durations.exemplars() if found is not None]

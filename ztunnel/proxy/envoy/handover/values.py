@@ -57,6 +57,7 @@ _TEXTS: Final = (
     "upstream_sni",
     "tunnel_authority",
     "policy",
+    "trace",
 )
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hbone.aio.connection import Connection
 from hbone.aio.relay import ByteCounts, Relay
 from ztunnel.proxy.dataplane.life_table import ALLOWED, Event, State, Verdict
 from ztunnel.proxy.dataplane.live_table import Abort, Life, Lives, LiveTable
@@ -66,6 +67,9 @@ class HopAccount(Protocol):
 
     def ended(self, hop: LiveHop) -> None:
         """Count the end of a connection."""
+
+    def first_request(self, connection: Connection, trace: str) -> None:
+        """Make the trace of a tunnel connection's first request the exemplar of its handshake."""
 
     def moved(self, counts: ByteCounts) -> None:
         """Count the bytes of a relay that has ended."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from hbone.aio.connection import Connection
 from hbone.aio.relay import ByteCounts
 from xds.model.address import SocketAddress
 from ztunnel import __version__
@@ -65,16 +66,21 @@ class Account:
         inbound = bool(info.method) or hop.owner.ends_tunnels or hop.owner.model.direction == "inbound"
         tunnelled = bool(info.method) or hop.owner.ends_tunnels or any(each.tunnelled for each in hops)
         reporter, path = "destination" if inbound else "source", "hbone" if tunnelled else "plain"
-        duration_s, times = info.duration_s or 0.0, self.times
-        times.lengths[reporter, path].observe(duration_s)
+        duration_s, times, wall_s = info.duration_s or 0.0, self.times, self._clock.wall()
+        trace = next((each.trace for each in hops if each.trace), "").encode()
+        times.lengths[reporter, path].observe(duration_s, trace, wall_s)
         if not inbound and info.ready_s is not None:
-            times.connects[path, "ok" if info.connected else "failed"].observe(info.ready_s)
+            times.connects[path, "ok" if info.connected else "failed"].observe(info.ready_s, trace, wall_s)
         if info.failure is not None:
             dialled = info.ready_s is not None
             stage = Stage.RELAY if info.connected else Stage.CONNECT if dialled else Stage.EARLY
             times.failed(reporter, stage, info.failure)
         if self.ring.capacity:
-            self._record(hop, hops, inbound=inbound, tunnelled=tunnelled)
+            self._record(hop, hops, wall_s, trace, inbound=inbound, tunnelled=tunnelled)
+
+    def first_request(self, connection: Connection, trace: str) -> None:
+        """Make the trace of a tunnel connection's first request the exemplar of its handshake."""
+        self.times.first_request(connection, trace.encode(), self._clock.wall())
 
     def moved(self, counts: ByteCounts) -> None:
         """Count the bytes of a relay that has ended."""
@@ -99,7 +105,16 @@ class Account:
                 await asyncio.sleep(0)
         history.sample(now_s, Totals(opened, failures, denials, moved))
 
-    def _record(self, hop: LiveHop, hops: Sequence[StreamInfo], *, inbound: bool, tunnelled: bool) -> None:
+    def _record(
+        self,
+        hop: LiveHop,
+        hops: Sequence[StreamInfo],
+        wall_s: float,
+        trace: bytes,
+        *,
+        inbound: bool,
+        tunnelled: bool,
+    ) -> None:
         info, text = hop.info, self.ring.text
         client, server = proven(hops)
         secured = bool(client and server and (inbound or info.connected))
@@ -114,12 +129,12 @@ class Account:
         if destination is None or tunnel:
             destination = info.destination
         self.ring.add(
-            self._clock.wall(),
+            wall_s,
             info.duration_s or 0.0,
             info.ready_s if info.connected and info.ready_s is not None else -1.0,
             (info.bytes_received, info.bytes_sent),
             (info.source, destination),
-            _trace(info) if info.request_headers else b"",
+            trace,
             (0 if inbound else 1) | (2 if secured else 0),
             (
                 text(client),
@@ -177,7 +192,3 @@ def _ended(info: StreamInfo, hops: Sequence[StreamInfo], failure: Reason) -> End
     found = _ISTIO_POLICY.fullmatch(info.policy)
     policy = f"{found[1]}/{found[2]}" if found is not None else info.policy
     return Ended(failure, why(hops)[:_MOST_TEXT], policy, info.flags_text())
-
-
-def _trace(info: StreamInfo) -> bytes:
-    return next((value.encode() for name, value in info.request_headers if name == "traceparent"), b"")

@@ -51,6 +51,7 @@ from ztunnel.proxy.envoy.path.dial import (
 from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
 from ztunnel.proxy.envoy.stream.outcome import Denied, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
+from ztunnel.proxy.envoy.stream.request_headers import traceparent
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
@@ -312,7 +313,7 @@ class Connector:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         authority, headers = tunnel_request(proxy, info)
-        info.tunnel_authority = authority
+        info.tunnel_authority, info.trace = authority, traceparent(headers)
         context, version = transport.context, transport.proxy_version
         if context is not None and context.current is None:
             raise secrets_not_ready(cluster)
@@ -346,6 +347,8 @@ class Connector:
             raise failure_of(cluster, error) from error
         finally:
             breaker.requests -= 1
+        if tunnel.connection.handshake_s:
+            self._times.first_request(tunnel.connection, info.trace.encode(), hop.clock.wall())
         info.upstream_local = str(SocketAddress.of(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()

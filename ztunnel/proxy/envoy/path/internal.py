@@ -26,6 +26,7 @@ from ztunnel.proxy.envoy.path.terminate import RequestRefused, Terminator
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, agree, verified_client
 from ztunnel.proxy.envoy.secrets.names import peer_names
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Refused, UpstreamFailed
+from ztunnel.proxy.envoy.stream.request_headers import traceparent
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.tasks import Tasks
@@ -211,6 +212,7 @@ class InternalListeners:
             method="CONNECT",
             authority=authority,
             request_headers=tuple(headers),
+            trace=traceparent(headers),
             manager=chain.manager.model if chain.manager is not None else None,
         )
 

@@ -36,6 +36,7 @@ from ztunnel.proxy.envoy.path.downstream_tls import context_of, handshake_failed
 from ztunnel.proxy.envoy.path.tcp_proxy import application_of
 from ztunnel.proxy.envoy.path.terminate import DENIED, Answer, RequestRefused, Terminator
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Refused
+from ztunnel.proxy.envoy.stream.request_headers import traceparent
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.runtime.clock import Clock, utc
 
@@ -145,7 +146,7 @@ class TunnelServer:
         def established(tunnels: Connection) -> None:
             """Authorize the peer, before any HTTP/2 frame is answered."""
             if pending is not None:
-                pending.proved()
+                tunnels.handshake_s = pending.proved()
             if tunnels.facts is not None:
                 note_peer(connection, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts)
@@ -275,6 +276,7 @@ class TunnelServer:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         assert served.connection is not None
         head, base, manager = request.head, served.connection.info, served.manager
+        headers = tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers])
         info = StreamInfo(
             connection_id=base.connection_id,
             facts=base.facts,
@@ -292,9 +294,13 @@ class TunnelServer:
             method=head.method.decode("latin-1"),
             authority=(head.authority or b"").decode("latin-1"),
             path=(head.path or b"").decode("latin-1"),
-            request_headers=tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers]),
+            request_headers=headers,
+            trace=traceparent(headers),
             manager=manager.model,
         )
+        account = self._connections.account
+        if account is not None and request.connection.handshake_s:
+            account.first_request(request.connection, info.trace)
         hop = self.register(served, info, current(self._poller).cancel)
         hop.addons = self._connections.addons
         manager.rq_total.value += 1

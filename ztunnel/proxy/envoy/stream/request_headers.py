@@ -5,7 +5,7 @@ routes and logs read none.
 """
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from xds.model.http import HttpConnectionManager
@@ -23,6 +23,11 @@ def header_values(info: StreamInfo, name: str) -> Sequence[str]:
     if info.manager is not None and name in _WRITTEN:
         return _WRITTEN[name](info, info.manager, sent)
     return sent
+
+
+def traceparent(headers: Iterable[tuple[str, str]]) -> str:
+    """Return the ``traceparent`` among headers, or an empty text."""
+    return next((value for name, value in headers if name == "traceparent"), "")
 
 
 def stream_id(info: StreamInfo) -> str | None:

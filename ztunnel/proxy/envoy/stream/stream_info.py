@@ -116,6 +116,7 @@ class StreamInfo:
         upstream_own_uri_sans: identities that we present to the upstream.
         tunnel_authority: the authority of our CONNECT.
         tunnelled: the TCP proxy opens a tunnel.
+        trace: the ``traceparent`` of the tunnel's request, the client's or ours. Empty without one.
         behind: the last attempt's next hop: behind an internal listener, or a node-local tunnel's inbound half.
         failure: why it failed; ``policy`` names the policy that denied it.
         connected: the last attempt succeeded.
@@ -165,6 +166,7 @@ class StreamInfo:
     upstream_own_uri_sans: tuple[str, ...] = ()
     tunnel_authority: str = ""
     tunnelled: bool = False
+    trace: str = ""
     behind: "StreamInfo | None" = None
     failure: Reason | None = None
     policy: str = ""

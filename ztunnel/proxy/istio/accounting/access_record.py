@@ -303,12 +303,12 @@ class Record:
         series, self._series = self._series, None
         assert series is not None
         node = self._node
-        now_s = node.clock.monotonic()
+        now_s, wall_s, trace = node.clock.monotonic(), node.clock.wall(), self.trace
         length, answered, unanswered = series.times
-        length.observe(now_s - self.started_s)
+        length.observe(now_s - self.started_s, trace, wall_s)
         connect = answered if connected else unanswered
         if connect is not None and self.opened_s:  # otherwise another process has connected it
-            connect.observe(self.opened_s - self.started_s)
+            connect.observe(self.opened_s - self.started_s, trace, wall_s)
         if failure is not None:
             self._count_failure(failure, connected=connected)
             series.refused += failure.reason is Reason.PEER_DENIED
@@ -320,8 +320,8 @@ class Record:
         if node.metrics.ports is not None:
             node.metrics.ports.count(self._port_labels(failed=failure is not None))
         if flags is Flags.DENY and failure is not None:
-            node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
-        flows.note(node.metrics.flows, self, node.clock.wall(), now_s, failure)
+            node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), wall_s)
+        flows.note(node.metrics.flows, self, wall_s, now_s, failure)
         if self.addons is not None:
             self.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
         if not logged:
@@ -333,7 +333,7 @@ class Record:
         duration_ms = int((now_s - self.started_s) * 1000)
         described, logs = self.described, node.logs
         if described is not None and failure is None and logs.export is None and not self._has_more:
-            logs.write_completion(node.clock.wall(), self.source, described.shown, sent, received, duration_ms)
+            logs.write_completion(wall_s, self.source, described.shown, sent, received, duration_ms)
             return
         fields = [*self.fields(), ("bytes_sent", sent), ("bytes_recv", received)]
         if self.dry_run:
@@ -346,7 +346,7 @@ class Record:
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))
         level = "error" if failure is not None else "warn" if unmatched else "info"
-        logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
+        logs.write_access(wall_s, level, "connection complete", fields, self.trace)
 
     def _port_labels(self, *, failed: bool) -> tuple[str, ...]:
         there = self.destination_labels

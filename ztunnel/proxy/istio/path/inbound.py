@@ -58,7 +58,7 @@ from ztunnel.proxy.istio.path.inbound_target import inbound_facts, inbound_servi
 from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.pod_context import PodContext
-from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_pod
+from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_pod, enter_trace
 from ztunnel.proxy.istio.path.route import source_host
 from ztunnel.proxy.istio.settings.config import PLAINTEXT_PORT
 
@@ -145,7 +145,7 @@ class Inbound:
                 assert facts is not None
                 here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
                 here.identity = _first_identity(facts.uri_sans)
-                pending.proved()
+                connection.handshake_s = pending.proved()
                 self._established(carrier, here, connection)
 
             owned = None  # from here on serve_connection owns the socket
@@ -284,8 +284,7 @@ class Inbound:
         entry = PodConnection(self._pod.connections.inbound, record, cancel, self.verdict)
         entry.connection = peer.connection
         failure: Failed | None = None
-        if node.logs.export is not None:
-            record.trace = dict(head.headers).get(b"traceparent", b"")
+        enter_trace(record, request, node)
         try:
             if head.method != b"CONNECT" or head.protocol is not None:
                 method = head.method.decode("latin-1")

@@ -494,7 +494,10 @@ class Outbound:
         certificate = await self._pod.certificate(call.labels.workload)
         with Deadline(self._node.poller, ANSWER_TIMEOUT_S):
             tunnel = await self.tunnels.open(target, route.identities, certificate, request, early_from)
-        call.entry.connection = tunnel.connection
+        connection = call.entry.connection = tunnel.connection
+        if connection.handshake_s:
+            node = self._node
+            node.metrics.first_request(connection, call.entry.record.trace, node.clock.wall())
         return tunnel
 
     async def _double(self, call: PodCall, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:

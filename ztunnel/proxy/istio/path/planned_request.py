@@ -42,7 +42,7 @@ from ztunnel.proxy.istio.accounting.outcome import (
 from ztunnel.proxy.istio.path.authorizer import Authorizer
 from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
-from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan
+from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, enter_trace
 
 if TYPE_CHECKING:
     from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have no addons, and save the memory
@@ -101,8 +101,7 @@ class PlannedRequest(PodConnection):
 
     def _begin(self) -> None:
         node, record, plan = self._pod.node, self.record, self._plan
-        if node.logs.export is not None:
-            record.trace = dict(self._request.head.headers).get(b"traceparent", b"")
+        enter_trace(record, self._request, node)
         record.opened()
         self._owner.authorizer.note_allowed(plan.decision.policy)
         self.state = State.IDENTIFIED

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from hbone.aio.connection import Connection
+from hbone.aio.server import Request
 from hbone.events import RequestHead
-from hbone.headers import forwarded_host
+from hbone.headers import first, forwarded_host
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
@@ -234,3 +235,11 @@ def enter_pod(record: Record, labels: WorkloadLabels) -> None:
     record.destination_workload = labels.workload
     record.destination_labels = labels.secured
     record.destination_identity = labels.identity
+
+
+def enter_trace(record: Record, request: Request, node: Node) -> None:
+    """Write the trace of a tunnel's request to its record, and to the handshake's exemplar if it is the first."""
+    record.trace = first(request.head.headers, b"traceparent") or b""
+    connection = request.connection
+    if connection.handshake_s:
+        node.metrics.first_request(connection, record.trace, node.clock.wall())

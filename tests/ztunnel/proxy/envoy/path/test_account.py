@@ -8,6 +8,7 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
@@ -32,6 +33,7 @@ from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.half_open import STALLED
 from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.envoy.admin.commands import answer
+from ztunnel.proxy.envoy.admin.metrics import page as metrics_page
 from ztunnel.proxy.envoy.config.settings import Switches
 from ztunnel.proxy.envoy.path.account import Account
 from ztunnel.proxy.envoy.stream.outcome import (
@@ -95,7 +97,10 @@ def test_a_plain_connection_and_one_that_fails(tmp_path: Path) -> None:
 def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
     async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
-            await tunnel(harness, port, Identities(), rbac(CLIENT))
+            trace_id = "0af7651916cd43dd8448eb211c80319c"
+            header = {"key": "traceparent", "value": f"00-{trace_id}-b7ad6b7169203331-00"}
+            tunneling = {"hostname": "app:80", "headers_to_add": [{"header": header}]}
+            await tunnel(harness, port, Identities(), rbac(CLIENT), tunneling_config=tunneling)
             assert await ask(harness.port("l"), b"there") == b"hi there"
             found = {flow["traffic_direction"]: flow for flow in await flows(harness, 2)}
             for flow in found.values():
@@ -117,6 +122,23 @@ def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
             assert times.lengths["source", "hbone"].count == times.lengths["destination", "hbone"].count == 1
             assert times.connects["hbone", "ok"].count == 1
             assert times.handshakes["client", "ok"].count == times.handshakes["server", "ok"].count == 1
+            accept = "application/openmetrics-text"
+            shown = metrics_page(harness.proxy, PageRequest(method="GET", path="/metrics", accept=accept))
+            text = b"".join(piece for piece in cast(Any, shown.body)).decode()
+            traced = {
+                (sample.name, *(value for label, value in sorted(sample.labels.items()) if label != "le"))
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if sample.exemplar is not None and sample.exemplar.labels == {"trace_id": trace_id}
+            }
+            assert traced == {
+                ("ztunnel_connect_seconds_bucket", "hbone", "ok"),
+                ("ztunnel_connection_seconds_bucket", "hbone", "source"),
+                ("ztunnel_connection_seconds_bucket", "hbone", "destination"),
+                ("ztunnel_handshake_seconds_bucket", "ok", "client"),
+                ("ztunnel_handshake_seconds_bucket", "ok", "server"),
+            }
+            assert {flow["trace_context"]["parent"]["trace_id"] for flow in found.values()} == {trace_id}
 
     run(tmp_path, body)
 

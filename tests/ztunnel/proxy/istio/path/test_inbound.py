@@ -23,6 +23,7 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     fields,
     refused,
 )
+from tests.ztunnel.proxy.istio.pages import traces
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -50,7 +51,8 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
 def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         app = cluster.application(SERVER)
-        tunnel = await connection.open(fields())
+        trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+        tunnel = await connection.open(fields(f"{SERVER}:{APP_PORT}", (b"traceparent", trace)))
         assert dict(tunnel.headers)[b"baggage"].startswith(b"k8s.")
         tunnel_client = TunnelClient(cluster, tunnel)
         assert await tunnel_client.end.ask(b"x" * 100_000) == b"x" * 100_000
@@ -59,6 +61,9 @@ def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
         assert (line["src.identity"], line["dst.identity"]) == (identity("client"), identity("server"))
         assert line["dst.hbone_addr"] == f"{SERVER}:{APP_PORT}"
         assert cluster.closed("destination") == {"-": 1}
+        metrics = cluster.node.metrics
+        for durations in (metrics.handshakes["server", "ok"], metrics.lengths["destination", "hbone"]):
+            assert traces(durations) == [trace.decode()]
         assert len(app.peers) == 1
         assert cluster.wire.dialled == [(APP, None)]
 

@@ -18,6 +18,7 @@ from tests.ztunnel.proxy.istio.outbound_case import (
     through_gateway,
     waypoint,
 )
+from tests.ztunnel.proxy.istio.pages import traces
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -244,6 +245,12 @@ def test_row_9_a_workload_of_the_mesh_gets_a_tunnel(tmp_path: Path, loop: str) -
         assert (line["src.identity"], line["dst.identity"]) == (identity("client"), identity("server"))
         assert (line["direction"], line["bytes_sent"], line["bytes_recv"]) == ("outbound", 4, 4)
         assert cluster.closed() == {"-": 2}
+        metrics, sent = cluster.node.metrics, [peer.headers(number)["traceparent"] for number in (0, 1)]
+        # The handshake was for the first of the two tunnels.
+        assert traces(metrics.handshakes["client", "ok"]) == sent[:1]
+        for durations in (metrics.connects["hbone", "ok"], metrics.lengths["source", "hbone"]):
+            assert sent[1] in traces(durations)
+            assert not set(traces(durations)) - set(sent)
 
     play(tmp_path, body, loop=loop)
 
