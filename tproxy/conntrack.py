@@ -62,7 +62,8 @@ def read_flow(body: bytes) -> Flow:
         for kind in (_ORIGINAL, _ZONE, _ID)
         if kind in parts
     )
-    # Replies come from where the packets went after translation, with the address of the source before its own.
+    # The reply direction's source is the destination after translation. The original direction's source is never
+    # translated.
     return Flow(body[0], original[0], reply[0], original[2], original[3], reply[3], entry, original[5])
 
 

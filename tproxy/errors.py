@@ -1,4 +1,4 @@
-"""The errors of :mod:`tproxy`, as types that carry what an operator needs to mend them.
+"""The errors of :mod:`tproxy`, as types that carry what an operator needs to fix the cause.
 
 ::
 
@@ -82,7 +82,7 @@ class NotOurs(TproxyError):
         self.resource = resource
 
     def __str__(self) -> str:
-        return f"somebody else's resource is where this should go, remove it or ours: {self.resource}"
+        return f"a foreign resource is in the place of ours; remove one of the two: {self.resource}"
 
 
 class KernelRefused(TproxyError):
@@ -108,7 +108,7 @@ class PortTaken(TproxyError):
 
     def __str__(self) -> str:
         host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"somebody else listens on {host}:{self.port}: stop it (ss -ltnp) or use reuse_port on both"
+        return f"another process listens on {host}:{self.port}: stop it (ss -ltnp) or use reuse_port on both"
 
 
 class ConnectFailed(TproxyError):

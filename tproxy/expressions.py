@@ -151,7 +151,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Count the packets that come so far in the rule; the numbers are found, and no part of equality."""
+    """Count the packets that reach this point of the rule. Found numbers are ignored in comparisons."""
 
     packets: int = field(default=0, compare=False)
     octets: int = field(default=0, compare=False)
@@ -159,7 +159,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
-    """Put constant bytes into a register."""
+    """Load constant bytes into a register."""
 
     data: bytes
     dreg: int = 1
@@ -381,7 +381,7 @@ def neighbour_discovery() -> Phrase:
 
 
 def icmp_is(kind: int, code: int | None = None, *, negate: bool = False) -> Phrase:
-    """Match ICMP's or ICMPv6's type, with a code both as one value. A test of the protocol precedes it."""
+    """Match the ICMP or ICMPv6 type, or type and code as one value. A test of the protocol must precede it."""
     value = bytes((kind,)) if code is None else bytes((kind, code))
     return (Payload(Base.TRANSPORT, 0, len(value)), Compare(value, _test(negate=negate)))
 
@@ -410,7 +410,7 @@ def address_in(family: Family, set_name: str, *, source: bool, negate: bool = Fa
 
 
 def verdict_by_address(family: Family, map_name: str, *, source: bool) -> Phrase:
-    """Take the verdict that a map has for one of the addresses, if it has one: ``ip saddr vmap @map``."""
+    """Apply the verdict that a map has for the source or destination address, if any: ``ip saddr vmap @map``."""
     load = _load_source(family) if source else _load_destination(family)
     return (*family_is(family), load, Lookup(map_name, dreg=VERDICT_REGISTER))
 

@@ -1,7 +1,7 @@
-"""Says what a table does with a packet: the kernel's evaluation of chains, rules, sets and maps, in Python. Pure.
+"""Evaluates a table for a packet like the kernel does: chains, rules, sets and maps. Pure.
 
 It explains a decision without a packet, judges recorded connections again, and lets a test compare a table's
-meaning with a policy's thousands of times a second. The tests hold it to the kernel's verdicts.
+meaning with a policy's thousands of times a second. Tests compare its verdicts with the kernel's.
 """
 
 from bisect import bisect_right
@@ -63,7 +63,7 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A rule that matched; the last one decided, unless it is an element's verdict that did."""
+    """A rule that matched. The last one decided, by its own verdict or by that of an element it looked up."""
 
     chain: str
     rule: Rule
@@ -78,7 +78,7 @@ class Decision:
 
 
 class Unreadable(Exception):
-    """A rule has an expression that this module does not evaluate. It is in ``args``."""
+    """A rule has an expression that this module does not evaluate; the expression is in ``args``."""
 
 
 class Interpreter:
@@ -94,7 +94,7 @@ class Interpreter:
         self._base = [chain for _, chain in sorted(hooked, key=lambda pair: pair[0])]
 
     def judge(self, packet: Packet) -> Decision:
-        """Return what becomes of a packet.
+        """Return the table's decision about a packet.
 
         Raises:
             Unreadable: it reaches a rule that is not ours.

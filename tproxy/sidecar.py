@@ -60,7 +60,7 @@ from tproxy.resources import (
 )
 
 TABLE: Final = "ztunnel_sidecar"
-#: Where connections of the proxy to the application come from. The IPv6 one must be put on ``lo``.
+#: The source addresses of the proxy's connections to the application. The IPv6 address must be put on ``lo``.
 PASSTHROUGH: Final[dict[Version, IpAddress]] = {4: IPv4Address("127.0.0.6"), 6: IPv6Address("::6")}
 USER: Final = 1337
 LOOPBACK4: Final = IPv4Network("127.0.0.1/32")
@@ -72,13 +72,13 @@ _PROXY_ZONE, _APPLICATION_ZONE = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """What to capture in one pod.
+    """The traffic to capture in one pod.
 
     Attributes:
         versions: the IP versions. Leave out 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1.
-        outbound_port, inbound_port, tunnel_port: where the proxy listens.
-        users, groups: of the proxy. Their packets pass.
-        include_networks: destinations that are captured; ``None``: every one.
+        outbound_port, inbound_port, tunnel_port: the proxy's listening ports.
+        users, groups: the proxy's. Packets that they send are not captured.
+        include_networks: destinations that are captured; ``None``: all.
         exclude_networks: destination networks that are not captured.
         include_inbound: ports of the pod whose connections are captured; ``None``: all.
         exclude_inbound: ports that are not captured although ``include_inbound`` is ``None``.
@@ -86,13 +86,13 @@ class Sidecar:
         exclude_outbound: ports that are never captured.
         virtual_interfaces: devices whose incoming connections, of a virtual machine, count as sent by the pod.
         exclude_interfaces: devices whose traffic is not captured.
-        only_groups: if any, only what these groups send is captured.
-        except_groups: what these groups send is not captured.
+        only_groups: if any, only packets that these groups send are captured.
+        except_groups: packets that these groups send are not captured.
         loopback4: IPv4 destinations that are the pod's own loopback.
         dns: capture port 53, UDP and TCP.
         dns_servers: only queries to these; ``None``: to any.
-        drop_invalid: drop packets that conntrack takes for no part of a connection, instead of the application's
-            kernel answering them with a reset.
+        drop_invalid: drop packets that conntrack cannot assign to a connection. Otherwise the application's kernel
+            answers them with a reset.
     """
 
     versions: tuple[Version, ...] = (4, 6)
@@ -122,7 +122,7 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The packet comes in (or goes out) by this device."""
+    """The packet arrives by (or leaves by) this device."""
 
     name: str
     incoming: bool
@@ -130,7 +130,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The protocol, and its destination (or source) port: this one; or negated, none of these."""
+    """The packet has this protocol, and its destination (or source) port is one of ``ports``, or none of them if
+    negated.
+    """
 
     protocol: int
     ports: tuple[int, ...] = ()
@@ -155,7 +157,7 @@ class Networks:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A local process of this user (or group) sends it."""
+    """The packet was sent by a local process of this user (or group)."""
 
     number: int
     group: bool = False
@@ -164,7 +166,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """It belongs to no connection that conntrack can have."""
+    """conntrack cannot assign the packet to a connection (state INVALID)."""
 
 
 Test: TypeAlias = Device | Transport | Networks | Owner | Invalid
@@ -202,7 +204,7 @@ Deed: TypeAlias = Pass | Redirect | Zone | Drop
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rule: if every test holds, the deed is done; ``why`` becomes its comment."""
+    """One rule: if every test holds, the action is done; ``why`` becomes the rule's comment."""
 
     tests: tuple[Test, ...]
     deed: Deed
@@ -211,7 +213,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepChain:
-    """Steps at one hook, the first that decides counts.
+    """The steps at one hook. The first step with a decision counts.
 
     Attributes:
         table: iptables' table, ``nat``, ``mangle`` or ``raw``.
@@ -322,7 +324,7 @@ def _loopback(wanted: Sidecar, *, negate: bool = False) -> Networks:
 
 
 def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
-    """Return the test for servers whose queries are captured; ``None``: there are none."""
+    """Return the test for servers whose queries are captured. ``None``: no queries are captured."""
     if wanted.dns_servers is None:
         return ()
     if not wanted.dns_servers:

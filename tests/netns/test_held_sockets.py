@@ -13,7 +13,7 @@ from tests.netns.istio import HELLO, AmbientMesh, ask, eventually, mesh_of
 from tests.netns.toys import app
 from tests.ports import free_port
 
-SAID = "the configuration of the process that died is used"
+SAID = "the crashed process's configuration is used"
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
 

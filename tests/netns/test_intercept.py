@@ -71,7 +71,7 @@ def test_show_apply_show_remove(lab: Lab, file: Path) -> None:
     before = everything(lab.worker("w1").place.netns)
     shown = intercept("show", "-f", file)
     assert shown.returncode == 1
-    assert "not as wanted; apply would do:" in shown.stdout
+    assert "the state differs; apply would do:" in shown.stdout
     applied = intercept("apply", "-f", file)
     assert (applied.returncode, applied.stderr) == (0, "")
     assert "host: + -6 rule priority 103 lookup 100" in applied.stdout

@@ -86,7 +86,7 @@ def test_a_collector_that_is_away_changes_nothing_for_a_connection(tmp_path: Pat
 
             def told() -> list[str]:
                 return [
-                    line["message"].split(" for ")[0] for line in proxy.log() if "not taken" in line["message"]
+                    line["message"].split(" for ")[0] for line in proxy.log() if "are dropped" in line["message"]
                 ]
 
             await eventually(

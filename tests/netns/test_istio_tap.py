@@ -73,7 +73,7 @@ def test_a_pods_streams_are_captured(tmp_path: Path, workers: str) -> None:
             status, said = await ended(at_client)
             assert status == 0
             assert said.startswith("ztunnel tap: 8 connections, ")
-            assert said.endswith("; its reader has ended it\n")
+            assert said.endswith("; the reader has ended it\n")
             at_far.send_signal(signal.SIGINT)
             inbound, _ = await asyncio.wait_for(at_far.communicate(), 20)
 
@@ -124,7 +124,7 @@ async def _refused(socket: str) -> None:
             ("default/client", "--socket", f"{socket}.not"),
             f"{socket}.not: no proxy listens there; is a proxy here",
         ),
-        (("default/client", "--socket", socket, "--for", "1h"), "for: 1h is not in the limits"),
+        (("default/client", "--socket", socket, "--for", "1h"), "for: 1h must be more than 0"),
     ):
         made = await tap(*arguments, "-w", "-")
         _, errors = await asyncio.wait_for(made.communicate(), 20)

@@ -75,7 +75,7 @@ class Holder:
             raise ValueError(f"{VARIABLE}={text}: no descriptor of a holder: {error}") from error
 
     def take(self) -> int:
-        """Take over what earlier processes have left, and return the number of sockets.
+        """Take over the sockets and memory left by earlier processes, and return the number of sockets.
 
         Raises:
             OSError: the holder does not answer.
@@ -99,7 +99,7 @@ class Holder:
         return len(self._held)
 
     def claim(self, key: str) -> socket.socket | None:
-        """Return a socket that an earlier process has left, which belongs to the caller now; ``None``: none."""
+        """Return a socket left by an earlier process, now owned by the caller. ``None`` if there is none."""
         found = self._held.pop(key, None)
         if found is not None:
             # The caller can close the socket without a message until it listens. A copy would keep the port then.
@@ -111,11 +111,11 @@ class Holder:
         self._send(KEEP, key, sock.fileno())
 
     def memory(self, name: str) -> bytes | None:
-        """Return sealed memory that an earlier process has left, once."""
+        """Return sealed memory left by an earlier process, on the first call only."""
         return self._memories.pop(name, None)
 
     def keep_memory(self, name: str, number: int) -> None:
-        """Have the descriptor of sealed memory held, in place of an older one of this name."""
+        """Have the holder keep the descriptor of sealed memory, in place of an older one of this name."""
         self._send(KEEP, _MEMORY + name, number)
 
     def drop(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Puts an address on a namespace's ``lo``, and takes it away; blocking, as every request to the kernel."""
+"""Adds an address to a namespace's ``lo``, and removes it. Both calls block, like every request to the kernel."""
 
 import errno
 from ipaddress import ip_interface
@@ -13,10 +13,10 @@ _LO = "lo"
 
 
 def put_address(address: IpAddress, netns: Netns | None = None) -> bool:
-    """Put a host address on ``lo``; idempotent.
+    """Add a host address to ``lo``; idempotent.
 
     Returns:
-        Returns False if the address existed.
+        False if the address existed.
 
     Raises:
         NeedCapability: CAP_NET_ADMIN is missing.
@@ -26,10 +26,10 @@ def put_address(address: IpAddress, netns: Netns | None = None) -> bool:
 
 
 def remove_address(address: IpAddress, netns: Netns | None = None) -> bool:
-    """Take a host address from ``lo``; idempotent.
+    """Remove a host address from ``lo``; idempotent.
 
     Returns:
-        False if it was not there.
+        False if the address did not exist.
 
     Raises:
         NeedCapability: CAP_NET_ADMIN is missing.

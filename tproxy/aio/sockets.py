@@ -190,9 +190,9 @@ def accept(listener: socket.socket, family: int) -> tuple[socket.SocketType, tup
         listener: the listening socket.
         family: its family, as a number.
 
-    The socket is of the base class: every method of the subclass that :meth:`socket.socket.accept` makes is an
-    indirection, and making it reads family, type and protocol from the kernel's numbers through enumerations. That
-    was an eighth of a connection's calls.
+    The socket is of C's base class. Python's subclass, which :meth:`socket.socket.accept` returns, wraps every
+    method and converts the family, type and protocol to enumerations, which took an eighth of a connection's
+    calls.
 
     Raises:
         OSError: see accept(2).

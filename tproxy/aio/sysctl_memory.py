@@ -1,9 +1,9 @@
-"""Values that sysctls had before ours, in a file: the second memory beside the nftables table.
+"""The earlier values of changed sysctls, in a file: a copy of the nftables table that stores them.
 
 ``nft flush ruleset`` by another program deletes the table, including the values that a later removal must restore.
 The file is named by the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``, Linux
 5.14; older kernels get no file), and is in a folder that a reboot clears. The file is optional: if its folder is
-not writable, only the table remembers.
+not writable, only the table has the values.
 """
 
 import contextlib
@@ -51,15 +51,15 @@ class SysctlMemory:
             log.warning("memory of sysctls not readable file=%s error=%s", self._path, error.strerror)
             return {}
         except (ValueError, TypeError):
-            log.warning("memory of sysctls not readable file=%s error=it is none", self._path)
+            log.warning("memory of sysctls not readable file=%s error=malformed", self._path)
             return {}
 
     def save(self, values: Mapping[SysctlKey, str]) -> None:
-        """Remember values as well; the first one of a key stays."""
+        """Add values to the file. A key that it already has keeps its first value."""
         self._write({**values, **self.load()})
 
     def forget(self, keys: Iterable[SysctlKey]) -> None:
-        """Drop values that have been put back; the last one takes the file along."""
+        """Remove restored values; the file is deleted with the last one."""
         gone = set(keys)
         self._write({key: value for key, value in self.load().items() if key not in gone})
 
@@ -80,7 +80,7 @@ class SysctlMemory:
                 fresh.replace(path)
             else:
                 path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # others are in it
+                with contextlib.suppress(OSError):  # the folder is not empty
                     path.parent.rmdir()
         except OSError as error:
             log.info("memory of sysctls not written file=%s error=%s", path, error.strerror)

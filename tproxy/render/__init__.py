@@ -1,1 +1,1 @@
-"""Resources in other people's forms: netlink messages and back, nft's text for people."""
+"""Resources in other formats: as netlink messages, in both directions, and as the text of nft, ip and iptables."""

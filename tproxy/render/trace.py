@@ -19,7 +19,7 @@ _OF_RULE, _OF_POLICY = 3, 1
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Whose packet it is."""
+    """The addresses, protocol and ports of a traced packet."""
 
     source: IpAddress
     destination: IpAddress

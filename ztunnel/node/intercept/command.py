@@ -27,35 +27,35 @@ from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
-#: A new pod is captured within 0.2 s of the edit that names it. One check is one stat call.
+#: The interval of checks for an edited file, each one stat call. A new pod is captured within 0.2 s of the edit.
 _LOOK_S: Final = 0.05
 
 
 def add_arguments(subparsers: Any) -> None:
     """Add ``intercept`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "intercept", help="put a node's traffic interception in place, show it, remove it"
+        "intercept", help="apply, show or remove a node's traffic interception"
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="apply|show|remove")
     for action, text in (
-        ("apply", "make the kernel's state what the description wants; a second time changes nothing"),
-        ("show", "print what is there, and what differs; status 1 if anything does"),
-        ("remove", "take everything of ours away and put sysctls back"),
+        ("apply", "apply the description to the kernel; idempotent"),
+        ("show", "print the resources and their differences from the description; status 1 if there are any"),
+        ("remove", "remove all our resources and restore sysctls"),
     ):
         command = actions.add_parser(action, help=text, description=text)
         command.add_argument("-f", "--file", type=Path, metavar="YAML", help="description of the node")
-        command.add_argument("--host-netns", metavar="NS", help="name, path or pid; left out: this one")
+        command.add_argument("--host-netns", metavar="NS", help="name, path or pid; default: this process's")
         command.add_argument("--ztunnel-netns", metavar="NS", help="name, path or pid")
         # Removal needs the namespaces alone. It takes the rest, so that the command line of apply can be edited.
         _add_node_arguments(command)
         if action == "apply":
-            command.add_argument("--watch", action="store_true", help="stay, and repair changes by other programs")
+            command.add_argument("--watch", action="store_true", help="stay running; undo changes by others")
     parser.set_defaults(run=run)
 
 
 def _add_node_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host-ip", action="append", default=[], metavar="IP", help="repeatable")
-    command.add_argument("--ztunnel-veth", metavar="IF", help="the node's end of the ztunnel's cable")
+    command.add_argument("--ztunnel-veth", metavar="IF", help="the node's end of the ztunnel's veth pair")
     command.add_argument("--ztunnel-uplink", metavar="IF", help="the ztunnel's end; default eth0")
     command.add_argument("--ztunnel-ip", action="append", default=[], metavar="IP", help="repeatable")
     command.add_argument(
@@ -123,7 +123,7 @@ async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operat
         return await kernel.apply(wanted)
     except TproxyError:
         if fresh:
-            with contextlib.suppress(TproxyError):  # the first error says more
+            with contextlib.suppress(TproxyError):  # the first error is more informative
                 await kernel.apply(nothing)
         raise
 
@@ -140,7 +140,7 @@ async def _watch(
             parsed = parse(_read_file(args), flags_from(args))
         except (BadDescription, OSError) as error:
             reason = plain_reason(error)
-            print(f"ztunnel intercept: description not taken up: {reason}", file=err, flush=True)
+            print(f"ztunnel intercept: description not applied: {reason}", file=err, flush=True)
         else:
             if parsed != current:
                 print("description changed", file=out, flush=True)
@@ -150,7 +150,9 @@ async def _watch(
     edited = asyncio.Event()
 
     async def look() -> None:
-        """Notice edits. By polling: a ConfigMap swaps links, editors rename or write in place."""
+        """Check for edits by polling, because a ConfigMap swaps links, and editors rename files or write in
+        place.
+        """
         file: Path | None = args.file
         known = file_state(file) if file is not None else None
         while file is not None:
@@ -187,7 +189,7 @@ async def _show(args: argparse.Namespace, out: TextIO) -> int:
     if not missing:
         print("\nas wanted", file=out)
         return DONE
-    print("\nnot as wanted; apply would do:", file=out)
+    print("\nthe state differs; apply would do:", file=out)
     _print_operations(missing, out)
     return DIFFERS
 

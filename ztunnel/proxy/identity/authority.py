@@ -34,7 +34,7 @@ _SECRET_BYTES = 32
 
 
 class CaError(Exception):
-    """The root is unreadable, readable by others, expired, or not the key's."""
+    """The root is unreadable, readable by others, or expired, or its key is another's."""
 
 
 class CertificateAuthority:
@@ -54,7 +54,7 @@ class CertificateAuthority:
         """Return the authority whose root is in a directory. A root is created if there is none.
 
         Raises:
-            CaError: the root is unreadable, readable by others, expired, or not the key's.
+            CaError: the root is unreadable, readable by others, or expired, or its key is another's.
         """
         key_file, root_file = directory / "root-key.pem", directory / "root-cert.pem"
         try:
@@ -173,7 +173,7 @@ def token_secret(directory: Path) -> bytes:
     except OSError as error:
         raise CaError(f"cannot use the key of tokens: {plain_reason(error)}") from error
     if len(secret) != _SECRET_BYTES:
-        raise CaError(f"{path} is not {_SECRET_BYTES} bytes long: remove it to make a new one; tokens end with it")
+        raise CaError(f"{path} is not {_SECRET_BYTES} bytes long: remove it for a new one (ends all tokens)")
     return secret
 
 

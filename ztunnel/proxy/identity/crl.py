@@ -202,7 +202,7 @@ class RevocationFile:
                 log.warning("no revocation list yet, no certificate is revoked path=%s", self._path)
             else:
                 log.error(
-                    "revocation list unusable, EVERY PEER IS REFUSED until it is right path=%s error=%s",
+                    "revocation list unusable, EVERY PEER IS REFUSED until it is readable path=%s error=%s",
                     self._path,
                     reason,
                 )

@@ -31,7 +31,7 @@ _SEQUENCE, _REJECTED = 0x30, 0xA0
 
 
 class _Unusable(Exception):
-    """A block is left out. The text has the reason."""
+    """A certificate in the file is left out. The text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def read_roots(pem: bytes) -> RootFile:
         plain = plain and not label
         try:
             if content is None:
-                raise _Unusable("it has no end")
+                raise _Unusable("its END line is missing")
             try:
                 der = base64.b64decode(b"".join(content.split()), validate=True)
             except binascii.Error:
@@ -102,7 +102,9 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
 
 
 def _check_uses(uses: bytes) -> None:
-    """Refuse a root that is not trusted for TLS (X509_CERT_AUX of OpenSSL: trusted uses, [0] rejected uses)."""
+    """Refuse a root that is not trusted for TLS, or is rejected for a use (OpenSSL's X509_CERT_AUX: trusted uses,
+    [0] rejected uses).
+    """
     if not uses:
         return
     if uses[0] != _SEQUENCE or _end(uses, 0) != len(uses):
@@ -114,7 +116,7 @@ def _check_uses(uses: bytes) -> None:
         if not any(use in trusted for use in _USES):
             raise _Unusable("it is not trusted for TLS")
     if at < len(uses) and uses[at] == _REJECTED:
-        raise _Unusable("uses of it are rejected")
+        raise _Unusable("it is rejected for a use")
 
 
 def _start(der: bytes, at: int) -> int:
@@ -125,7 +127,7 @@ def _start(der: bytes, at: int) -> int:
 
 
 def _end(der: bytes, at: int) -> int:
-    """Return the index behind an element."""
+    """Return the index after the end of an element."""
     start = _start(der, at)
     length = der[at + 1]
     if length & 0x80:

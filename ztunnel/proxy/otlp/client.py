@@ -77,7 +77,7 @@ class _Reasons(logging.Handler):
         self._of_thread.words = [*(each for each in known if each != words), words][-2:]
 
     def last(self) -> str:
-        """Return this thread's."""
+        """Return the library's last message in this thread."""
         return "; ".join(getattr(self._of_thread, "words", [])) or "no reason given"
 
 
@@ -112,17 +112,17 @@ class LogClient:
         self._resource = Resource(attributes)
 
     def send(self, lines: Sequence[Line]) -> None:
-        """Send one batch, again and again within the destination's timeout.
+        """Send one batch, with retries until the destination's timeout.
 
         Raises:
-            ExportFailed: the collector did not take it.
+            ExportFailed: the collector did not accept it.
         """
         records = [_record(line, self._resource) for line in lines]
         if self._exporter.export(records) is not LogRecordExportResult.SUCCESS:
             raise ExportFailed(_REASONS.last())
 
     def close(self) -> None:
-        """End, also an attempt that runs."""
+        """Close the client, and abort a running attempt."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -139,7 +139,7 @@ class SpanClient:
             raise ExportFailed(_REASONS.last())
 
     def close(self) -> None:
-        """End, also an attempt that runs."""
+        """Close the client, and abort a running attempt."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -165,7 +165,7 @@ class MetricClient:
             raise ExportFailed(_REASONS.last())
 
     def close(self) -> None:
-        """End, also an attempt that runs."""
+        """Close the client, and abort a running attempt."""
         self._exporter.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Exports metrics at an interval, access lines and spans as they come, to the collector that the settings name."""
+"""Exports metrics at an interval, and access lines and spans as they are written, to the configured collector."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ class LogExport:
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
         self._settings = settings
         self._attributes = {**attributes, **dict(settings.attributes)}
-        self._client: LogClient | None = None  # of the thread
+        self._client: LogClient | None = None  # used by the sending thread only
         assert settings.logs is not None
         self._outbox: Outbox[Line] = Outbox(
             f"access lines for {settings.logs.url}",
@@ -65,7 +65,7 @@ class LogExport:
 
     def _send(self, lines: Sequence[Line]) -> None:
         if self._client is None:
-            from ztunnel.proxy.otlp.client import LogClient  # see there
+            from ztunnel.proxy.otlp.client import LogClient  # slow to import
 
             assert self._settings.logs is not None
             self._client = LogClient(self._settings.logs, self._attributes)
@@ -83,7 +83,7 @@ class SpanExport:
     def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
         self._settings = settings
         self._attributes = {**attributes, **dict(settings.attributes)}
-        self._client: SpanClient | None = None  # of the thread
+        self._client: SpanClient | None = None  # used by the sending thread only
         assert settings.traces is not None
         self._outbox: Outbox[Span] = Outbox(
             f"spans for {settings.traces.url}",
@@ -95,7 +95,7 @@ class SpanExport:
 
     @property
     def dropped(self) -> int:
-        """Spans that no collector got, ever."""
+        """The number of spans lost before reaching the collector."""
         return self._outbox.dropped
 
     def write(self, span: Span) -> None:
@@ -110,7 +110,7 @@ class SpanExport:
 
     def _send(self, spans: Sequence[Span]) -> None:
         if self._client is None:
-            from ztunnel.proxy.otlp.client import SpanClient  # see there
+            from ztunnel.proxy.otlp.client import SpanClient  # slow to import
 
             assert self._settings.traces is not None
             self._client = SpanClient(self._settings.traces, self._attributes)
@@ -133,7 +133,7 @@ class AccessExport:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """What no collector got, ever, by signal."""
+        """The numbers of lines and spans lost before reaching the collector, by signal."""
         found = {"logs": self._lines, "traces": self._spans}
         return {signal: export.dropped for signal, export in found.items() if export is not None}
 
@@ -184,7 +184,7 @@ class MetricExport:
         self._families = families
         self._clock = clock
         self._start_ns = self._now_ns()
-        self._client: MetricClient | None = None  # of the thread
+        self._client: MetricClient | None = None  # used by the sending thread only
         assert settings.metrics is not None
         self._outbox: Outbox[tuple[int, list[Slice]]] = Outbox(
             f"metrics for {settings.metrics.url}", self._send, most=REQUESTS, batch=1, delay_s=0.0
@@ -192,7 +192,9 @@ class MetricExport:
 
     @property
     def dropped(self) -> int:
-        """Requests that no collector got, ever; later ones have newer values of the same counters."""
+        """The number of metric requests lost before reaching the collector. A later request has newer values of
+        the same counters.
+        """
         return self._outbox.dropped
 
     async def run(self) -> None:
@@ -233,7 +235,7 @@ class MetricExport:
 
     def _send(self, requests: Sequence[tuple[int, Sequence["Slice"]]]) -> None:
         if self._client is None:
-            from ztunnel.proxy.otlp.client import MetricClient  # see there
+            from ztunnel.proxy.otlp.client import MetricClient  # slow to import
 
             assert self._settings.metrics is not None
             self._client = MetricClient(self._settings.metrics, self._attributes, self._start_ns)

@@ -1,4 +1,6 @@
-"""An access line on its way to the collector. No library is needed for one, so that a front end can make it."""
+"""An access line on its way to the collector. This module needs no library, so front ends can create lines
+cheaply.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
@@ -17,13 +19,15 @@ class SharedFields(Protocol):
 
 
 class Line(NamedTuple):
-    """Attributes:
-    time_s: wall clock.
-    level: ``trace`` to ``error``.
-    message: the text without fields.
-    parts: the fields. Another thread reads them once, so they must not change.
-    trace: the trace named by the tunnel's ``traceparent``, if any.
-    span_id: the connection's own span. 0 if it has none, or the peer made it.
+    """An access line.
+
+    Attributes:
+        time_s: wall clock.
+        level: ``trace`` to ``error``.
+        message: the text without fields.
+        parts: the fields. Another thread reads them once, so they must not change.
+        trace: the trace named by the tunnel's ``traceparent``, if any.
+        span_id: the span that this proxy created for the connection. 0 if it created none.
     """
 
     time_s: float

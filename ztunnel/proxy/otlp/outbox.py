@@ -16,7 +16,7 @@ ItemT = TypeVar("ItemT")
 
 
 class ExportFailed(Exception):
-    """A collector did not take a batch, in the time that there was."""
+    """The collector did not accept a batch within the time limit."""
 
 
 class Outbox(Generic[ItemT]):
@@ -47,15 +47,15 @@ class Outbox(Generic[ItemT]):
         self._enough = threading.Event()
         self._closing = False
         self._failing = False
-        self._overflowed = 0  # counted by who queues
-        self._failed = 0  # counted by the thread
+        self._overflowed = 0  # written by the thread that queues
+        self._failed = 0  # written by the sending thread
         self.sent = 0
         self._thread = threading.Thread(target=self._run, name=f"otlp {name}", daemon=True)
         self._thread.start()
 
     @property
     def dropped(self) -> int:
-        """See the class."""
+        """The number of dropped items since the start."""
         return self._overflowed + self._failed
 
     def put(self, item: ItemT) -> None:
@@ -65,7 +65,7 @@ class Outbox(Generic[ItemT]):
             try:
                 items.popleft()
             except IndexError:
-                pass  # the thread took it a moment ago
+                pass  # the sending thread has emptied the queue meanwhile
             else:
                 self._overflowed += 1
         items.append(item)
@@ -112,10 +112,10 @@ class Outbox(Generic[ItemT]):
             if not isinstance(error, ExportFailed):
                 log.exception("otlp: a bug in sending %s", self._name)
             elif not self._failing:
-                log.warning("otlp: %s are not taken, and dropped until they are: %s", self._name, error)
+                log.warning("otlp: %s are dropped, the collector does not accept them: %s", self._name, error)
             self._failing = True
         else:
             self.sent += len(batch)
             if self._failing:
-                log.info("otlp: %s are taken again dropped=%d", self._name, self.dropped)
+                log.info("otlp: %s are accepted again dropped=%d", self._name, self.dropped)
             self._failing = False

@@ -12,12 +12,14 @@ _SLICE: Final = 200
 
 
 class Slice(NamedTuple):
-    """Attributes:
-    name: the name on the page. Most counters end in ``_total``.
-    kind: ``counter``, ``gauge`` or ``histogram``.
-    text: the family's help.
-    unit: OpenMetrics' unit, such as ``seconds``, or empty.
-    samples: a part of the family's samples. Histograms are never split.
+    """Neighbouring samples of one metric family.
+
+    Attributes:
+        name: the name on the page. Most counters end in ``_total``.
+        kind: ``counter``, ``gauge`` or ``histogram``.
+        text: the family's help.
+        unit: OpenMetrics' unit, such as ``seconds``, or empty.
+        samples: a part of the family's samples. Histograms are never split.
     """
 
     name: str
@@ -28,13 +30,15 @@ class Slice(NamedTuple):
 
 
 def slices(family: Family) -> Iterator[Slice]:
-    """Yield a family, which is read once, slice by slice, so that the caller can let others run in between."""
+    """Yield a family's samples slice by slice, so that the caller can run other work in between. Reads the family
+    once.
+    """
     described, samples = family.description, iter(family.samples)
     kind = "counter" if isinstance(described, UnsuffixedCounter) else described.type
     while some := list(islice(samples, _SLICE)):
         name = some[0].name
         if kind == "histogram":
             name = described.name
-            while not some[-1].name.endswith("_count"):  # the last sample of each
+            while not some[-1].name.endswith("_count"):  # a histogram ends with its count
                 some.append(next(samples))
         yield Slice(name, kind, described.documentation, described.unit, some)

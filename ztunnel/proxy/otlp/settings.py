@@ -17,7 +17,8 @@ from urllib.parse import unquote, urlsplit
 from ztunnel.runtime.settings import SettingsError, boolean
 
 LIBRARY: Final = "opentelemetry.exporter.otlp.proto.http"
-#: The specification has 2,048 lines, which a node with 3,000 connections a second fills within the delay of one.
+#: The specification's limit is 2,048 lines. A node with 3,000 connections a second would exceed it within one
+#: delay.
 _QUEUE: Final = 8192
 _BATCH: Final = 512
 #: The specification's; spans are rarer than lines.
@@ -63,7 +64,8 @@ VARIABLES: Final = frozenset(
     }
 )
 
-#: OpenTelemetry's, too, for what is decided here: no misspelt ones of the above.
+#: Further variables of OpenTelemetry for the same subject, without an effect here. Listed, so that they do not
+#: count as misspelt.
 OTHERS: Final = frozenset(
     {
         "OTEL_METRIC_EXPORT_TIMEOUT",
@@ -71,10 +73,10 @@ OTHERS: Final = frozenset(
         "OTEL_BSP_EXPORT_TIMEOUT",
     }
 )
-#: What Envoy's dialect refuses, and why.
+#: Variables that Envoy's dialect refuses, and the reason.
 _ENVOYS: Final = {
-    f"{_EXPORTER}LOGS_ENDPOINT": "here the listeners' access loggers say where their logs go",
-    f"{_EXPORTER}TRACES_ENDPOINT": "here no spans are made",
+    f"{_EXPORTER}LOGS_ENDPOINT": "here the listeners' access loggers configure the export of logs",
+    f"{_EXPORTER}TRACES_ENDPOINT": "this dialect creates no spans",
 }
 #: Variables whose values can be credentials.
 SECRETS: Final = frozenset(name for name in VARIABLES if name.endswith("_HEADERS"))
@@ -106,9 +108,12 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """Attributes:
-    queue: the queue's limit. Above it the oldest items are dropped. batch: items of one request at most. delay_s:
-    how long the first item of a batch waits for others.
+    """The limits of a queue and of its requests.
+
+    Attributes:
+        queue: the queue's limit. Above it the oldest items are dropped.
+        batch: the largest number of items in a request.
+        delay_s: how long the first item of a batch waits for others.
     """
 
     queue: int
@@ -125,12 +130,14 @@ _SPANS: Final = Batching(queue=_SPAN_QUEUE, batch=_BATCH, delay_s=_SPAN_DELAY_S)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtlpSettings:
-    """Attributes:
-    metrics, logs, traces: the destination of each signal. None disables it.
-    sampled_below: see :func:`hbone.headers.format_traceparent`. 0: this proxy begins no sampled trace.
-    interval_s: the time between two exports of all metrics.
-    lines, spans: the batching of access lines and spans.
-    attributes: resource attributes set by the operator. They replace the proxy's own.
+    """The settings of all exports.
+
+    Attributes:
+        metrics, logs, traces: the destination of each signal. None disables it.
+        sampled_below: see :func:`hbone.headers.format_traceparent`. 0: this proxy begins no sampled trace.
+        interval_s: the time between two exports of all metrics.
+        lines, spans: the batching of access lines and spans.
+        attributes: resource attributes set by the operator. They replace the proxy's own.
     """
 
     metrics: Destination | None = None
@@ -144,12 +151,12 @@ class OtlpSettings:
 
 
 def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSettings | None:
-    """Return the settings in the variables. None if no data is to be sent.
+    """Return the settings in the variables. None if no destination is configured.
 
     Args:
         env: the environment of the process.
-        access: access lines and spans can be sent. If not, the endpoint for all telemetry is that of metrics only,
-            and one for logs or traces is refused.
+        access: whether access lines and spans can be exported. If not, the endpoint for all telemetry applies to
+            metrics only, and an endpoint for logs or traces is refused.
 
     Raises:
         SettingsError: all unusable values together, without values that can be credentials.
@@ -219,7 +226,7 @@ class _Variables:
             self.faults.append(fault)
 
     def of(self, signal: str, name: str) -> str:
-        """Return the name of the signal's own variable if it is set, else of the one for all."""
+        """Return the name of a signal's own variable if it is set, otherwise of the variable for all signals."""
         own = f"{_EXPORTER}{signal.upper()}_{name}"
         return own if self._env.get(own, "").strip() else _EXPORTER + name
 
@@ -233,7 +240,7 @@ def _destination(seen: _Variables, signal: str) -> Destination | None:
     shown = seen.read(seen.of(signal, "CLIENT_CERTIFICATE"), _file, "")
     key = seen.read(seen.of(signal, "CLIENT_KEY"), _file, "")
     if bool(shown) != bool(key):
-        seen.refuse(f"{seen.of(signal, 'CLIENT_CERTIFICATE')} and its key, _CLIENT_KEY, need each other")
+        seen.refuse(f"{seen.of(signal, 'CLIENT_CERTIFICATE')} and its key, _CLIENT_KEY, must be set together")
     nothing: tuple[tuple[str, str], ...] = ()
     headers = seen.read(seen.of(signal, "HEADERS"), _headers, nothing, secret=True)
     timeout_s = seen.read(seen.of(signal, "TIMEOUT"), _milliseconds, 10.0)
@@ -275,7 +282,7 @@ def _attributes(seen: _Variables) -> tuple[tuple[str, str], ...]:
 def _installed() -> bool:
     try:
         return importlib.util.find_spec(LIBRARY) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a parent package is not installed
         return False
 
 
@@ -283,7 +290,7 @@ def _url(text: str) -> str:
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # an invalid port
         usable = False
     if not usable:
         raise ValueError("must be a URL such as http://collector:4318")

@@ -23,11 +23,13 @@ class Kind(Enum):
 
 
 class Span(NamedTuple):
-    """Attributes:
-    line: the final access line, with the span's identifier.
-    trace: the span's trace. Its ``span_id`` is the parent of a server's span.
-    kind: the side.
-    duration_s: the connection's duration in whole milliseconds, as in the line. 0 if it never opened.
+    """The span of an ended connection.
+
+    Attributes:
+        line: the final access line, with the span's identifier.
+        trace: the span's trace. Its ``span_id`` is the parent of a server's span.
+        kind: the side.
+        duration_s: the connection's duration in whole milliseconds, as in the line. 0 if it never opened.
     """
 
     line: Line

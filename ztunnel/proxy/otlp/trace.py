@@ -1,4 +1,6 @@
-"""Reads ``traceparent`` (W3C trace context, 3.2). No library is needed, so that a front end can do it."""
+"""Reads ``traceparent`` (W3C trace context, 3.2). This module needs no library, so front ends can use it
+cheaply.
+"""
 
 import re
 from typing import Final, NamedTuple
@@ -10,9 +12,12 @@ _TRACEPARENT: Final = re.compile(
 
 
 class Trace(NamedTuple):
-    """Attributes:
-    trace_id: 128 bits.
-    span_id: 64 bits: the sender's span. flags: 8 bits.
+    """The content of a ``traceparent``.
+
+    Attributes:
+        trace_id: 128 bits.
+        span_id: 64 bits: the sender's span.
+        flags: 8 bits.
     """
 
     trace_id: int

@@ -30,8 +30,9 @@ _SPARE_BYTES: Final = 256 * 1024
 _OVERHEAD_BYTES: Final = 512
 #: The number of ports that are tried to distinguish connections: several tunnel connections have streams.
 _MOST_PORTS: Final = 4096
-#: The connection itself has lost no bytes, but its capture ends here.
-_FAILED: Final = "a tap failed; its connection goes on without it"
+#: The comment of a capture's last packet for a connection after an internal error. The connection has lost no
+#: bytes.
+_FAILED: Final = "the tap failed here; the connection itself continues"
 
 
 def interface_of(direction: Direction) -> int:
@@ -96,7 +97,7 @@ class Capture:
             if (SocketAddress(client.host, port), server) not in self._open:
                 if not step:
                     return facts
-                note = f"port {port} stands for {client.port}, which another connection here has: the tunnel's"
+                note = f"port {port} replaces {client.port}, which other streams of this connection have"
                 return replace(facts, client=SocketAddress(client.host, port), notes=(*facts.notes, note))
         return facts
 

@@ -27,7 +27,7 @@ _INBOUND, _OUTBOUND = 1, 2
 
 _BLOCK: Final = struct.Struct("<II")
 _LENGTH: Final = struct.Struct("<I")
-#: Of a packet block: its fixed part, and the longest packet with the longest text.
+#: The lengths of a packet block: the shortest, and one with the longest packet and the longest text.
 _LEAST_BLOCK, _MOST_BLOCK = 32, SNAPLEN + MOST_TEXT_BYTES + 256
 _PACKET_HEAD: Final = struct.Struct("<IIIII")
 

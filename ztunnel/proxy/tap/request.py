@@ -106,7 +106,7 @@ class TapRequest:
             if len(text) > _MOST_TEXT or not text.isprintable():
                 raise BadRequest(f"{name}: at most {_MOST_TEXT} printable characters")
         if not given.get("pod"):
-            raise BadRequest("pod: which one is missing")
+            raise BadRequest("pod: this parameter is required")
         return cls(
             pod=_plain(given["pod"]),
             port=_port(given.get("port", "")),
@@ -172,7 +172,7 @@ class Totals:
 
 
 def _plain(text: str) -> str:
-    """Return an address in its one form, another text as it is."""
+    """Return an address in canonical form, and any other text unchanged."""
     try:
         return canonical(ipaddress.ip_address(text))
     except ValueError:
@@ -183,7 +183,7 @@ def _port(text: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise BadRequest(f"port: {text} is none, 1 to 65535")
+        raise BadRequest(f"port: {text} is not a port from 1 to 65535")
     return int(text)
 
 
@@ -195,7 +195,7 @@ def _seconds(text: str) -> float:
     except ValueError as error:
         raise BadRequest(f"for: {text} {error}") from None
     if not 0 < found <= MOST_S:
-        raise BadRequest(f"for: {text} is not in the limits, more than 0 and at most {MOST_S:g}s")
+        raise BadRequest(f"for: {text} must be more than 0 and at most {MOST_S:g}s")
     return found
 
 
@@ -212,5 +212,5 @@ def _bytes(text: str) -> int:
         raise BadRequest(f"limit: {text} is no size such as 500KiB, 64MiB or 1GiB")
     found = int(match[1][:20]) * _UNITS[unit]
     if not 0 < found <= MOST_BYTES:
-        raise BadRequest(f"limit: {text} is not in the limits, more than 0 and at most {MOST_BYTES >> 20}MiB")
+        raise BadRequest(f"limit: {text} must be more than 0 and at most {MOST_BYTES >> 20}MiB")
     return found

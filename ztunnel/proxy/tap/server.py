@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 _CONNECTIONS: Final = 16
 _READ_BYTES: Final = 64 * 1024
 _TRAILERS: Final = (ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES)
-_PRIVACY: Final = "Decrypted streams of a pod: whoever has this file can read what its applications said."
+_PRIVACY: Final = "Decrypted streams of a pod: this file contains its applications' data in plain text."
 
 
 class _Refusal(Exception):
-    """A request gets an answer instead of a capture.
+    """A request is refused. The text is the answer's body.
 
     Attributes:
         status: the answer's status.
@@ -126,7 +126,7 @@ class TapServer(LocalServer):
             raise _Refusal(409, f"{request.pod} has a tap already")
         if len(self._taps) >= MOST_TAPS:
             raise _Refusal(503, f"there are {MOST_TAPS} taps already")
-        # Before the first await: of two requests at once one has it.
+        # Added before the first await, so that two simultaneous requests cannot both tap the pod.
         self._taps.add(request.pod)
         try:
             number = await self._source.open_connections(request.pod)
@@ -181,7 +181,7 @@ class _Running:
         self._carriers = carriers
         self._clock = clock
         self._over = asyncio.Event()
-        self._full = False  # nothing more goes to the reader
+        self._full = False  # at the size limit: write no more packets
         self._started_us = self._now_us()
 
     def _now_us(self) -> int:
@@ -210,7 +210,7 @@ class _Running:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._request.for_s):
                         await self._over.wait()
-                self._end("the time is over")
+                self._end("the time limit is reached")
                 for near in ours:
                     with contextlib.suppress(OSError):
                         near.shutdown(socket.SHUT_WR)
@@ -222,7 +222,7 @@ class _Running:
             if not task.cancelled():
                 self.totals += task.result()
         async with asyncio.timeout(FLUSH_S):
-            await self._write(self._tail())  # also beyond the limit: a reader learns from it what was dropped
+            await self._write(self._tail())  # even beyond the size limit: it has the number of dropped packets
         totals = self.totals
         values = (self.ended, totals.streams, totals.packets, totals.dropped, totals.dropped_bytes)
         return [(name, str(value)) for name, value in zip(_TRAILERS, values, strict=True)]
@@ -246,8 +246,8 @@ class _Running:
                     await self._write(b"".join(self._fitting(blocks.receive(data))))
             self._end("the process that carries the pod has ended")
         except pcapng.BadBlock as error:
-            log.error("a process that captures sent what is no packet: %s", error)
-            self._end("a process that captures sent what is no packet")
+            log.error("a capturing process sent an invalid packet block: %s", error)
+            self._end("a capturing process sent an invalid packet block")
 
     def _fitting(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
         size = self.written_bytes
@@ -255,13 +255,13 @@ class _Running:
             size += len(block)
             if size > self._request.limit_bytes:
                 self._full = True
-                self._end("the limit of its size is reached")
+                self._end("the size limit is reached")
                 return
             yield block
 
     async def _watch_reader(self) -> None:
         await self._reader.left()
-        self._end("its reader has ended it")
+        self._end("the reader has ended it")
 
     async def _write(self, data: bytes) -> None:
         if not data:
@@ -271,7 +271,7 @@ class _Running:
             await self._reader.data(data)
         except OSError:
             self._full = True
-            self._end("its reader is gone")
+            self._end("the reader has disconnected")
 
     def _head(self) -> bytes:
         request = self._request

@@ -30,7 +30,7 @@ _HEADER_TCP: Final = struct.Struct("!HHIIBBHHH")
 
 
 class Side(Enum):
-    """One end of a connection: which of the two sends."""
+    """The end of a connection that sends a packet."""
 
     CLIENT = "client"
     SERVER = "server"

@@ -31,7 +31,7 @@ PATH: Final = "/ui"
 MOST_FOLLOWERS: Final = 8
 #: The interval of events, fast enough to watch.
 INTERVAL_S: Final = 2.0
-#: An event that takes long makes the interval this many times as long: never more than 2 % of a CPU.
+#: The interval is at least this many times as long as creating an event takes, so events use at most 2 % of a CPU.
 _SHARE: Final = 50
 _SECURITY: Final = (
     (
@@ -71,9 +71,7 @@ def is_below(path: str) -> bool:
 
 def off(setting: str) -> Page:
     """Return the answer if the page is disabled: 404, and how to enable it."""
-    return text(
-        f"the live page is off; it is served on loopback, and beyond it where {setting} asks for it\n", 404, PLAIN
-    )
+    return text(f"the live page is off: only loopback serves it, unless {setting} is given\n", 404, PLAIN)
 
 
 class LivePages:
@@ -114,9 +112,7 @@ class LivePages:
     def answer(self, request: PageRequest) -> Page | Awaitable[Page]:
         """Answer a request below :data:`PATH`."""
         if not _is_own(request.host):
-            return _secured(
-                text("ask by an address or localhost: a name in Host may be another site's\n", 403, PLAIN)
-            )
+            return _secured(text("use an address or localhost: another name can be another site's\n", 403, PLAIN))
         if request.method not in ("GET", "HEAD"):
             return _secured(text("GET only: this page changes nothing\n", 405, PLAIN), ("allow", "GET, HEAD"))
         path = request.path.rstrip("/")
@@ -163,7 +159,7 @@ class LivePages:
         """Return the next event of a stream. Requests within half an interval get the same event."""
         now_s = self._clock.monotonic()
         if now_s - self._last_s >= self._wait_s / 2:
-            self._last_s = now_s  # others who ask while this one is made get the one before, not a second one
+            self._last_s = now_s  # set before the await, so that concurrent requests get the old event
             seen = await self._see()
             self._number += 1
             # In a thread: it takes 100 ms for a mesh of 20,000 pairs, and works on immutable values.

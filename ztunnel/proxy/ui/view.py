@@ -92,8 +92,8 @@ def event(seen: Seen, rates: Rates, now_s: float, wall_s: float, bounds: Bounds 
 
     Args:
         seen: the front end's content.
-        rates: the rates kept for this client. now_s, wall_s: the current time, by the monotonic and the wall
-            clock.
+        rates: the counts of the previous event.
+        now_s, wall_s: the current time, by the monotonic and the wall clock.
         bounds: the largest numbers of entries.
     """
     bounds = bounds or Bounds()

@@ -21,7 +21,7 @@ def add_arguments(subparsers: Any) -> None:
 
     text = "lead this pod's traffic to the proxy beside the application; the init container of a sidecar"
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "init", help=text, description=f"{text}. Flags are those of istio-iptables; a second time changes nothing."
+        "init", help=text, description=f"{text}. Flags are those of istio-iptables; idempotent."
     )
     add_flags(parser)
     parser.set_defaults(run=run)

@@ -67,7 +67,7 @@ def test_a_file_that_only_its_owner_reads(tmp_path: Path, capsys: Output) -> Non
     assert (
         first == "ztunnel tap: default/web, peer db for 0.3s; 3 connections are open already and will not be seen"
     )
-    assert last == f"ztunnel tap: 1 connections, 9 packets, {file.stat().st_size} bytes; the time is over"
+    assert last == f"ztunnel tap: 1 connections, 9 packets, {file.stat().st_size} bytes; the time limit is reached"
 
 
 def test_an_interrupt_ends_a_capture_in_order(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_interrupt_ends_a_capture_in_order(tmp_path: Path) -> None:
             running.send_signal(signal.SIGINT)
             output, errors = running.communicate(timeout=20)
     assert running.returncode == 0
-    assert b"its reader has ended it" in errors
+    assert b"the reader has ended it" in errors
     assert read(output).interfaces[0].statistics is not None
 
 
@@ -116,7 +116,7 @@ def test_a_new_capture_replaces_a_longer_one(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (["default/no", "-w", "-"], "no pod default/no here"),
-        ([POD, "--for", "1h", "-w", "-"], "for: 1h is not in the limits, more than 0 and at most 900s"),
+        ([POD, "--for", "1h", "-w", "-"], "for: 1h must be more than 0 and at most 900s"),
         ([POD, "-w", "/no/such/file"], "/no/such/file: No such file or directory"),
         (
             [POD, "--socket", "/no/socket", "-w", "-"],

@@ -225,9 +225,9 @@ def test_refusing_collector_is_logged_and_used_again_after_recovery(
     with collecting() as collector:
         asyncio.run(main(collector))
     assert len(collector.records()) == 2
-    (told,) = [each for each in caplog.messages if "not taken" in each]
+    (told,) = [each for each in caplog.messages if "are dropped" in each]
     assert re.search(
-        "access lines for http://.*/v1/logs are not taken, and dropped until they are: .*(Bad Req|due to timeout)",
+        "access lines for .*/v1/logs are dropped, the collector does not accept them: .*(Bad Req|due to timeout)",
         told,
     )
 
@@ -247,7 +247,7 @@ def test_export_resumes_when_the_collector_is_reachable_again(caplog: pytest.Log
 
     with caplog.at_level(logging.INFO):
         asyncio.run(main())
-    assert "/v1/logs are taken again dropped=1" in caplog.text
+    assert "/v1/logs are accepted again dropped=1" in caplog.text
 
 
 def test_slow_collector_drops_lines_without_blocking() -> None:

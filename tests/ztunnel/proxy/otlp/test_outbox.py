@@ -75,8 +75,8 @@ def test_failure_and_recovery_are_each_logged_once(caplog: pytest.LogCaptureFixt
     assert taken.batches == [[3], [4]]
     assert (outbox.sent, outbox.dropped) == (2, 3)
     assert caplog.messages == [
-        "otlp: items are not taken, and dropped until they are: nobody there",
-        "otlp: items are taken again dropped=3",
+        "otlp: items are dropped, the collector does not accept them: nobody there",
+        "otlp: items are accepted again dropped=3",
     ]
 
 

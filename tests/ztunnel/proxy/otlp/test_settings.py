@@ -169,9 +169,9 @@ def test_both_front_ends_read_the_otlp_variables(tmp_path: Path) -> None:
     assert settings.otlp is not None
     assert settings.otlp.metrics is not None
     assert settings.otlp.logs is None
-    with pytest.raises(SettingsError, match="LOGS_ENDPOINT: here the listeners' access loggers say"):
+    with pytest.raises(SettingsError, match="LOGS_ENDPOINT: here the listeners' access loggers configure"):
         settings_from(flags, {f"{LOGS}ENDPOINT": "http://c"})
-    with pytest.raises(SettingsError, match="TRACES_ENDPOINT: here no spans are made"):
+    with pytest.raises(SettingsError, match="TRACES_ENDPOINT: this dialect creates no spans"):
         settings_from(flags, {f"{TRACES}ENDPOINT": "http://c"})
     with pytest.raises(SettingsError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: must be http/protobuf"):
         config_from({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, cpus=1, read_file=lambda path: None)

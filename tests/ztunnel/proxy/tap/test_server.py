@@ -82,9 +82,9 @@ def test_tap_delivers_a_complete_capture(
             assert (
                 outbound["started_us"] <= found.packets[0].at_us <= found.packets[-1].at_us <= outbound["ended_us"]
             )
-            assert found.interfaces[0].closing_comment == "1 connections; its reader has ended it"
+            assert found.interfaces[0].closing_comment == "1 connections; the reader has ended it"
             assert tapped.trailers == {
-                "ztunnel-ended": "its reader has ended it",
+                "ztunnel-ended": "the reader has ended it",
                 "ztunnel-streams": "1",
                 "ztunnel-packets": str(len(found.packets)),
                 "ztunnel-dropped": "0",
@@ -96,7 +96,7 @@ def test_tap_delivers_a_complete_capture(
     reader = f"pod=default/web port=any peer=db uid={os.getuid()} pid={os.getpid()}"
     lines = [record.getMessage() for record in caplog.records]
     assert lines[1] == f"tap begins {reader} for=60s limit=1048576 open_connections=3"
-    assert lines[2].startswith(f"tap ends {reader} reason='its reader has ended it' duration=")
+    assert lines[2].startswith(f"tap ends {reader} reason='the reader has ended it' duration=")
 
 
 def test_tap_ends_at_its_time_limit(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_tap_ends_at_its_time_limit(tmp_path: Path) -> None:
             tapped = await Tapped.ask(path, **{"pod": POD, "for": "300ms"})
             a_connection(await tapping(source))
             found = await tapped.rest()
-            assert tapped.trailers["ztunnel-ended"] == "the time is over"
+            assert tapped.trailers["ztunnel-ended"] == "the time limit is reached"
             assert list(found.streams().values()) == [(b"hello", b"")]
             again = await Tapped.ask(path, **{"pod": POD, "for": "50ms"})
             assert (await again.rest()).packets == []
@@ -120,7 +120,7 @@ def test_tap_ends_at_its_size_limit_with_whole_packets(tmp_path: Path) -> None:
             one = stream(await tapping(source))
             one.received(memoryview(bytes(200_000)))
             found = await tapped.rest()
-            assert tapped.trailers["ztunnel-ended"] == "the limit of its size is reached"
+            assert tapped.trailers["ztunnel-ended"] == "the size limit is reached"
             assert 45_000 < len(tapped.data) < 51_000
             assert 30_000 < len(next(iter(found.streams().values()))[0]) < 50_000
 
@@ -179,7 +179,7 @@ def test_process_that_sends_an_invalid_block_ends_the_tap(tmp_path: Path) -> Non
         async with serving(tmp_path, Taken()) as (path, _):
             tapped = await Tapped.ask(path, pod=POD)
             assert (await tapped.rest()).packets == []
-            assert tapped.trailers["ztunnel-ended"] == "a process that captures sent what is no packet"
+            assert tapped.trailers["ztunnel-ended"] == "a capturing process sent an invalid packet block"
 
     asyncio.run(body())
 
@@ -188,8 +188,8 @@ def test_process_that_sends_an_invalid_block_ends_the_tap(tmp_path: Path) -> Non
     ("target", "method", "given", "status", "reason"),
     [
         ("/tap", "GET", {"pod": "default/other"}, 404, "no pod default/other here"),
-        ("/tap", "GET", {}, 400, "pod: which one is missing"),
-        ("/tap", "GET", {"pod": POD, "for": "1h"}, 400, "for: 1h is not in the limits"),
+        ("/tap", "GET", {}, 400, "pod: this parameter is required"),
+        ("/tap", "GET", {"pod": POD, "for": "1h"}, 400, "for: 1h must be more than 0"),
         ("/tap", "POST", {"pod": POD}, 405, "GET /tap"),
         ("/config_dump", "GET", {}, 404, "no such page; this socket has /tap"),
     ],

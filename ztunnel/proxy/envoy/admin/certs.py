@@ -42,8 +42,8 @@ def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
 
 
 def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
-    """Iterate over the own certificates of every context, with their URI names. A certificate can occur
-    repeatedly.
+    """Iterate over the own certificates of every context, each with its URI names. The same certificate can occur
+    several times.
     """
     for context in contexts_in_use(proxy):
         for leaf in _own(context):
@@ -56,11 +56,11 @@ def _roots(context: LiveContext) -> list[x509.Certificate]:
 
 
 def _own(context: LiveContext) -> list[x509.Certificate]:
-    """The leaves."""
+    """Return the leaf of each of the context's own chains."""
     return [_parsed(own.chain_pem)[0] for own in context.certificates]
 
 
-@lru_cache(maxsize=1024)  # by content: chains of one identity share it, and it cannot go stale
+@lru_cache(maxsize=1024)  # contexts share chains; keyed by the text, so no entry becomes outdated
 def _parsed(pem: bytes | None) -> list[x509.Certificate]:
     return [] if pem is None else x509.load_pem_x509_certificates(pem)
 

@@ -26,7 +26,7 @@ _LARGE_BYTES = 16 * 1024
 
 
 class Refused(Exception):
-    """The parameters are invalid; carries the answer."""
+    """The request's parameters are invalid. Carries the page to answer with."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)

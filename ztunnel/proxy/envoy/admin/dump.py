@@ -184,7 +184,7 @@ def _endpoint(entry: endpoint_pb2.LbEndpoint, endpoint: Endpoint, host: Host | N
 
 
 def health_of(endpoint: Endpoint, host: Host | None) -> core.HealthStatus.ValueType:
-    """Return a host's effective health: ejected is unhealthy, unknown is healthy."""
+    """Return a host's effective health: an ejected host is unhealthy, and unknown health counts as healthy."""
     return core.UNHEALTHY if host is not None and host.ejected else _HEALTH[endpoint.health]
 
 

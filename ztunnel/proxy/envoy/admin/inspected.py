@@ -73,7 +73,7 @@ class InspectedProxy(Protocol):
 
 
 class Drain(Protocol):
-    """The type of :meth:`ztunnel.proxy.envoy.admin.server.AdminServer.drain`."""
+    """The signature of :meth:`ztunnel.proxy.envoy.admin.server.AdminServer.drain`."""
 
     def __call__(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
         """Drain listeners."""

@@ -104,10 +104,10 @@ class Traffic:
         counts.received += received
 
     def add_denied(self) -> None:
-        """Count denials at the end of node-local tunnels, which are no connections of their own."""
+        """Count denied node-local tunnels. They have no connection at the destination that could be counted."""
         denied: dict[_Ends, int] = {}
         for pair, times, _, _ in self._proxy.decisions.ledger.denials if self.since_s else ():
-            if pair.identity:  # of others the connection itself is counted
+            if pair.identity:  # a denied plain connection is counted as a connection
                 host = pair.destination.rpartition(":")[0].strip("[]")
                 ends = _Ends(pair.source, host, "", "", "destination", Security.MUTUAL_TLS)
                 denied[ends] = denied.get(ends, 0) + max(0, times - self._denied_before.get(pair, 0))
@@ -341,7 +341,7 @@ def _policy(name: str, action: str, use: PolicyUse[str] | None, enforced: bool) 
 
 
 def _certificates(proxy: InspectedProxy) -> Iterator[Certificate]:
-    """Iterate over the certificates that TLS contexts present. Contexts of one identity share it."""
+    """Iterate over the certificates that TLS contexts present, each once, with the number of its contexts."""
     users: dict[int, int] = {}
     found: dict[int, Certificate] = {}
     for leaf, names in certificates_shown(proxy):

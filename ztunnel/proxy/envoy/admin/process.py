@@ -16,9 +16,10 @@ _STATUS = Path("/proc/self/status")
 
 
 def version() -> str:
-    """Return the version in Envoy's form ``<commit>/<version>/<tree>/<build>/<TLS library>``, without a commit.
+    """Return the version in Envoy's form ``<commit>/<version>/<tree>/<build>/<TLS library>``, with the package's
+    name as the commit.
 
-    The build is ``RELEASE`` with what the tunnel engine is: ``pure`` or ``compiled``.
+    The build is ``RELEASE-pure`` or ``RELEASE-compiled``, by the build of the tunnel engine.
     """
     library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the one that tunnels use
     return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE-{hbone.build()}/{library.replace(' ', '-')}"
@@ -61,6 +62,6 @@ def register(proxy: InspectedProxy) -> None:
     scope.gauge("memory_heap_size", lambda: float(memory()["heap_size"]))
     scope.gauge("memory_physical_size", lambda: float(memory()["total_physical_bytes"]))
     scope.gauge("days_until_first_cert_expiring", lambda: float(days_until_first_expiry(proxy)))
-    # Envoy's is the begin of its commit; ours is the version, two digits each.
+    # Envoy shows the first digits of its commit's hash. This is the version instead, two digits for each part.
     parts = [int(part) if part.isdigit() else 0 for part in __version__.split(".")[:3]]
     scope.gauge("version", lambda: float(parts[0] * 10_000 + parts[1] * 100 + parts[2]))

@@ -14,7 +14,7 @@ from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, not_found, print
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
-#: A kubelet prints the answer in an event, where a list of every cluster would not help.
+#: The number of names in the answer. A kubelet copies the answer into an event, which should stay short.
 _MOST_NAMES = 10
 
 

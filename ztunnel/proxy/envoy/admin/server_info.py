@@ -53,7 +53,7 @@ def _default(field: FieldDescriptor) -> Any:
     if field.is_repeated:
         return []
     if field.message_type is not None:
-        return "0s"  # durations only
+        return "0s"  # all message fields of this type are durations
     if field.enum_type is not None:
         return field.enum_type.values_by_number[0].name
     return str(field.default_value) if field.cpp_type in _64_BIT else field.default_value

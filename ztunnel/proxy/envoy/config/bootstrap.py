@@ -49,7 +49,7 @@ class Discovery:
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """A static cluster with one endpoint.
+    """A static cluster with one endpoint, to which gRPC streams can connect.
 
     Attributes:
         address: ``host:port`` or ``unix:/path``.
@@ -165,7 +165,7 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
             found.append(error)
 
     for listener in message.static_resources.listeners:
-        if not listener.name:  # as Envoy, which shows the name as it was given, too
+        if not listener.name:  # like Envoy, which also shows a generated name in its dumps
             listener.name = str(uuid.uuid4())
     _refuse_ignored(message, noting)
     dynamic = message.dynamic_resources
@@ -217,7 +217,8 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
     return config
 
 
-#: A context manager that puts steps of a path before a fault, and keeps it or lets it through.
+#: Returns a context manager that prefixes a field path to each error raised inside. It raises the error again or,
+#: if faults are collected, keeps it.
 _Noting = Callable[..., AbstractContextManager[None]]
 #: The accepted fields of a bootstrap: they are implemented (here or where static resources are served), or have no
 #: effect here.
@@ -231,17 +232,18 @@ _BOOTSTRAP = (
     "use_tcp_for_dns_lookups",
     "dns_resolution_config",
     "typed_dns_resolver_config",
-    "stats_flush_interval",  # of sinks, which are refused
+    "stats_flush_interval",  # the interval of stats sinks, which are refused
 )
 _ADMIN = (
     "address",
     "allow_paths",
     "access_log",
     "access_log_path",
-    "profile_path",  # of a page for Envoy's own profiler
-    "ignore_global_conn_limit",  # there is no such limit
+    "profile_path",  # of Envoy's CPU profiler
+    "ignore_global_conn_limit",  # exempts a listener from a limit that does not exist here
 )
-#: Runtime keys that choose between versions of Envoy's own code, and bounds of its regular expressions.
+#: Accepted runtime keys without an effect here. They select versions of Envoy's own code or limit its regular
+#: expressions.
 _INERT_KEYS = (
     "envoy.reloadable_features.",
     "envoy.restart_features.",
@@ -276,7 +278,7 @@ def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
             only(unpack_as(extension.typed_config, InternalListener, extension.name))
     for index, layer in enumerate(message.layered_runtime.layers):
         with noting("layered_runtime", "layers", index):
-            only(layer, "name", "static_layer", "admin_layer")  # the last begins empty, and no page changes it
+            only(layer, "name", "static_layer", "admin_layer")  # admin_layer begins empty, and no page changes it
         _refuse_runtime(layer.static_layer, noting, ("layered_runtime", "layers", index, "static_layer"))
     seen: set[str] = set()
     for index, cluster in enumerate(message.static_resources.clusters):
@@ -306,7 +308,9 @@ def _flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, obje
 
 
 def _as_plain(source: core.ApiConfigSource) -> core.ApiConfigSource:
-    """``ads_config`` is the aggregated stream itself: AGGREGATED_GRPC means GRPC there."""
+    """Return ``ads_config`` with the type GRPC in place of AGGREGATED_GRPC: in this field both mean the same
+    stream.
+    """
     kinds = {
         core.ApiConfigSource.AGGREGATED_GRPC: core.ApiConfigSource.GRPC,
         core.ApiConfigSource.AGGREGATED_DELTA_GRPC: core.ApiConfigSource.DELTA_GRPC,

@@ -8,7 +8,7 @@ from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
 from ztunnel.proxy.envoy.stats.stats import Counter, Declared, Gauge, Scope, TextReadout
 
-#: What Envoy counts of a subscription; ``version`` is a hash of the text.
+#: The statistics that Envoy has for each subscription. ``version`` is a hash of the version's text.
 _COUNTED = (
     *(
         Declared(name, Counter, attrgetter(f"stats.{name}"))
@@ -75,5 +75,5 @@ class Sources:
 
     @staticmethod
     def forget(scope: Scope) -> None:
-        """Take back :meth:`count`; idempotent."""
+        """Remove the statistics shown by :meth:`count`; idempotent."""
         scope.withdraw(_COUNTED)

@@ -2,12 +2,12 @@
 
 Pure, except for the TLS key log file.
 
-A context is built before the version of its listener, cluster or secret is accepted: the ACK states that
-handshakes work, and so does ``--validate``. Paths of errors start at the TLS context's message
+A context is built before the version of its listener, cluster or secret is accepted. So an ACK, and success of
+``--validate``, mean that handshakes work. Paths of errors start at the TLS context's message
 (``common_tls_context.tls_params.cipher_suites[0]``).
 
-A secret that has not arrived leaves its half unchecked. Its delivery builds the context again, before the secret
-is accepted.
+While a secret is missing, checks that need it are skipped. When it arrives, the context is built again before the
+secret is accepted.
 """
 
 import logging
@@ -111,9 +111,9 @@ def _validation(model: ContextModel, find: Find) -> Validation | None:
 
 
 def _check_validation(model: ContextModel, validation: Validation | None) -> None:
-    """Refuse demands that only a trusted root could make good.
+    """Refuse verification settings that have no effect without a trusted root.
 
-    Like in Envoy, except for the last check: Envoy accepts the field and then accepts any certificate.
+    This is like in Envoy, except for the last check: Envoy accepts the field and then accepts any certificate.
     """
     if validation is not None and validation.trusted_ca_pem is None:
         path = _validation_path(model)

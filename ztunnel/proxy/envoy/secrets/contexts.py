@@ -55,7 +55,7 @@ class Presented:
 
     @classmethod
     def of(cls, certificate: Certificate) -> Presented:
-        """Read the facts about it."""
+        """Read the leaf and the identities from a certificate's chain."""
         leaf = leaf_of(certificate)
         names = subject_alt_names(leaf)
         return cls(certificate, leaf, tuple(text for kind, text in names if kind == "uri"))
@@ -129,7 +129,7 @@ class LiveContext:
 
     @property
     def certificates(self) -> list[Certificate]:
-        """The certificates that it presents or, as a server with several, chooses between."""
+        """The certificates that the context can present. A server with several chooses one per handshake."""
         sources = (self.model.certificate, *self.model.further_certificates)
         found = [self._secrets.find(one) if isinstance(one, SecretRef) else one for one in sources]
         return [one for one in found if isinstance(one, Certificate)]
@@ -140,17 +140,19 @@ class LiveContext:
         return self.presented.uri_sans
 
     def has_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
-        """Return whether a chain that was verified before is on the revocation lists of now."""
+        """Return whether the current revocation lists contain a certificate of a chain that was verified
+        earlier.
+        """
         validation = self.validation
         if validation is None or validation.crl_pem is None or not chain:
             return False
         return _lists(validation.crl_pem).is_revoked(chain)
 
     def trusts(self, peer: PeerFacts) -> bool:
-        """Return whether this context accepts the certificates of a server, which another process has verified.
+        """Return whether this client context accepts a server's certificates that another process has verified.
 
-        ``False`` also if only a handshake can decide: pinned keys, revocation lists. The time is not judged,
-        because an open connection can outlive its certificates.
+        ``False`` also if only a handshake can decide: pinned keys, revocation lists. The validity period is not
+        checked, because an open connection can outlive its certificates.
         """
         if self._role is not Role.CLIENT or self.party is None:
             return False
@@ -161,7 +163,7 @@ class LiveContext:
         return isinstance(found, Verified) and self.party.accepts(shown.names)
 
     def presented_in(self, handshake: PeerFacts) -> Presented:
-        """Return which of its certificates a handshake showed to the peer."""
+        """Return which of the context's certificates was presented in a handshake."""
         if handshake.presented is not None:
             for one in self._choice:
                 if one.leaf == handshake.presented:
@@ -188,7 +190,7 @@ class LiveContext:
         if validation.crl_pem is not None or validation.certificate_hashes or validation.spki_hashes:
             return None
 
-        @lru_cache(maxsize=64)  # per connection, about the few identities of one node
+        @lru_cache(maxsize=64)  # called for each connection, with the few identities of a node
         def accepts(names: tuple[str, ...]) -> bool:
             matches = validation.san_matches
             return not matches or any(san_matches(match, "uri", name) for match in matches for name in names)
@@ -205,10 +207,10 @@ class LiveContext:
         return [one for one in sources if isinstance(one, Certificate)]
 
     def _reload(self) -> bool:
-        """Use the files that the context itself names as they are now; returns whether they are new.
+        """Read the context's own files again and use their contents. Return whether they have changed.
 
         Raises:
-            ConfigError: they cannot be used, and the context stays as it is.
+            ConfigError: the contents are unusable. The context keeps the old ones.
         """
         read, model = self._secrets.read_file, self.model
         certificates = [reread(one, read) for one in self._inline_certificates]
@@ -264,7 +266,7 @@ class LiveContext:
 
 
 def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.Certificate]:
-    """Return the client's chain as the server has verified it when the two agreed."""
+    """Return the client's chain as verified by the server, for two contexts that :func:`agree`."""
     assert client.party is not None
     assert server.party is not None
     found = server.party.credentials.verified(client.party.credentials, Role.CLIENT)
@@ -272,8 +274,8 @@ def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.C
 
 
 def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
-    """Return why a handshake of two contexts of this process fails at ``now``. Empty if chains, lists and validity
-    are no reason. Pinned keys and names are left to the handshake.
+    """Return why a handshake of two contexts of this process fails at ``now``, or "" if chains, revocation lists
+    and validity periods permit it. Pinned keys and names are left to the handshake.
     """
     if client.current is None or server.current is None:
         return ""
@@ -306,7 +308,7 @@ def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
     return ours is not None and theirs is not None and would_shake_hands(ours, theirs, now)
 
 
-@lru_cache(maxsize=8)  # of the contexts in use; lists of large authorities take seconds to read
+@lru_cache(maxsize=8)  # for the contexts in use; the lists of large authorities take seconds to read
 def _lists(crl_pem: bytes) -> RevocationLists:
     try:
         return RevocationLists.parse(crl_pem)

@@ -108,7 +108,7 @@ class SecretFiles:
         return stop
 
     async def run(self) -> None:
-        """Look at the files until cancelled."""
+        """Check the files each second until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
             self.look()
@@ -132,6 +132,6 @@ class SecretFiles:
                 log.info("%s: changed files are in use", followed.owner)
         except ConfigError as error:
             followed.failed = error
-        except Exception as error:  # our bug: the other files are followed all the same
+        except Exception as error:  # our bug; it must not end the check of other files
             log.exception("%s: changed files not read", followed.owner)
             followed.failed = ConfigError(f"internal error: {type(error).__name__}")

@@ -40,7 +40,8 @@ _SHORT_NAMES: Final = {
     "2.5.4.72": "role",
 }
 _ESCAPED: Final = frozenset(b',+"\\<>;')
-#: How the string types of ASN.1 are decoded; OpenSSL takes T61Strings for Latin-1, as old authorities wrote them.
+#: The Python codec of each ASN.1 string type. A T61String is read as Latin-1, like in OpenSSL, because old
+#: authorities wrote Latin-1 there.
 _STRINGS: Final = {
     12: "utf-8",
     18: "ascii",
@@ -54,7 +55,7 @@ _STRINGS: Final = {
 _VERSION: Final = 0xA0
 
 
-@lru_cache(maxsize=1024)  # a mesh's workloads come again and again
+@lru_cache(maxsize=1024)  # the same workloads connect repeatedly
 def subject_of(certificate: x509.Certificate) -> str:
     """Return the subject as OpenSSL writes it in the form of RFC 2253.
 

@@ -196,10 +196,10 @@ class SecretStore:
         )
 
     def _reload(self, handle: SecretHandle) -> bool:
-        """Use the files of a secret as they are now; returns whether they are new.
+        """Read a secret's files again and use their contents. Return whether they have changed.
 
         Raises:
-            ConfigError: they cannot be used.
+            ConfigError: the contents are unusable.
         """
         assert handle.contents is not None
         try:

@@ -26,11 +26,10 @@ from ztunnel.proxy.identity.roots import read_roots
 log = logging.getLogger(__name__)
 
 _CRL = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----\\n?", re.DOTALL)
-#: Tag of a certificate's version in DER: [0], constructed.
 Names = tuple[tuple[str, str], ...]
 
 
-@lru_cache(maxsize=1024)  # a mesh's workloads come again and again
+@lru_cache(maxsize=1024)  # the same workloads connect repeatedly
 def subject_alt_names(certificate: x509.Certificate) -> Names:
     """Return (type, text) of each subject alternative name; types as in :class:`SanMatch`.
 
@@ -118,7 +117,8 @@ def check_secret(secret: Secret) -> None:
 
 
 def with_usable_roots(validation: Validation) -> Validation:
-    """Return a validation without the roots that cannot be used, which trusts less; each is logged once.
+    """Return a validation without its unusable roots, each of which is logged once. Fewer roots accept fewer
+    peers.
 
     Envoy refuses all roots because of one unreadable root.
 
@@ -134,7 +134,7 @@ def with_usable_roots(validation: Validation) -> Validation:
     return validation if usable == pem else replace(validation, trusted_ca_pem=usable)
 
 
-@lru_cache(maxsize=256)  # contexts are built again with each renewed certificate, and a fault is logged once
+@lru_cache(maxsize=256)  # each renewed certificate builds contexts again, but a fault is logged once
 def _usable_roots(pem: bytes, file: str) -> bytes:
     found = read_roots(pem)
     for fault in found.faults:

@@ -26,7 +26,7 @@ def resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -
 
 
 def with_hosts(assignment: LoadAssignment, hosts: Iterable[Host]) -> LoadAssignment:
-    """Return an assignment with the endpoints of more hosts, each where it was."""
+    """Return an assignment extended by the endpoints of ``hosts``, each in its own locality and priority."""
     groups = list(assignment.groups)
     for host in hosts:
         endpoint = host.endpoint

@@ -59,7 +59,7 @@ EDS_URL = registry.type_url(endpoint_pb2.ClusterLoadAssignment)
 
 
 class Asks(Protocol):
-    """Asks hosts for their health: :class:`ztunnel.proxy.envoy.path.probe.Prober`."""
+    """Checks the health of hosts. :class:`ztunnel.proxy.envoy.path.probe.Prober` implements it."""
 
     async def ask(self, cluster: "LiveCluster", host: Host) -> CheckResult:
         """Return the outcome of one check."""
@@ -95,7 +95,7 @@ class LiveTransport(NamedTuple):
 
 
 class LiveCluster:
-    """A cluster of the configuration with its hosts and connections' limits.
+    """A cluster of the configuration with its hosts, its limits and its statistics.
 
     Attributes:
         warm: set when it may serve: secrets and endpoints have arrived, or their time limit has passed.
@@ -153,11 +153,11 @@ class LiveCluster:
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
         # Before the statistics are published: if this version is refused, the active version's statistics stay.
         self._build_contexts(surround)
-        self._transports: dict[int, LiveTransport] = {}  # likewise, but only transports in use
+        self._transports: dict[int, LiveTransport] = {}  # by id, too; only transports in use
         self.stats.declare()
         self.breaker = Breaker(model)
         self._hosts = HostSet()
-        #: The number of hosts that :attr:`_assigned` has, if no one needed them yet.
+        #: The number of hosts of :attr:`_assigned` while their objects do not exist yet, else ``None``.
         self._unmade: int | None = None
         self.warm = Latch()
         self._surround = surround
@@ -303,15 +303,16 @@ class LiveCluster:
                     raise ConfigError("endpoints that are internal listeners cannot be checked", "endpoints")
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
                 raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
-            self._make_hosts()  # of the assignment before
+            self._make_hosts()  # hosts of the previous assignment, if they do not exist yet
             self._assigned = resource.body
             self._assign(assignment)
         self.empty_updates += not update.resources
         if self.model.eds_name in update.removed:
-            self._have_endpoints.set()  # the name does not exist: an answer, and the end of the wait
+            self._have_endpoints.set()  # the cluster's name does not exist on the control plane, so waiting ends
 
     def _leaves_unmade(self, message: endpoint_pb2.ClusterLoadAssignment, body: AnyMessage) -> bool:
-        """Accept an assignment and leave its hosts to :meth:`_make_hosts`, if possible; return whether it is.
+        """Accept an assignment without creating its hosts, if possible; return whether it was. :meth:`_make_hosts`
+        creates them later.
 
         A node receives the endpoints of every service and uses a few services.
         """
@@ -334,7 +335,7 @@ class LiveCluster:
         nobody: set[Member] = set()
         self._hosts.changes += sum(old != new for old, new in zip_longest(before, members, fillvalue=nobody))
         self._unmade, self._assigned = sum(map(len, members)), body
-        self._dropping = ()  # a plain assignment has no share to drop
+        self._dropping = ()  # a plain assignment has no drop_overloads
         self._have_endpoints.set()
         return True
 
@@ -350,7 +351,7 @@ class LiveCluster:
         assignment, changes = self._unmade_assignment(), self._hosts.changes
         self._unmade = None
         self._assign(assignment)
-        self._hosts.changes = changes  # counted already
+        self._hosts.changes = changes  # counted by _leaves_unmade
 
     @property
     def hosts_shown(self) -> HostSet:
@@ -610,7 +611,7 @@ class LiveCluster:
 
 
 _NO_UPDATES = SubscriptionStats()
-#: Making this number of hosts takes a connection 2 ms.
+#: Larger assignments get their hosts at once. Creating 100 hosts delays a connection by 2 ms.
 _MOST_UNMADE = 100
 
 

@@ -81,7 +81,7 @@ class ClusterStats:
             self.ssl_errors.value += 1
 
     def declare(self) -> None:
-        """Show the counters on pages, in place of an earlier version's."""
+        """Show the counters on pages. They replace those of an earlier version of the cluster."""
         self.scope.declare(_COUNTED, self)
 
 
@@ -101,7 +101,9 @@ class Breaker:
 
     @property
     def connections_open(self) -> bool:
-        """Whether the limit of connections is reached: "open" as an electric circuit is."""
+        """Whether the limit of connections is reached. ("Open" is the circuit breaker's state: it admits
+        nothing.)
+        """
         return self.connections >= self.limits.max_connections
 
     @property

@@ -30,22 +30,22 @@ def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | Non
     try:
         cluster = compile_cluster(target.cluster, surroundings)
         if cluster.socket_matches:
-            raise ConfigError("a cluster of one endpoint has one transport_socket", "transport_socket_matches")
+            raise ConfigError("a gRPC cluster has one transport_socket", "transport_socket_matches")
         named = cluster.assignment is not None and any(
             isinstance(each.address, NamedAddress) for each in cluster.assignment.endpoints
         )
         if named and (cluster.dns_resolver or target.dns_resolver) not in (HOSTS_RESOLVER, _GETADDRINFO):
-            raise ConfigError("names of gRPC servers are looked up as the host does", "typed_dns_resolver_config")
+            raise ConfigError("the host itself resolves names of gRPC servers", "typed_dns_resolver_config")
         transport = cluster.transport_socket
         if isinstance(transport, RawBuffer):
             return None
         if not isinstance(transport, ContextModel):
-            raise ConfigError("gRPC goes in plain text or over TLS", "transport_socket")
+            raise ConfigError("gRPC can use plain text or TLS only", "transport_socket")
         if any(isinstance(ref.source, AdsSource) for ref in transport.secret_refs):
-            raise ConfigError("secrets of a stream to the control plane cannot come by ADS", "transport_socket")
+            raise ConfigError("the stream's own secrets cannot be fetched over ADS", "transport_socket")
         validation = transport.validation
         if transport.validation_ref is None and (validation is None or validation.trusted_ca_pem is None):
-            raise ConfigError("without trusted_ca any server would be believed", "transport_socket")
+            raise ConfigError("without trusted_ca any server would be accepted", "transport_socket")
     except ConfigError as error:
         raise error.under(f"static_resources.clusters[{target.index}]") from error
     return replace(transport, alpn=("h2",))
@@ -85,7 +85,7 @@ class GrpcClusters:
             if live is not None:
                 await live.settled()
                 if live.current is None:
-                    raise XdsError(f"no TLS with cluster {name}: its secrets have not come, or are of no use")
+                    raise XdsError(f"no TLS with cluster {name}: its secrets have not arrived or are unusable")
             tls = None if live is None else live.current
             keepalive = self.keepalive(name)
             async with Channel(self._targets[name].address, tls=tls, keepalive=keepalive) as channel:

@@ -1,4 +1,4 @@
-"""Checks the hosts of one cluster for as long as they are its hosts."""
+"""Checks the health of one cluster's hosts, each until it leaves the cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Probe(Protocol):
-    """Asks a host once."""
+    """Checks a host once."""
 
     async def __call__(self, host: Host) -> CheckResult:
         """Return the outcome within the check's time limit. Never raises."""
@@ -27,7 +27,7 @@ class Probe(Protocol):
 
 
 class HealthChecker:
-    """See the module.
+    """The health checks of one cluster.
 
     Args:
         settings: the cluster's health check.
@@ -73,11 +73,11 @@ class HealthChecker:
         scope.gauge("health_check.healthy", lambda: float(sum(not host.failed_check for host in self._checks)))
 
     def checks(self, host: Host) -> bool:
-        """Return whether a host is checked."""
+        """Return whether a host's health is checked."""
         return host in self._checks
 
     def follow(self, hosts: Iterable[Host]) -> None:
-        """Check these hosts from now on, and no others; new ones are unhealthy until their first check."""
+        """Check exactly these hosts from now on. A new host is unhealthy until its first check."""
         wanted = {host for host in hosts if host.endpoint.check is None or not host.endpoint.check.disabled}
         for host in self._checks.keys() - wanted:
             task = self._checks.pop(host)
@@ -106,7 +106,7 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # After an internal error this coroutine runs again, and the host keeps its health.
+        # The coroutine is restarted after an internal error; the host then keeps its health.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)
@@ -132,6 +132,6 @@ class HealthChecker:
             await asyncio.sleep(state.wait_s(settings, changed=changed, traffic=traffic, chance=self._chance))
 
     async def close(self) -> None:
-        """Check no more; idempotent."""
+        """Stop all checks; idempotent."""
         self._checks.clear()
         await self._tasks.close()

@@ -1,7 +1,7 @@
 """Decides from the results of health checks whether a host is healthy, and when to probe it again. Pure.
 
-Like in Envoy, a new host is unhealthy until its first check, which decides by itself. Later, consecutive results
-count, but an answer "unhealthy" takes effect at once. Thresholds are for hosts that do not answer.
+Like in Envoy, a new host is unhealthy until its first check, whose result applies at once. Later, a change needs
+consecutive results up to a threshold, except that an answer "unhealthy" applies at once.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class HealthState:
     """The state of one host.
 
     Attributes:
-        failed: it is not to be used.
+        failed: the host is unhealthy.
         first: no check has ended yet.
-        in_a_row: results against the present state.
+        in_a_row: the number of consecutive results that contradict ``failed``.
     """
 
     failed: bool = True
@@ -34,7 +34,7 @@ class HealthState:
     in_a_row: int = 0
 
     def take(self, result: CheckResult, settings: HealthCheck) -> bool:
-        """Take a result; returns whether the host's health has changed."""
+        """Apply a check's result. Return whether the host's health has changed."""
         passed = result is CheckResult.PASSED
         first, self.first = self.first, False
         if passed is not self.failed:  # the result agrees with the state

@@ -103,7 +103,7 @@ class ClusterManager:
         cluster.start()
 
     async def initialised(self) -> None:
-        """Wait until no cluster is warming. One that is removed or replaced meanwhile no longer counts."""
+        """Wait until no cluster is warming. A cluster that is removed or replaced meanwhile is not waited for."""
         for cluster in list(self._active.values()):
             await cluster.warm.wait()
         while self._warming:
@@ -135,7 +135,7 @@ class ClusterManager:
             if cluster is not None:
                 changed.append(cluster)
                 if len(changed) % _AT_ONCE == 0:
-                    await asyncio.sleep(0)  # connections continue while a mesh arrives
+                    await asyncio.sleep(0)  # let connections proceed while a large mesh is applied
         gone = set(update.removed)
         if update.complete:
             gone |= {name for name in (*self._active, *self._warming) if name not in seen}
@@ -167,8 +167,8 @@ class ClusterManager:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.added_via_api and current.body == body:
-            # A state-of-the-world response repeats every cluster when one changes. The new body is kept
-            # although it is equal: a body keeps the whole response that it came in in memory.
+            # A state-of-the-world response repeats every cluster when one changes. The new body is kept although
+            # it is equal, because the old one would keep its whole response in memory.
             current.body, current.version = body, version
             return None
         model = self._compile(body)
@@ -203,7 +203,7 @@ class ClusterManager:
             self._retired(old)
 
     def _discard(self, cluster: LiveCluster) -> None:
-        """Retire a version that never served; its warming is over."""
+        """Retire a version that never became active. Its latch is set, because it no longer warms."""
         cluster.warm.set()
         self._retired(cluster)
 

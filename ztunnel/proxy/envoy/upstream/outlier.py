@@ -82,7 +82,9 @@ class OutlierDetector:
             self._eject(host, settings.enforcing_consecutive_5xx, hosts, now)
 
     def tick(self, hosts: Sequence[Host], now: float) -> None:
-        """Return ejected hosts, evaluate success rates and begin a new interval; called every ``interval_s``."""
+        """Readmit hosts whose ejection has ended, evaluate success rates, and begin a new interval. Called every
+        ``interval_s``.
+        """
         returned = False
         for host, monitor in self._monitors.items():
             if host.ejected and now >= monitor.ejected_until:

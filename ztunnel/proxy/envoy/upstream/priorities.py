@@ -43,7 +43,7 @@ def spread(
             left -= load
             taken.append(load)
         loads.append(taken)
-    if left:  # rounding: the first level that takes anything takes the rest
+    if left:  # the first level with any load also gets the rounding remainder
         for taken in loads:
             first = next((index for index, load in enumerate(taken) if load), None)
             if first is not None:

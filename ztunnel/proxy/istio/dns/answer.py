@@ -87,7 +87,7 @@ def answer(name: str, *, ipv6: bool, client: Workload, mesh: Mesh, settings: Dns
     Returns:
         The answer, with addresses in the mesh's order. None if the name is not a service and must be forwarded.
     """
-    found = _find(name.lower(), client, mesh, settings) if name else None  # the root is no service
+    found = _find(name.lower(), client, mesh, settings) if name else None  # the DNS root is no service
     if found is None:
         return None
     alias, service = found

@@ -44,7 +44,7 @@ ATTEMPTS: Final = 3
 _MOST_SERVERS: Final = 8
 _CACHED: Final = 4096
 _CACHED_BYTES: Final = 1 << 20
-_ENTRY_BYTES: Final = 600  # memory of an entry besides its message, about
+_ENTRY_BYTES: Final = 600  # approximate memory of an entry besides its message
 _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
@@ -184,7 +184,7 @@ class Forwarder:
         self._cache = Cache()
 
     async def forward(self, query: Query) -> bytes:
-        """Return the servers' answer for the client, which the caller still cuts to the client's size.
+        """Return the servers' answer. The caller truncates it to the size that the client accepts.
 
         Raises:
             ForwardFailed: no server answered.
@@ -278,7 +278,7 @@ class Forwarder:
             return error
 
     async def _by_udp(self, query: Query, server: NameServer) -> bytes:
-        if len(query.wire) > MOST_BYTES - 100:  # beyond what a datagram holds
+        if len(query.wire) > MOST_BYTES - 100:  # longer than a datagram can be
             return await self._by_tcp(query, server)
         loop = asyncio.get_running_loop()
         number = secrets.randbelow(0x10000)
@@ -302,7 +302,7 @@ class Forwarder:
             length = int.from_bytes(await _exactly(sock, 2), "big")
             response = await _exactly(sock, length)
         if not is_answer_to(query, number, response):
-            raise ForwardFailed(f"{server}: an answer to something else")
+            raise ForwardFailed(f"{server}: an answer to another query")
         return response
 
 

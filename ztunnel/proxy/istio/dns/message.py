@@ -42,10 +42,10 @@ _SPECIAL: Final = re.compile(r'[^!-~]|["().;\\@$]')
 
 
 class Malformed(Exception):
-    """The bytes are no DNS message, or not one with exactly one question.
+    """The bytes are not a DNS message with exactly one question.
 
     Attributes:
-        response: the answer to send. None sends none.
+        response: the response to send. ``None``: send no response.
     """
 
     def __init__(self, reason: str, response: bytes | None = None) -> None:
@@ -204,7 +204,9 @@ def local_answer(
 
 
 def _soa(owner: bytes, ttl_s: int) -> bytes:
-    """Return a SOA record for a name without data, which is a zone of its own, with ``owner`` a pointer to it."""
+    """Return a SOA record that makes a name without data a zone of its own. ``owner`` is a compressed pointer to
+    the name.
+    """
     values = owner + b"\x0ahostmaster" + owner + struct.pack(">5I", 1, 7200, 1800, _LONGEST_TTL_S, ttl_s)
     return owner + struct.pack(">HHIH", _SOA, _IN, ttl_s, len(values)) + values
 

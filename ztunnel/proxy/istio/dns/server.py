@@ -286,7 +286,7 @@ class DnsServer:
             data += more
         return data
 
-    # Either
+    # UDP and TCP
 
     async def _respond(self, wire: bytes, protocol: str) -> bytes | None:
         started_s = asyncio.get_running_loop().time()

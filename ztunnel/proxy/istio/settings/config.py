@@ -73,7 +73,7 @@ class IstioConfig:
         connect_retries: how many further endpoints to try before a connection fails.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
-        open_ahead: with this number of idle tunnel connections, a pod opens none ahead. 0 disables opening ahead.
+        open_ahead: tunnel connections are opened ahead of use until a pod has this many idle ones. 0: never.
         metric_ports: connections are also counted by port.
         warns_unmatched: lines of connections that match no service or workload are warnings.
         flows: the number of connections in the flight recorder. 0 disables it.

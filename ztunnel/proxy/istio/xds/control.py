@@ -156,13 +156,13 @@ class ControlPlane:
                 await receive(update)
             except UpdateRejected as error:
                 # Another version of this program has accepted these. The control plane is to send them again.
-                log.warning("resources of the process that died cannot be read error=%s", error)
+                log.warning("the crashed process's resources cannot be read error=%s", error)
                 for name in error.rejected or ():
                     versions.pop(name, None)
             client.resume(type_url, versions)
             self._pending.discard(type_url)
         if not self._pending:
-            log.warning("the configuration of the process that died is used until the control plane answers")
+            log.warning("the crashed process's configuration is used until the control plane answers")
             self.ready.set()
 
     def _counted(self, type_url: str, receive: Receive) -> Receive:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAME: Final = "configuration"
 #: Version of the message. A message of another version is not read.
 SCHEMA: Final = 1
-#: The delay from a change to writing: a mesh of 10,000 workloads is some megabytes.
+#: The delay from a change to writing. The configuration of a mesh of 10,000 workloads is several megabytes.
 _CALM_S: Final = 1.0
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -69,7 +69,7 @@ class LastConfiguration:
 
     Args:
         holder: keeps the memory.
-        clock: certificates that have ended are not restored.
+        clock: the current time; expired certificates are not restored.
     """
 
     def __init__(self, holder: Holder, clock: Clock) -> None:
@@ -88,10 +88,10 @@ class LastConfiguration:
         try:
             saved = msgspec.msgpack.decode(data, type=Saved)
         except msgspec.MsgspecError as error:
-            log.warning("the configuration of the process before cannot be read error=%s", error)
+            log.warning("the previous process's configuration cannot be read error=%s", error)
             return
         if saved.schema != SCHEMA:
-            log.warning("the configuration of the process before has schema %d, not %d", saved.schema, SCHEMA)
+            log.warning("the previous process's configuration has schema %d, not %d", saved.schema, SCHEMA)
             return
         self._resources = {kind: {each.name: each for each in found} for kind, found in saved.resources.items()}
         self._certificates = {each.identity: each for each in saved.certificates}
@@ -130,7 +130,9 @@ class LastConfiguration:
     # Certificates
 
     def certificate(self, identity: SpiffeId) -> IssuedCertificate | None:
-        """Return the valid certificate that the process before had, once."""
+        """Return the previous process's certificate for an identity if it is still valid, on the first call
+        only.
+        """
         saved = self._restored.pop(str(identity), None)
         if saved is None:
             return None
@@ -160,7 +162,9 @@ class LastConfiguration:
         self._changed()
 
     def before(self, authority: CertificateAuthority) -> CertificateAuthority:
-        """Return an authority that answers with certificates of the process before first."""
+        """Return an authority that first returns the previous process's certificates, and otherwise asks
+        ``authority``.
+        """
         return _Remembering(authority, self)
 
     # Writing

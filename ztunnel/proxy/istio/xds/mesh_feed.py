@@ -138,7 +138,7 @@ async def _compiled(
 
 def _note(refused: dict[str, str], update: Update, faults: Mapping[str, str]) -> None:
     """Bring the list of refused resources up to date with one update."""
-    if refused:  # hardly ever
+    if refused:  # rarely
         for name in (*update.removed, *(resource.name for resource in update.resources)):
             refused.pop(name, None)
     for name, reason in faults.items():

@@ -178,7 +178,7 @@ def test_secrets_may_come_from_files(tmp_path: Path) -> None:
     [
         (
             {"transport_socket": transport_socket(validation_context={})},
-            "transport_socket: without trusted_ca any server would be believed",
+            "transport_socket: without trusted_ca any server would be accepted",
         ),
         ({"transport_socket": transport_socket()}, "transport_socket: without trusted_ca any server"),
         (
@@ -187,7 +187,7 @@ def test_secrets_may_come_from_files(tmp_path: Path) -> None:
                     validation_context_sds_secret_config={"name": "r", "sds_config": {"ads": {}}}
                 )
             },
-            "transport_socket: secrets of a stream to the control plane cannot come by ADS",
+            "transport_socket: the stream's own secrets cannot be fetched over ADS",
         ),
         (
             {"transport_socket": {"name": "x", "typed_config": {"@type": T + "google.protobuf.Empty"}}},
@@ -210,7 +210,7 @@ def test_resolver_that_streams_to_a_control_plane_would_ignore_is_refused() -> N
         if not own:
             assert tls_of(target, SURROUNDINGS) is None
             target = replace(target, dns_resolver=DnsResolver(tcp=True))
-        with pytest.raises(ConfigError, match="names of gRPC servers are looked up as the host does"):
+        with pytest.raises(ConfigError, match="the host itself resolves names of gRPC servers"):
             tls_of(target, SURROUNDINGS)
 
 

@@ -242,7 +242,7 @@ def test_streams_of_one_tunnel_connection_are_connections_of_their_own(tmp_path:
             ((host, client), tuple(APP)): (b"%d" % number, b"%d" % number)
             for number, client in enumerate((7, port, port + 1, port + 2))
         }
-        assert f"port {port + 1} stands for {port}" in notes(found)[2]
+        assert f"port {port + 1} replaces {port}" in notes(found)[2]
         connection.close()
 
     play(tmp_path, body)

@@ -221,4 +221,4 @@ def test_saved_resources_that_are_refused_now_are_requested_again(
         theirs.close()
 
     asyncio.run(main())
-    assert "resources of the process that died cannot be read error=bad" in caplog.text
+    assert "the crashed process's resources cannot be read error=bad" in caplog.text

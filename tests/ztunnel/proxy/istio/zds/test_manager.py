@@ -122,7 +122,7 @@ def test_failed_start_is_answered_and_retried(quick: None) -> None:
         scene.starts.before = taken
         await scene.agent.accept()
         answer = await scene.agent.add(A, scene.netns)
-        assert answer.startswith("failure to start proxy : somebody else listens on [::]:15008")
+        assert answer.startswith("failure to start proxy : another process listens on [::]:15008")
         assert scene.states() == {A: PodState.PENDING}
         assert "15008" in scene.manager.states()[A].error
         assert (scene.manager.active_proxies, scene.manager.pending_proxies) == (0, 1)
