@@ -38,12 +38,10 @@ def leave_out() -> None:
     if "asyncio" in sys.modules:
         return
     _left_out = True
-    with _placeholders("ssl"):
-        if all(map(importlib.util.find_spec, _HASHES)):
-            sys.modules["_hashlib"] = None  # type: ignore[assignment]  # its import fails
+    replaced = ("_hashlib",) if all(map(importlib.util.find_spec, _HASHES)) else ()
+    with _placeholders("ssl", missing=replaced):
         for name in ("asyncio", "uvloop", "hashlib", "hmac"):
             importlib.import_module(name)
-        sys.modules.pop("_hashlib", None)
     from google.protobuf.internal import api_implementation
 
     if api_implementation.Type() == "upb":
@@ -64,10 +62,11 @@ def without_servers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _placeholders(*names: str) -> Iterator[None]:
-    absent = [name for name in names if name not in sys.modules]
+def _placeholders(*names: str, missing: tuple[str, ...] = ()) -> Iterator[None]:
+    """Put placeholders in the place of modules; let imports of the ``missing`` ones fail."""
+    absent = [name for name in (*names, *missing) if name not in sys.modules]
     for name in absent:
-        sys.modules[name] = _Placeholder(name)
+        sys.modules[name] = _Placeholder(name) if name in names else None  # type: ignore[assignment]
     try:
         yield
     finally:
