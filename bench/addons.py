@@ -2,8 +2,8 @@
 
 Runs the calls to addons during an outbound connection's life in an Istio mesh, without sockets: facts,
 ``connecting``, ``opened`` and ``closed``, with timing and counts. ``without`` is the same life in a process
-without addons. The difference is the cost of one connection. Both take turns in short rounds, and the least of
-each is printed: what other work of the machine adds is in no round of both.
+without addons. The difference is the cost of one connection. Both are measured alternately in short rounds, and
+the minimum of each is printed, because other work on the machine only adds time.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def _workload(name: str, host: str) -> Workload:
 
 
 async def _least(rounds: int, number: int) -> tuple[float, float]:
-    """Return the microseconds of a life without addons and of one with, the least of all rounds."""
+    """Return the minimum over all rounds, in microseconds: a life without addons, and one with an addon."""
     with_one = PodAddons(AddonHost([load_class(Every, {})]))
     without, cost = float("inf"), float("inf")
     for _ in range(rounds):

@@ -116,7 +116,9 @@ def _evaluation(seconds: float) -> Iterable[tuple[str, float, str]]:
 
 
 def _each(work: Callable[[], None], seconds: float) -> float:
-    """Return the seconds of one call, the best of five rounds: others on the machine only add."""
+    """Return the seconds of one call, the best of five rounds, because other work on the machine only adds
+    time.
+    """
     best = float("inf")
     for _ in range(5):
         count, began = 0, time.perf_counter()
@@ -161,7 +163,7 @@ async def _server(seconds: float) -> list[tuple[str, float, str]]:
 
 
 async def _go(seconds: float) -> list[tuple[str, float, str]]:
-    """Query a server on grpc-go that does not judge. Return no figures if it cannot be built."""
+    """Query a grpc-go server that admits every check. Return no figures if it cannot be built."""
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
         print("no Go here: the ceiling of the transport is not measured")
@@ -188,7 +190,7 @@ async def _go(seconds: float) -> list[tuple[str, float, str]]:
 
 
 async def _asked(path: str, seconds: float, *, vary: bool) -> dict[str, float]:
-    """Return the figures of a client process."""
+    """Return the figures measured by a client process."""
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.authz", "--client", path),
         *("--seconds", str(seconds), *(["--vary"] if vary else [])),
@@ -214,7 +216,7 @@ def _rows(name: str, found: dict[str, float], rss: float) -> list[tuple[str, flo
 
 
 def _felix(messages: list[bytes]) -> Route:
-    """Return the methods of a PolicySync server that sends one snapshot."""
+    """Return the RPC methods of a PolicySync server that sends one snapshot."""
 
     async def serve(context: Context) -> None:
         await read(context)

@@ -66,11 +66,11 @@ class Chain:
     """One chain.
 
     Attributes:
-        name: for tables.
+        name: its name in tables.
         proxies: the two processes, the client's node first. Empty for the chain without proxies.
         target: the address dialled by clients.
-        pairs: of a client and a server pod.
-        server: the load's process in the first server pod.
+        pairs: the pairs of a client pod and a server pod.
+        server: the load generator's process in the first server pod.
     """
 
     name: str
@@ -319,8 +319,8 @@ def envoy(folder: Path, name: str) -> list[str]:
     bootstrap = _envoy_bootstrap(folder, name)
     return [
         *(str(_BIN / "envoy"), "-c", str(bootstrap)),
-        # Its hand-over to a successor uses shared memory of one name in every namespace, so one of two that start
-        # at once can die.
+        # Envoy's hot restart uses shared memory with one name in every namespace, so one of two Envoys that start
+        # at once can crash.
         "--disable-hot-restart",
         *("--concurrency", "2", "--log-level", "error"),
     ]
@@ -355,14 +355,14 @@ def chain(
     """Start a chain while entered; without ``command`` client and server are connected directly.
 
     Args:
-        name: for tables.
+        name: its name in tables.
         load: the load generator.
-        command: of a proxy; :func:`in_pods` is an Istio mesh.
+        command: the proxies' command line. :func:`in_pods` selects an Istio mesh.
         target: ``pod`` (tunnel straight from the capture listener) or ``service`` (by the service's address).
-        one_node: client and server on the same node, behind the same proxy.
-        pairs: how many of a client and a server pod there are.
-        settings: more variables of our proxies' environment, in an Istio mesh.
-        command_in_pods: what to run there in place of our proxy's command.
+        one_node: client and server are on the same node and use the same proxy.
+        pairs: the number of pairs of a client and a server pod.
+        settings: further environment variables of our proxies, in an Istio mesh.
+        command_in_pods: the command to run in an Istio mesh instead of our proxy's.
     """
     clients = [_numbered("client", number) for number in range(pairs)]
     servers = [_numbered("server", number) for number in range(pairs)]
@@ -394,7 +394,7 @@ def _start(
 ) -> None:
     (folder / "mesh.json").write_text(_mesh(made.lab))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    environment.pop("ZTUNNEL_BENCH_FLAGS", None)  # the proxy refuses variables of its prefix that it does not know
+    environment.pop("ZTUNNEL_BENCH_FLAGS", None)  # the proxy refuses unknown variables with its prefix
     log = (folder / "log").open("wb")
     plane = [
         *(str(_BIN / "ztunnel"), "control-plane", str(folder / "mesh.json")),
@@ -418,7 +418,7 @@ def _start(
         _start_in_pods(made, folder, environment, log, command_in_pods)
         log.close()
         return
-    if command is rival:  # it may be another checkout of this project, which must not import this one
+    if command is rival:  # it can be another checkout of this project, which must not import this one
         environment.pop("PYTHONPATH")
     for name, worker in made.lab.workers.items():
         netns = {ZTUNNEL: worker.ztunnel.netns, HOST: worker.place.netns}
@@ -436,7 +436,7 @@ def _start_in_pods(
     log: IO[bytes],
     command: Command,
 ) -> None:
-    """An agent and a proxy per node, in the node's own namespace; returns when every pod is captured."""
+    """Start an agent and a proxy per node, in the node's own namespace. Return when every pod is captured."""
     for name, worker in made.lab.workers.items():
         pods = {
             pod: {"netns": place.netns.name, "service_account": _account(pod)}
@@ -474,7 +474,7 @@ def _token(folder: Path, node: str) -> Path:
     plane = [str(_BIN / "ztunnel"), "control-plane", str(folder / "mesh.json")]
     command = [*plane, "--ca-dir", str(folder / "ca"), "--token", node]
     path = folder / f"{node}.token"
-    # Istio's ztunnel sends the file as it is: a line's end in it makes no header value.
+    # Istio's ztunnel sends the file's content unchanged, and a line break is not valid in a header value.
     path.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.strip())
     return path
 

@@ -27,7 +27,7 @@ import hbone
 from bench.chain import Chain, Command, build_load, chain, envoy, in_pods, ours, rival, version, ztunnel_of
 from deploy.lab import become_root_of_own_namespaces
 
-#: A round with more steal than this share is repeated: the hypervisor gave the machine to other guests.
+#: The share of steal time above which a round is repeated: the hypervisor ran other guests meanwhile.
 _STEAL_LIMIT = 0.05
 _RETRIES = 2
 #: Time for proxies to notice that their connections have ended.
@@ -40,7 +40,7 @@ _MESSAGE_BYTES = 1024
 def _run(
     made: Chain, kind: str, connections: int, seconds: float, *more: str
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Run the load once, ``more`` being its last arguments, and return its report with the processor time.
+    """Run the load once, with the further arguments ``more``, and return its report with the processor time.
 
     ``cpu`` is the proxies' seconds, ``kernel`` their seconds in the kernel, ``load`` the load's, and ``idle`` the
     percentage of all processors.
@@ -87,7 +87,7 @@ def _requests(
 
 
 def _first(made: Chain, seconds: float) -> dict[str, float]:
-    """Measure requests on new connections while the proxies have no connection to each other."""
+    """Measure requests on new connections, each after the connections between the proxies were ended."""
     before, samples = made.usage(), []
     for _ in range(int(20 * seconds)):
         if not made.end_tunnels() and made.proxies:
@@ -112,11 +112,11 @@ class Row:
 
     Attributes:
         name: the case.
-        unit: of its numbers.
-        key: which number of the measurement.
+        unit: the unit of its numbers.
+        key: the number's key in the measurement.
         more: whether a larger number is better.
-        target: the ratio ours:Envoy to reach: at least that where more is better, else at most.
-        compiled: the same for the compiled build, where it differs.
+        target: the ratio ours:Envoy to reach, a minimum if more is better, otherwise a maximum.
+        compiled: the target of the compiled build, if it differs.
     """
 
     name: str
@@ -128,19 +128,21 @@ class Row:
 
     @property
     def goal(self) -> float | None:
-        """The target of the build that is measured."""
+        """Return the target of the measured build."""
         compiled = self.compiled is not None and hbone.build() == "compiled"
         return self.compiled if compiled else self.target
 
     def met(self, ratio: float) -> bool:
-        """Return whether a ratio reaches the target; without a target, whether ours is no worse."""
+        """Return whether a ratio reaches the target. Without a target: whether ours is no worse."""
         target = 1.0 if self.goal is None else self.goal
         return ratio >= target if self.more else ratio <= target
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A measurement of a chain, and the rows that it fills; ``one_node`` runs it on the chains of one node."""
+    """A measurement of a chain, and the rows that it fills. With ``one_node`` it runs on the chains of one
+    node.
+    """
 
     measure: Callable[[Chain, float], dict[str, float]]
     rows: tuple[Row, ...]
@@ -148,7 +150,7 @@ class Case:
 
 
 class _Aims(NamedTuple):
-    """Targets of a rate: of the pure build, then of the compiled one."""
+    """The targets of a rate: the pure build's, then the compiled build's."""
 
     cpu: float | None = None
     p50: float | None = None
@@ -157,20 +159,20 @@ class _Aims(NamedTuple):
 
 
 _NO_AIMS = _Aims()
-#: Requests per second, and connections that they are spread over.
+#: Requests per second, and the number of connections that carry them.
 _RATES = ((100, 1), (1000, 1), (1000, 10), (5000, 10), (5000, 100))
 _PACED = {(100, 1): _Aims(1.15, 1.1, 1.05, 1.0), (1000, 10): _Aims(1.15, 1.1, 0.95, 1.0)}
-#: Targets of bulk by connections.
+#: The targets of bulk transfers, by number of connections.
 _BULK = {1: 1.1, 64: 1.1}
 _BULK_COMPILED = {1: 1.2, 64: 1.25}
 
 
 def _paced(rate: int, connections: int) -> Case:
-    """A load like users': requests come at their own rate, over open connections."""
+    """Return a case with a load like users': requests at a fixed rate over open connections."""
     name = f"{rate:,}/s over {connections} conn"
     aims = _PACED.get((rate, connections), _NO_AIMS)
     return Case(
-        # Processor time comes in ticks of 10 ms: 400 requests take some 20 ticks.
+        # Processor time is counted in ticks of 10 ms: 400 requests take some 20 ticks.
         _requests("paced", connections, str(_MESSAGE_BYTES), str(rate), least_s=400 / rate),
         (
             Row(f"{name}, CPU per request", "us", "cpu", target=aims.cpu, compiled=aims.compiled_cpu),
@@ -386,14 +388,16 @@ def _print(records: list[dict[str, Any]], heading: str) -> None:
 
 
 class _Third(NamedTuple):
-    """The commands of the third pair: arguments of :func:`chain`."""
+    """The commands of the third pair, as arguments of :func:`chain`."""
 
     command: Command
     command_in_pods: Command | None = None
 
 
 def _third(parser: argparse.ArgumentParser) -> _Third | None:
-    """Return the commands named by ``RIVAL`` or ``RIVAL_CMD``. A fault ends the command."""
+    """Return the commands named by ``RIVAL`` or ``RIVAL_CMD``. If one is invalid, end the program with an
+    error.
+    """
     if text := os.environ.get("RIVAL"):
         protocol, _, path = text.partition(":")
         if protocol != "istio":
@@ -435,8 +439,8 @@ def main() -> int:
             stack.enter_context(chain("envoy", load, envoy, args.target)),
             stack.enter_context(chain("direct", load, None, args.target)),
         ]
-        # Envoy reaches a pod of its own node by the service's address only: by the pod's, its tunnel to itself
-        # keeps the client's address and never arrives.
+        # Envoy reaches a pod of its own node by the service's address only. By the pod's address its tunnel to
+        # itself keeps the client's address and never arrives.
         local = [
             stack.enter_context(chain(name, load, command, "service", one_node=True))
             for name, command in (("ours", _OURS[args.dialect]), ("envoy", envoy))
@@ -469,7 +473,7 @@ def _round(
     seconds: float,
     table: Table,
 ) -> None:
-    """Run one case on every chain, in random order; repeated if the hypervisor took the machine meanwhile."""
+    """Run one case on every chain, in random order. Repeat it if the hypervisor ran other guests meanwhile."""
     found: dict[str, dict[str, float]] = {}
     for attempt in range(_RETRIES + 1):
         stolen, _, total = _processors()

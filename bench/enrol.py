@@ -1,10 +1,10 @@
-"""Pods enrolled in one go, and pods that come and go for hours: time, and what is left.
+"""Enrols many pods at once, and enrols and releases pods for hours: the time, and the resources that remain.
 
-``python -m bench.enrol [--pods 250] [--cycles 10000]``. Pods are network namespaces with an address, found by a
-folder like /proc; rules are real, the API and the proxy are toys in this process, so that what is measured is the
-agent's own. The first table is the time from a label of their namespace until the last of the pods says
-``enabled``. The second table lists a process's descriptors, memory, elements of the node's set of probed pods, and
-tasks, after the first hundred cycles of enrolment and release and after the last.
+``python -m bench.enrol [--pods 250] [--cycles 10000]``. Pods are network namespaces with an address, found in a
+folder like /proc. The rules are real, but the API and the proxy are replaced by simple objects in this process, so
+only the agent's own work is measured. The first table has the time from the label of the pods' namespace until the
+last pod is annotated ``enabled``. The second table lists the process's descriptors, memory, elements of the node's
+set of probed pods, and tasks, after the first hundred cycles of enrolment and release and after the last.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _WARM_UP = 100
 
 
 class Cluster:
-    """A toy API server: objects in memory; annotations are written at once."""
+    """A simulated API server: objects in memory. Annotations are written at once."""
 
     def __init__(self) -> None:
         self.objects: dict[ObjectKey, Object] = {}
@@ -59,14 +59,12 @@ class Cluster:
         self.put(ObjectKey("Namespace", "", _SPACE), {"metadata": {"name": _SPACE, "labels": labels}})
 
     async def next(self) -> Changes:
-        """See ObjectSource."""
         await self._changed.wait()
         self._changed.clear()
         news, self._news = self._news, {}
         return Changes(news, synced=True)
 
     async def __call__(self, pod: Pod, value: str | None) -> Pod | None:
-        """See Annotate."""
         await asyncio.sleep(0)
         key = ObjectKey("Pod", pod.info.namespace, pod.info.name)
         found: Any = self.objects.get(key)
@@ -79,7 +77,6 @@ class Cluster:
         return read_pod(changed)
 
     def event(self, key: ObjectKey, reason: str, message: str) -> None:
-        """See EventSink."""
         print(f"{key} {reason} {message}")
 
 
@@ -135,7 +132,7 @@ async def _until(condition: Any) -> None:
 
 
 async def together(folder: Path, count: int) -> tuple[float, float]:
-    """Enrol many pods at once and release them; return the seconds that each took."""
+    """Enrol many pods at once and release them. Return the seconds of both."""
     cluster = Cluster()
     (folder / "proc").mkdir()
     spaces = []
@@ -181,7 +178,7 @@ async def come_and_go(folder: Path, cycles: int) -> tuple[dict[str, int], dict[s
     began = time.monotonic()
     async with _stage(folder, cluster) as enroller:
         for cycle in range(cycles):
-            # Always another pod, in the namespace of the one before.
+            # A new pod each time, in the namespace of the previous one.
             uid = f"00000000-0000-0000-0000-{cycle:012x}"
             (folder / "proc/1001/cgroup").write_text(f"0::/kubepods/pod{uid}/{'e' * 64}\n")
             name = f"c{cycle}"

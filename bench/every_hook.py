@@ -7,11 +7,11 @@ class Every(Addon):
     """An addon with every hook, each as short as possible."""
 
     def connecting(self, facts: Facts) -> Verdict | None:
-        """Say nothing."""
+        """Return no verdict."""
         return None
 
     def accepting(self, facts: Facts) -> Deny | None:
-        """Say nothing."""
+        """Return no verdict."""
         return None
 
     def opened(self, facts: Facts) -> None:

@@ -1,9 +1,10 @@
 """The cost of moving open connections to another process: ``python -m bench.handover``.
 
-Two pollers of one process play the old and the new one. Each connection is frozen, encoded, sent with its
-descriptors over a Unix socket, decoded, made again, compared, released and begun, as in a hand-over. Entries of
-log lines and metrics are left out, so rows show the engine's part. Per kind it prints connections per second of
-CPU time of both sides together, bytes of state and microseconds per connection, and the longest pause of a unit.
+Two pollers of one process stand for the old and the new process. Each connection is frozen, encoded, sent with its
+descriptors over a Unix socket, decoded, created again, compared, released and begun, as in a hand-over. Log lines
+and metrics are not moved, so rows show the engine's part. For each kind of connection it prints connections per
+second of CPU time of both sides together, bytes of state and microseconds per connection, and the longest pause of
+a unit (a tunnel connection with its tunnels, or one plain connection).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _REQUEST = ((b":method", b"CONNECT"), (b":authority", b"127.0.0.1:80"))
 
 
 class Machine:
-    """The old and the new process's pollers, their channel, and the applications' ends."""
+    """The pollers of the old and the new process, their channel, and the applications' ends."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.stack = stack
@@ -68,7 +69,7 @@ class Machine:
         return relay(PlainSocket(near, self.old), PlainSocket(far, self.old), ByteCounts()), client
 
     async def tunnels(self, count: int) -> tuple[Connection, list[Relay], list[socket.socket]]:
-        """Return a tunnel connection with relays to plain clients; its server answers and reads."""
+        """Return a tunnel connection with relays to plain clients. Its server answers requests and reads."""
         tls = replace(identity(), movable=True)
         one, far = socket.socketpair()
         for sock in (one, far):

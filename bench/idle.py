@@ -1,11 +1,11 @@
-"""``make bench-idle``: measures the memory of idle connections, and how much remains when they are gone.
+"""``make bench-idle``: measures the memory of idle connections, and how much remains when they have ended.
 
     python -m bench.idle [--most N]
 
-Each connection has carried one message. A proxy has one descriptor for each, so the limit of open files bounds how
-many a process can hold, and the proxies inherit the one this runs with. Workers hold more connections than one
-process per node can: then the Istio front end runs, with a pair of pods for each worker. Memory is counted for all
-processes of both proxies.
+Each connection has carried one message. A proxy has one descriptor for each connection, so the limit of open files
+bounds the number per process. The proxies inherit this program's limit. Workers hold more connections than one
+process per node can. With workers the Istio front end runs, with a pair of pods for each worker. Memory is the sum
+of all processes of both proxies.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from deploy.lab import become_root_of_own_namespaces
 _WANTED = 100_000
 #: Descriptors that a proxy needs for other purposes.
 _OTHERS = 1000
-#: The fraction of the limit to use per worker: workers' shares differ, and each hundred connections share one
-#: tunnel connection.
+#: The fraction of the limit that is used per worker, because workers' shares differ, and each hundred connections
+#: need one tunnel connection as well.
 _SHARE = 0.85
 #: After this time the pool has closed spare connections, and memory was trimmed (``ztunnel/runtime/heap.py``).
 _CALM_S = 60.0
@@ -91,7 +91,9 @@ def _raise_limit() -> int:
 
 
 def _warm_up(made: Chain) -> None:
-    """Open connections so that the proxies have finished their imports and created the objects of first use."""
+    """Open connections so that the proxies have finished their imports and created everything that the first
+    connections need.
+    """
     made.run("crr", "32", "2")
 
 

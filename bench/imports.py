@@ -37,13 +37,16 @@ bytes_before, begun = resident(), time.perf_counter()
 {measured}
 print([resident(), resident() - bytes_before, time.perf_counter() - begun])
 """
-#: Protobuf and its own types, which both kinds of messages need. Our package xds finds the modules of theirs, too.
+#: Protobuf and its own types, which both kinds of messages need. The path of our package xds also finds their
+#: modules.
 _PROTOBUF = f"sys.path.insert(1, {str(RIVALS)!r})\nfrom xds.proto import registry, well_known"
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians: resident bytes of the process, how many of these are of what was measured, and its time."""
+    """Medians: the process's resident bytes, the part of them that the measured statements added, and their
+    time.
+    """
 
     resident_bytes: int
     more_bytes: int
@@ -51,11 +54,11 @@ class Cost:
 
 
 def cost(programs: Sequence[tuple[Path, str, str]], rounds: int = _ROUNDS) -> list[Cost]:
-    """Return what each program costs, measured by turns.
+    """Return the cost of each program, measured alternately.
 
     Args:
         programs: the folder to run in, unmeasured statements, measured statements.
-        rounds: how often each runs, after once that does not count.
+        rounds: how often each program runs, after one run that is not counted.
     """
     seen: list[list[list[float]]] = [[] for _ in programs]
     for number in range(rounds + 1):

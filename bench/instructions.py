@@ -31,13 +31,13 @@ _BEGIN, _END = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
 _SIDES = ("client's proxy", "server's proxy")
 #: The wait after the signal that begins or ends counting, which is slow under callgrind.
 _SETTLE_S = 1.0
-#: First connections that are counted.
+#: The number of first connections to count.
 _FIRST = 40
 _CASES = ("new connections, 32 at once", "first connections to a peer")
 
 
 def _profiled() -> None:
-    """Run the ztunnel command of this process's arguments; count its calls from one signal to the other."""
+    """Run the ztunnel command in this process's arguments, and count its calls between two signals."""
     folder = Path(sys.argv.pop(1))
     profile = cProfile.Profile()
 

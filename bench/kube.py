@@ -1,8 +1,8 @@
 """A list of 20,000 pods in pages from a server on loopback: time, longest stall of the loop, memory.
 
-``python -m bench.kube [--pods N]``. The server is a process of its own and has its pages ready. Pods have the size
-of real ones, about 6 KB; the reader keeps name, labels and addresses. The stall is the longest time between two
-turns of a task that asks for every turn.
+``python -m bench.kube [--pods N]``. The server is a separate process with prepared pages. Pods have the size of
+real ones, about 6 KB; the reader keeps name, labels and addresses. The stall is the longest time between two steps
+of a task that is always ready to run.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""What one event of the live page costs a proxy of a large Istio mesh: CPU, bytes, and how long it holds the loop.
+"""What one event of the live page costs a proxy of a large Istio mesh: CPU, bytes, and the longest iteration of
+the loop.
 
 Without an open page there is no such cost. ``python -m bench.live_page``
 """
@@ -33,7 +34,9 @@ def _peer(number: int) -> PeerLabels:
 
 
 async def _longest_turn(done: asyncio.Event) -> float:
-    """Return the loop's longest turn, in milliseconds of its thread's CPU time: other programs do not count."""
+    """Return the loop's longest iteration, in milliseconds of its thread's CPU time, which excludes other
+    programs.
+    """
     longest = 0.0
     while not done.is_set():
         began = time.thread_time()
@@ -63,7 +66,7 @@ async def _measure(series: int) -> str:
     proxy.poller.close()
     proxy.writer.close()
     median = statistics.median(spent)
-    share = min(2.0, median / 10 / INTERVAL_S)  # events come more rarely where they take longer
+    share = min(2.0, median / 10 / INTERVAL_S)  # the interval grows with the cost of an event
     return (
         f"{series:>7} pairs  {median:7.1f} ms per event ({share:.2f} % of a CPU)  {size / 1000:6.1f} kB  "
         f"longest turn {longest:.1f} ms"

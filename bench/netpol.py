@@ -189,7 +189,7 @@ def connections(source: Place, destination: Place) -> list[float]:
                     client.connect((str(destination.ipv4), 5001))
                     found.append((time.perf_counter() - began) * 1e6)
                     accepted, _ = server.accept()
-                    # A reset leaves no port in TIME-WAIT.
+                    # Close with a reset, which leaves no port in TIME-WAIT.
                     accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                     accepted.close()
         return found

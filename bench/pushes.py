@@ -1,8 +1,8 @@
 """Measures our client against 5,000 pushes a second for ten seconds, by state of the world and by delta.
 
-``python -m bench.pushes`` prints what arrived, how often the stream was lost, and what it cost; ``--rate 0``
+``python -m bench.pushes`` prints the received updates, the number of lost streams, and the cost; ``--rate 0``
 pushes as fast as the server can. The server is grpcio's, in a process of its own; every push changes one cluster.
-Pushes that come while one is being applied are taken together, so there are fewer updates than pushes.
+Pushes that arrive while one is being applied are applied together, so there are fewer updates than pushes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
 
 
 def push_all(count: int, rate: float) -> tuple[grpc.Server, int, list[str]]:
-    """Start a server whose every stream gets ``count`` pushes, ``rate`` a second (0: as fast as it can).
+    """Start a server that sends ``count`` pushes on each stream, ``rate`` a second (0: as fast as it can).
 
     Returns:
-        The server, its port, and a list that gets the name of each stream it is asked for.
+        The server, its port, and a list to which the name of each requested stream is added.
     """
     streams: list[str] = []
 
@@ -94,7 +94,7 @@ def _cluster(version: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The results of a client: updates, the value of the last one, ended streams, seconds and CPU seconds."""
+    """The results of a client: the number of updates, the last value, ended streams, seconds and CPU seconds."""
 
     updates: int
     last: str

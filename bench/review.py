@@ -1,7 +1,8 @@
 """How long one change of policies keeps the loop from other connections: ``python -m bench.review``.
 
-The lives are like the data path's, without sockets. A DENY policy that does not match judges each. Per number of
-lives it prints the duration of the whole review, and the longest time without other work in the loop.
+The reviewed lives have the data path's facts, but no sockets. Each is judged by a DENY policy that does not match.
+For each number of lives it prints the duration of the whole review, and the longest time without other work in the
+loop.
 """
 
 import argparse

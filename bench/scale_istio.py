@@ -2,8 +2,8 @@
 
     python -m bench.scale_istio [--quick] [--json FILE] [--services N ...] [--workloads N]
 
-Each size runs in a process of its own, so that memory is its own. The mesh comes as one packed response and goes
-through the same steps as one from istiod. A ticker measures the longest time without other work in the loop.
+Each size runs in a process of its own, so that its memory can be measured. The mesh arrives as one packed response
+and is processed like a response of istiod. A ticker measures the longest time without other work in the loop.
 
 Environment: ``QUICK=1`` (stops at 1,000 services).
 """

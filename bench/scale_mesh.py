@@ -182,7 +182,7 @@ class ScaleMesh:
 
     @staticmethod
     def _entries(listener: Listener) -> Any:
-        """The destination level of the one source's tree."""
+        """Return the destination level of the tree for the one source."""
         by_source = listener.filter_chain_matcher.on_no_match.matcher.matcher_tree.exact_match_map.map
         return by_source[CLIENT].matcher.matcher_tree.exact_match_map.map
 

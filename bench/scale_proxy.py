@@ -61,10 +61,11 @@ class Stall:
 
 
 def look_up_us(proxy: Proxy, services: int) -> dict[str, float]:
-    """Microseconds to route a connection: chain, cluster and host.
+    """Return the microseconds to route a connection: chain, cluster and host.
 
-    ``us``: ten services are in use. ``all_us``: all are, in random order, and little of what a look-up reads is in
-    the processor's caches. ``first_us``: that, with what the first connection of a cluster makes.
+    ``us``: ten services are in use. ``all_us``: all services are in use, in random order, so the processor's
+    caches have little of the needed data. ``first_us``: like ``all_us``, but the first connection of each cluster,
+    which creates its hosts.
     """
     dice = random.Random(1)
     few = [dice.randrange(services) for _ in range(_IN_USE)]
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--delta", action="store_true")
     args = parser.parse_args()
     heap.expect_growth()  # as the proxy's start does
-    unshare(CLONE_NEWNET)  # its ports are fixed
+    unshare(CLONE_NEWNET)  # its ports are fixed, so it needs a network namespace of its own
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     uvloop.run(_main(args.xds, delta=args.delta))
 

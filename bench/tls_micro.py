@@ -1,4 +1,4 @@
-"""Measures sealing and opening of records, by way of calling OpenSSL, and handshakes, by group.
+"""Measures sealing and opening of TLS records with each way of calling OpenSSL, and handshakes with each group.
 
 Compares :class:`hbone.tls.TlsSession` (cffi pointers) with pyOpenSSL's public calls and with the standard
 library's ``ssl.MemoryBIO``, in one process and without sockets. Run: ``python -m bench.tls_micro``.

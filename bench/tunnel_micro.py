@@ -107,7 +107,7 @@ def run_b(listener: socket.socket, tls: TlsSettings | None, port: int, spin_s: f
                 await relay(tunnel, app, ByteCounts())
 
         async def handle(sock: socket.socket) -> None:
-            # The second connection can wait for its first request through all bulk cases.
+            # The second connection sends its first request only after all bulk cases.
             settings = ConnectionSettings(first_request_timeout_s=None)
             await serve_connection(sock, context, settings, poller, on_request)
 

@@ -1,7 +1,7 @@
 """A real API server: etcd and kube-apiserver as processes on loopback, without kubelet, scheduler or controllers.
 
-Tests and the demo play those: they create namespaces and accounts, and patch pods' status as a kubelet would.
-``make kube`` makes the two programs.
+Tests and the demo do the work of the missing ones: they create namespaces and accounts, and patch pods' status
+like a kubelet. ``make kube`` builds the two programs.
 """
 
 import json
@@ -45,13 +45,13 @@ class ApiServer:
     """One API server with its etcd.
 
     Args:
-        folder: for its files.
+        folder: the folder for its files.
         programs: the paths of ``PROGRAMS``.
-        ports: three that are free: of etcd for clients and for peers, and of the API.
+        ports: three free ports: etcd's for clients, etcd's for peers, and the API's.
         own: called with each started process.
 
     Attributes:
-        url: of the API.
+        url: the API's URL.
         ca: the file with the certificate of the API server, which is its own CA.
     """
 
@@ -108,7 +108,7 @@ class ApiServer:
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=RBAC",
             "--service-cluster-ip-range=10.96.0.0/24",
-            # There is no controller to make the default accounts for the admission plugin.
+            # No controller runs that would create the default accounts for the admission plugin.
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged",
             "--v=0",
@@ -122,7 +122,9 @@ class ApiServer:
             time.sleep(0.1)
 
     def stop_api(self) -> None:
-        """Kill kube-apiserver; etcd keeps its objects. Its orderly end waits for watches, for a minute."""
+        """Kill kube-apiserver; etcd keeps its objects. An orderly end would take a minute, because it waits for
+        watches.
+        """
         self._running["kube-apiserver"].kill()
         self._end("kube-apiserver")
 
@@ -154,7 +156,7 @@ class ApiServer:
         return path
 
     def log(self, name: str) -> str:
-        """Return what a program has written."""
+        """Return what a program has logged."""
         return (self.folder / f"{name}.log").read_text()
 
     def _ready(self) -> bool:

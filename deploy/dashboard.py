@@ -23,11 +23,11 @@ class Panel:
     """A graph over time, or a number.
 
     Attributes:
-        queries: of PromQL, with the legend of each.
+        queries: PromQL queries, with the legend of each.
         unit: Grafana's name of the unit.
-        text: its meaning, and where to look next.
-        width: of :data:`_COLUMNS`.
-        number: the last value only, coloured from ``bad_above`` on.
+        text: the panel's meaning, and where to look next.
+        width: the width, out of :data:`_COLUMNS`.
+        number: show the last value only, coloured from ``bad_above`` on.
     """
 
     title: str
@@ -41,7 +41,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a headline."""
+    """Panels under a heading."""
 
     title: str
     panels: tuple[Panel, ...]

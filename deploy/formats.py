@@ -20,7 +20,7 @@ Of the YAML files that operators write. Generated from their readers by `python 
 Every reader reports all faults together, each with its place, and refuses keys that it does not know.
 `examples/` has a file of each that the tests load.
 """
-#: Methods of readers that take the keys they accept.
+#: Methods of readers whose argument is the set of accepted keys.
 _READING = frozenset({"document", "mapping", "part"})
 
 
@@ -76,7 +76,7 @@ FORMATS = (
 
 
 def _keys(tree: ast.Module) -> Iterator[str]:
-    """Yield the texts in tuples that reading methods are given, directly or by name."""
+    """Yield the keys in tuples passed to these methods, directly or by name."""
     named = {
         target.id: node.value
         for node in ast.walk(tree)

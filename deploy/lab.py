@@ -40,7 +40,7 @@ from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 
-# Above the small indexes that eth0 has at the other end: equal ones delay linkwatch, see create_pair.
+# Larger than the small indexes of eth0 at the other ends, because equal indexes delay linkwatch; see create_pair.
 _FIRST_INDEX = 100
 _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
@@ -52,7 +52,7 @@ _instances = itertools.count(1)
 
 
 class NoUserNamespaces(TproxyError):
-    """An unprivileged user may make no namespaces here; the text says what to do."""
+    """An unprivileged user cannot create namespaces here. The text explains what to do."""
 
     def __str__(self) -> str:
         return (
@@ -343,8 +343,8 @@ def become_root_of_own_namespaces() -> None:
         return
     uid, gid = os.getuid(), os.getgid()
     try:
-        # EPERM, or ENOSPC with user.max_user_namespaces=0 (user_namespaces(7)). Ubuntu's AppArmor lets the
-        # namespace be made, and takes the capabilities in it away.
+        # EPERM, or ENOSPC with user.max_user_namespaces=0 (user_namespaces(7)). Ubuntu's AppArmor permits the
+        # namespace, but without its capabilities.
         unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")

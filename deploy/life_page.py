@@ -1,4 +1,6 @@
-"""Writes the table of ``docs/life.md`` from the module that front ends obey: ``python -m deploy.life_page``."""
+"""Writes the table of ``docs/life.md`` from the module that both front ends use: ``python -m
+deploy.life_page``.
+"""
 
 from pathlib import Path
 

@@ -76,7 +76,7 @@ def _head(name: str, text: str) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Return a text whose backslashes, dashes and leading dots mean themselves."""
+    """Escape the backslashes, dashes and leading dots of a text, so that they are printed literally."""
     shown = " ".join(text.split()).replace("\\", r"\e").replace("-", r"\-")
     return rf"\&{shown}" if shown.startswith((".", "'")) else shown
 

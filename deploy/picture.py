@@ -68,7 +68,7 @@ THEMES: Final = {
 
 
 class _Drawing:
-    """Shapes, as elements of SVG."""
+    """Collects shapes, as elements of SVG."""
 
     def __init__(self, theme: Theme) -> None:
         self.theme = theme

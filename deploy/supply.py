@@ -1,13 +1,13 @@
-"""``make audit``: the contents of the image, and whether they can be trusted; ``python -m deploy.supply``.
+"""``make audit``: checks the contents of the image, and whether they can be trusted; ``python -m deploy.supply``.
 
-Four checks. Each has a line of its own, and the exit status covers all:
+Four checks. Each prints one line, and the exit status covers all:
 
-- **floors**: no locked version is below the fix of a known vulnerability (``requirements/floors.txt``). That list
-  is ours and needs no network.
-- **database**: pip-audit asks a database of vulnerabilities about the lock file; skipped, with a word, where it is
-  not installed or cannot reach one.
-- **SBOM**: ``dist/sbom.json``, CycloneDX 1.5, from the lock file: names, versions, hashes, and who needs whom.
-- **wheel**: built twice from two copies of the tree at different paths and times; the bytes must be the same.
+- **floors**: no locked version is below the fix of a known vulnerability (``requirements/floors.txt``). We
+  maintain that list, and it needs no network.
+- **database**: pip-audit queries a database of vulnerabilities about the lock file. The check is skipped, with a
+  line, if pip-audit is not installed or cannot reach a database.
+- **SBOM**: ``dist/sbom.json``, CycloneDX 1.5, from the lock file: names, versions, hashes, and dependencies.
+- **wheel**: built twice from two copies of the tree at different paths and times. The bytes must be the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Package:
 
     Attributes:
         sha256: the hashes of its installable files.
-        needed_by: names of packages, or of the project.
+        needed_by: the packages that depend on it, or the project.
     """
 
     name: str
@@ -83,10 +83,10 @@ def read_lock(text: str) -> list[Package]:
 
 
 def read_floors(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Return (version, reason) by name of package.
+    """Return (version, reason) pairs by package name.
 
     Raises:
-        ValueError: a line that is no floor; has the line.
+        ValueError: a line is not a floor. The error has the line.
     """
     floors: dict[str, list[tuple[str, str]]] = {}
     for line in text.splitlines():
@@ -110,7 +110,7 @@ def below(packages: Sequence[Package], floors: dict[str, list[tuple[str, str]]])
 
 
 def sbom(packages: Sequence[Package], version: str) -> dict[str, Any]:
-    """Return a CycloneDX 1.5 document; equal arguments give equal documents, so it has no time."""
+    """Return a CycloneDX 1.5 document. It contains no time, so equal arguments give equal documents."""
     refs = {package.name: _purl(package.name, package.version) for package in packages}
     own = _purl("ztunnel-py", version)
     needs: dict[str, list[str]] = {own: [], **{ref: [] for ref in refs.values()}}
@@ -156,7 +156,7 @@ def _normal(name: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return a release's numbers. Suffixes (rc1, post1) do not matter to a floor."""
+    """Return a release's numbers. Suffixes (rc1, post1) are ignored in comparisons with floors."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(part) for part in release[0].split(".")] if release is not None else []
     while numbers and not numbers[-1]:
@@ -165,8 +165,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def verdict(status: int, output: str, errors: str) -> tuple[bool, str]:
-    """Return whether pip-audit found no vulnerability, and a line. A package that it could not query is no
-    success.
+    """Return whether pip-audit found no vulnerability, and a line about it. A package that it could not query
+    counts as a failure.
     """
     if "No module named pip_audit" in errors:
         return True, "database: NOT CHECKED, pip-audit is not installed (pip install pip-audit)"
@@ -203,7 +203,7 @@ def _wheel(folder: Path, name: str) -> str:
         if path.startswith(("hbone/", "xds/", "tproxy/", "ztunnel/")) or "/" not in path:
             target = tree / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / path, target)  # with today's time, not the file's
+            shutil.copyfile(ROOT / path, target)  # copies get the current time instead of the file's
     when = subprocess.run(
         ["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True
     )

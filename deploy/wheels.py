@@ -2,9 +2,9 @@
 
     python -m deploy.wheels [--output DIR] [PYTHON ...]
 
-Interpreters are programs or paths; without any, all of python3.11 to python3.14 that are found. A compiled wheel
-has the interpreter's and the platform's tag, so that pip prefers it where it fits and takes the pure one
-elsewhere; its tunnel engine is compiled by mypyc from the same source (``setup.py``). That needs a C compiler and
+Interpreters are programs or paths. By default all of python3.11 to python3.14 that are found are used. A compiled
+wheel has the interpreter's and the platform's tag, so pip prefers it where it fits, and installs the pure one
+elsewhere. Its tunnel engine is compiled by mypyc from the same source (``setup.py``), which needs a C compiler and
 Python's headers.
 """
 
@@ -44,7 +44,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
         copy_sources(tree)
         _run(python, "-m", "venv", str(venv))
         inside = str(venv / "bin" / "python")
-        # The packages that the engine uses, too: mypyc reads their types.
+        # The packages that the engine imports are installed as well, because mypyc reads their types.
         locks = [ROOT / "requirements" / f"{name}.lock" for name in ("runtime", "compile")]
         given = [word for lock in locks for word in ("-r", str(lock))]
         _run(inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--require-hashes", *given)
@@ -66,7 +66,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
 def copy_sources(tree: Path) -> None:
     """Create a folder and copy the sources of a wheel into it.
 
-    setuptools leaves folders behind, and compiled modules must not get into the pure wheel.
+    Building in the repository would put leftovers of setuptools and compiled modules into the pure wheel.
     """
     tree.mkdir()
     for name in SOURCES:

@@ -59,7 +59,7 @@ def main() -> int:
             return policy.main(keep=args.keep)
         if args.mode == "kube":
             programs()
-        window = Window() if args.keep else None  # a browser is where we are now
+        window = Window() if args.keep else None  # the port for a browser, opened in the initial namespace
         if window is not None:
             window.keep()
         become_root_of_own_namespaces()
@@ -84,14 +84,15 @@ def main() -> int:
             if args.keep:
                 demo.explain()
                 with contextlib.suppress(KeyboardInterrupt), demo.traffic():
-                    while True:  # signal.pause() sleeps for ever on a signal that came just before it
+                    while True:  # a single signal.pause() would miss a signal that arrived just before it
                         time.sleep(_LOOK_S)
         return 1 if failures else 0
     except (TproxyError, MissingPrograms, FolderTooDeep) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of the output has left, as `head` does. What Python writes at exit must not fail as well.
+        # The reader of the output has ended, like `head` does. Python's own writes at exit must not fail on the
+        # closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The demo of addons in an Istio mesh: the five of ``examples/addons``, or the addon named by ``ADDON``.
 
-Each of the five has a connection that shows its effect, and its line in ``explain``. Of another addon the calls of
-its hooks are shown.
+Each of the five has a connection that shows its effect, and its line in ``explain``. Any other addon is shown by
+the calls of its hooks.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from deploy.demo.stage import NODES, OUTSIDE, PORT, SETTLE_S, VERSIONS, VIP, con
 from deploy.lab import Place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "addons"
-#: In the order of their calls.
+#: In the order in which their hooks are called.
 ADDONS = ("audit_log", "egress_allow_list", "fault_injection", "canary", "rate_limit")
 _CALLS = 30
 _BURST = 12
-#: An address outside the mesh whose name no pod has asked for.
+#: An address outside the mesh that no pod has resolved from a name.
 _ELSEWHERE = "198.51.100.7"
 
 
@@ -74,7 +74,7 @@ class AddonsDemo(InPodDemo):
         self._act_replaced()
 
     def explain(self) -> None:
-        """No hints: this demo does not stay up."""
+        """Print no hints: this demo does not stay up."""
 
     # The play
 

@@ -31,7 +31,7 @@ _LONGEST_NAME = 24
 
 
 class FolderTooDeep(Exception):
-    """Unix sockets in the folder for temporary files would have longer addresses than the kernel takes."""
+    """The path of the folder for temporary files is too long for Unix sockets in the demo's folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -48,7 +48,7 @@ def demo_folder(prefix: str) -> Iterator[Path]:
     Enter it in the main thread, before there is a second one: it forks.
 
     Args:
-        prefix: of the folder's name; the folders that killed demos of this prefix left are removed first.
+        prefix: the start of the folder's name. Folders left by killed demos with this prefix are removed first.
 
     Raises:
         FolderTooDeep: its path is too long for Unix sockets.
@@ -78,7 +78,9 @@ def demo_folder(prefix: str) -> Iterator[Path]:
 
 
 def marked(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with the mark of the running demo; for programs that do not inherit this one."""
+    """Return an environment with the mark of the running demo, for programs that do not inherit this process's
+    environment.
+    """
     return {**environment, **({MARK: os.environ[MARK]} if MARK in os.environ else {})}
 
 
@@ -131,18 +133,18 @@ def _watched(path: Path, lock: int) -> tuple[int, int]:
         os.close(ended)
         return child, pipe
     try:
-        os.setsid()  # neither the terminal's signals nor those to the demo's group are for the watcher
+        os.setsid()  # a new session gets no signals from the terminal or to the demo's process group
         for number in (signal.SIGINT, *_SIGNALS):
             signal.signal(number, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):  # a reader of the demo's output must see it end
+        for descriptor in range(3):  # otherwise a reader of the demo's output would not see its end
             os.dup2(null, descriptor)
         os.close(pipe)
         os.close(lock)
         os.read(ended, 1)
         _end_marked(path)
         shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(Exception):  # not allowed to, after a demo that made no namespaces
+        with contextlib.suppress(Exception):  # fails after a demo that was not permitted to create namespaces
             sweep()
     finally:
         os._exit(0)
@@ -167,7 +169,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment that a process was started in. Empty for a process that has ended or belongs to another
+    """Return the environment that a process was started with. Empty if the process has ended or belongs to another
     user.
     """
     try:

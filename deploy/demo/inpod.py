@@ -40,12 +40,12 @@ from deploy.lab import Place
 from ztunnel.runtime.console.proxy_flags import ADDON_VARIABLES
 
 HOSTNAME = "reviews.default.svc.cluster.local"
-#: An address without a host: only the pod's own proxy can answer queries to it.
+#: An address without a host. Only the pod's own proxy can answer queries sent to it.
 NAME_SERVER = "10.96.0.10"
-#: Enough random draws for each of three endpoints to occur. A run in millions misses an endpoint.
+#: Enough random draws for each of three endpoints to occur. One run in millions misses an endpoint.
 _CALLS = 40
 _TUNNEL_PORT = 15008
-#: The namespace of worker2's second proxy: its own, as that of a DaemonSet's next pod.
+#: The namespace of worker2's second proxy. It has its own, like the next pod of a DaemonSet.
 _NEXT = "ztunnel-next"
 
 
@@ -72,7 +72,7 @@ class InPodDemo(Demo):
         self.wait_for_applications()
 
     def _announce(self, node: str, members: list[str]) -> None:
-        """Write the description of a node's pods, which its agent follows."""
+        """Write the description of a node's pods. The node's agent follows it."""
         pods = {
             name: {"netns": self.lab.pod(name).netns.name, "service_account": account(name)} for name in members
         }
@@ -157,7 +157,7 @@ class InPodDemo(Demo):
         print(f"\nproductpage looks up {HOSTNAME}, at a name server that is not there")
         query = dns.message.make_query(HOSTNAME, dns.rdatatype.A)
         found: list[str] = []
-        for attempt in (1, 2):  # a datagram may be lost; resolvers ask again
+        for attempt in (1, 2):  # a datagram can be lost; resolvers retry
             again = ", asked again" if attempt > 1 else ""
             began = time.perf_counter()
             with self.lab.pod("productpage").netns.entered():
@@ -171,7 +171,7 @@ class InPodDemo(Demo):
         self.check(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms{again}")
 
     def _act_balance(self) -> None:
-        """The service's address, many times: every version, on both nodes."""
+        """Call the service's address many times. Every version answers, from both nodes."""
         print(f"\nproductpage calls the service reviews at {VIP}:{PORT}, {_CALLS} times")
         self.new_lines()
         calls = [self.call("productpage", VIP) for _ in range(_CALLS)]
@@ -192,7 +192,7 @@ class InPodDemo(Demo):
             print(_row(line))
 
     def _act_pod_address(self) -> None:
-        """A pod's own address on the other node, of both IP versions."""
+        """Call a pod's own address on the other node, with both IP versions."""
         print("\nproductpage calls a pod of the other node by its address")
         server, client = self.lab.pod("reviews-v1"), self.lab.pod("productpage")
         for version in (4, 6):
@@ -201,7 +201,7 @@ class InPodDemo(Demo):
             self._show(f"pod, IPv{version}", call, call.answered_by == "reviews-v1" and kept, self._records(2))
 
     def _act_node_local(self) -> None:
-        """Pods of one node: judged as on the wire, without being there."""
+        """Call a pod of the same node. Policies apply as on the wire, but no packet is on the wire."""
         print("\nproductpage calls a pod of its own node")
         before = self.wire.report.packets
         call = self.call("productpage", str(self.lab.pod("reviews-v2").ipv4))
@@ -214,7 +214,7 @@ class InPodDemo(Demo):
         self.check(packets == 0, f"{packets} packets crossed the wire between the nodes")
 
     def _act_outside(self) -> None:
-        """From outside the mesh, in plain text: accepted where no policy forbids it."""
+        """Call from outside the mesh in plain text. Pods without a forbidding policy accept it."""
         print("\na pod outside the mesh calls one inside")
         call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
         self._show("outside", call, call.answered_by == "ratings", self._records(1))
@@ -222,7 +222,7 @@ class InPodDemo(Demo):
         self._show("outside, to a protected pod", call, bool(call.error), self._records(1))
 
     def _act_refused(self) -> None:
-        """An identity that the policy does not name, on the other node and on this one."""
+        """Call with an identity that the policy does not name, on the other node and on this one."""
         print("\na pod with another identity calls reviews; its policy names productpage only")
         for title, server in (("refused", "reviews-v1"), ("refused, own node", "reviews-v2")):
             call = self.call("intruder", str(self.lab.pod(server).ipv4))
@@ -231,7 +231,7 @@ class InPodDemo(Demo):
             self._show(title, call, bool(call.error) and denied, records)
 
     def _act_policy(self) -> None:
-        """The policy changes while a connection is open."""
+        """Change the policy while a connection is open."""
         print(
             "\nthe policy in the mesh file changes: only intruder may call reviews; a connection is open meanwhile"
         )
@@ -253,7 +253,7 @@ class InPodDemo(Demo):
         self.check(
             closed, f"the open connection was {'' if closed else 'not '}closed, {took_s:.1f} s after the edit"
         )
-        # Every node gets its policies separately, and that connection's node can be the first.
+        # Each node gets its policies separately, and the client's node can be the first.
         self._wait_or_fail(
             "every node refuses productpage",
             lambda: all(self.call("productpage", VIP).error for _ in range(_CALLS)),
@@ -269,7 +269,7 @@ class InPodDemo(Demo):
         self._records()
 
     def _act_removal(self) -> None:
-        """One pod leaves the mesh: the agent takes its rules, the proxy its listeners."""
+        """Remove one pod from the mesh: the agent removes its rules, the proxy closes its listeners."""
         print("\nreviews-v3 leaves the mesh and the service")
         place = self.lab.pod("reviews-v3")
         ztunnel = self.lab.worker("worker2").ztunnel
@@ -294,7 +294,7 @@ class InPodDemo(Demo):
         self._show("reviews-v3 has no identity any more", call, bool(call.error) and plain, records)
 
     def _act_answers(self) -> None:
-        """The proxy's own description."""
+        """Show what the proxy reports about itself."""
         place = self.lab.pod(_NEXT)
         print("\ncurl -s 127.0.0.1:15000/config_dump, :15020/metrics and :15021/healthz/ready, on worker2")
         dump = self._dump(place)
@@ -325,7 +325,7 @@ class InPodDemo(Demo):
         self.check((status, text) == (200, "ready\n"), f"readiness: {status} {text.strip()}")
 
     def _wait_or_fail(self, what: str, condition: Callable[[], bool]) -> None:
-        """Wait for an expectation to come true, and show the result."""
+        """Wait until an expectation is met, and show the result."""
         began = time.monotonic()
         try:
             self.wait(what, condition, SETTLE_S)
@@ -360,7 +360,7 @@ class InPodDemo(Demo):
 
 
 def _deciding(inbound: dict[str, object]) -> str:
-    """Return what decided in the explanation of an inbound side."""
+    """Return the deciding policy in an explanation of a connection's inbound side."""
     return str(inbound.get("allowed_by") or inbound.get("refused"))
 
 

@@ -1,7 +1,7 @@
 """The demo of a cluster: a real API server, agents that enrol pods by label, network policy, a gate.
 
-Nodes and pods are network namespaces, and the demo plays what is not there: scheduler and kubelet (it creates pods
-and reports their addresses), and the part of istiod that reads pods' annotations (it writes them into the mesh
+Nodes and pods are network namespaces. The demo does the work of the scheduler and the kubelet (it creates pods and
+reports their addresses), and that of istiod's reader of annotations (it writes the annotated pods into the mesh
 file of the embedded control plane).
 """
 
@@ -37,13 +37,13 @@ _SPACE = "default"
 #: Pods that exist before the mesh; ``ratings`` comes later, through the injector.
 _FIRST = {"reviews-v1": "worker", "productpage": "worker2", OUTSIDE: "worker2"}
 _LATE = "ratings"
-#: Where `ztunnel audit` asks an agent unless told otherwise.
+#: The address where `ztunnel audit` finds an agent by default.
 _AGENT_PAGES = "127.0.0.1:15014"
 _POLICY = "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies"
 
 
 class MissingPrograms(Exception):
-    """The API server's programs are not installed; the text says how to get them."""
+    """The API server's programs are not installed. The text explains how to get them."""
 
 
 def programs() -> dict[str, str]:
@@ -123,14 +123,14 @@ class KubeDemo(InPodDemo):
         return self.procs[node]
 
     def _relay(self, place: Place) -> None:
-        """Make the API server's address one of a node, which has a loopback of its own."""
+        """Forward the API server's port into a node, which has a loopback of its own."""
         port = int(self.api.url.rpartition(":")[2])
         with place.netns.entered():
             listener = socket.create_server(("127.0.0.1", port))
         threading.Thread(target=_relay, args=(listener, port), name="relay", daemon=True).start()
 
     def _be_istiod(self) -> None:
-        """Tell the control plane which pods are in the mesh, as their annotations say it."""
+        """Write the mesh file with the pods whose annotations say that they are in the mesh, as istiod would."""
         while True:
             try:
                 pods = self.request("GET", f"/api/v1/namespaces/{_SPACE}/pods")["items"]
@@ -165,7 +165,7 @@ class KubeDemo(InPodDemo):
     # The API
 
     def request(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
-        """Send one request to the API server, and return the object that it answers.
+        """Send one request to the API server, and return the object in its answer.
 
         Raises:
             OSError: no answer, or an error status.
@@ -208,7 +208,7 @@ class KubeDemo(InPodDemo):
     # The play
 
     def play(self) -> None:
-        """Run the acts. They include plain traffic, so the wire is not judged."""
+        """Run the acts. They include plain traffic, so the wire is not checked."""
         self.acts()
 
     def acts(self) -> None:
@@ -287,7 +287,9 @@ class KubeDemo(InPodDemo):
         self._wait_or_fail(f"{OUTSIDE} is allowed", lambda: self._reaches(OUTSIDE, reviews))
 
     def _reaches(self, pod: str, address: str) -> bool:
-        """Return whether a connection is made; the kernel drops what a policy denies, without an answer."""
+        """Return whether a connection succeeds. If a policy denies it, the kernel drops its packets without an
+        answer.
+        """
         with self.lab.pod(pod).socket() as sock:
             sock.settimeout(1.0)
             try:
@@ -297,7 +299,7 @@ class KubeDemo(InPodDemo):
         return True
 
     def _call_or_fail(self, pod: str, address: str) -> Call:
-        """Call, and report a failed connect as a failed call."""
+        """Call a pod, and report a failed connect as a failed call."""
         try:
             return self.call(pod, address)
         except OSError as error:
@@ -353,7 +355,7 @@ class KubeDemo(InPodDemo):
         self.check(status == 0, f"no finding, status {status}")
 
     def _is_tunnelled(self, pod: str, address: str) -> bool:
-        """Return whether a connection of a pod leaves with its identity, with or without an answer."""
+        """Return whether a connection of a pod carries the pod's identity, with or without an answer."""
         self.new_lines()
         self._call_or_fail(pod, address)
         return any("src.identity" in line for line in self._records(1))
@@ -412,7 +414,7 @@ def _yaml(text: str) -> Any:
 
 
 def _loopback_up() -> None:
-    """Bring up loopback, which is down where an unprivileged user made this namespace."""
+    """Bring up the loopback device, which is down in a new namespace."""
     with NetlinkSocket(NETLINK_ROUTE) as link:
         bodies = link.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK))
         for found_link in map(rtnetlink.read_link, bodies):
@@ -429,7 +431,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _relay(listener: socket.socket, port: int) -> None:
-    """Pass connections on to the same port of this process's own namespace, until the process ends."""
+    """Forward connections to the same port in this process's own namespace, until the process ends."""
     while True:
         client, _ = listener.accept()
         try:
@@ -447,7 +449,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
     except OSError:
-        # The other direction ends by this as well.
+        # This also ends the other direction.
         for sock in (source, sink):
             try:
                 sock.shutdown(socket.SHUT_RDWR)

@@ -87,12 +87,12 @@ class NodeDemo(Demo):
                 str(hop["hop"]).endswith(("capture listener", "inbound listener", "listener plaintext"))
                 or key in seen
             ):
-                continue  # a listener's own line repeats the filter's
+                continue  # the listener's line about the same connection
             seen.add(key)
             print(_row(hop))
 
     def _act_rotation(self) -> None:
-        """The service's address, six times: every version in turn, on both nodes."""
+        """Call the service's address six times. The three versions on both nodes answer in turn."""
         print(f"\nproductpage calls the service reviews at {VIP}:{PORT}")
         answers = []
         for _ in range(6):
@@ -104,7 +104,7 @@ class NodeDemo(Demo):
         self.check(even, f"each version answered twice: {', '.join(answers)}")
 
     def _act_pod_address(self) -> None:
-        """A pod's own address, on the other node: one hop less, the client's address kept."""
+        """Call a pod's own address on the other node: one hop less, and the client's address is kept."""
         print("\nproductpage calls a pod of the other node by its address")
         call = self.call("productpage", str(self.lab.pod("reviews-v1").ipv4))
         kept = call.peer == str(self.lab.pod("productpage").ipv4)
@@ -114,7 +114,7 @@ class NodeDemo(Demo):
         self._show("pod, IPv6", call, call.answered_by == "reviews-v1" and kept, self._hops())
 
     def _act_outside(self) -> None:
-        """From outside the mesh, in plain text: accepted where no policy forbids it."""
+        """Call from outside the mesh in plain text. Pods without a forbidding policy accept it."""
         print("\na pod outside the mesh calls one inside")
         call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
         self._show("outside", call, call.answered_by == "ratings", self._hops())
@@ -122,7 +122,7 @@ class NodeDemo(Demo):
         self._show("outside, to a protected pod", call, bool(call.error), self._hops())
 
     def _act_refused(self) -> None:
-        """An identity that the policy does not name."""
+        """Call with an identity that the policy does not name."""
         print("\na pod with another identity calls reviews; its policy names productpage only")
         call = self.call("intruder", VIP)
         hops = self._hops()
@@ -130,7 +130,7 @@ class NodeDemo(Demo):
         self._show("refused", call, bool(call.error) and denied, hops)
 
     def _act_move(self) -> None:
-        """The control plane moves traffic while a connection stays open."""
+        """Move traffic by the control plane while a connection stays open."""
         print("\nthe mesh file changes: reviews is only reviews-v2 now; one connection stays open meanwhile")
         connection = connect(self.lab.pod("productpage"), VIP, PORT)
         before = self.call_on(connection, "productpage", VIP)
@@ -157,7 +157,7 @@ class NodeDemo(Demo):
         self._hops()
 
     def _act_dump(self) -> None:
-        """The proxy's active configuration."""
+        """Show the proxy's active configuration."""
         print("\ncurl -s 127.0.0.1:15000/config_dump?include_eds, on worker2")
         dump = json.loads(self.page(self.lab.worker("worker2").ztunnel, 15000, "/config_dump?include_eds")[1])
         kinds = [config["@type"].rpartition(".")[2] for config in dump["configs"]]

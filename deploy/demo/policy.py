@@ -37,7 +37,7 @@ _FILTERS: Final = f"{_TYPE}/envoy.extensions.filters"
 _HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 BACKEND: Final = "127.0.1.3"
 ADDRESSES: Final = {"frontend": "127.0.1.1", "batch": "127.0.1.2", "backend": BACKEND, "database": "127.0.1.4"}
-#: Which pods call which in tunnels.
+#: The pods that call in tunnels, and the called pods.
 CALLS: Final = (
     ("frontend", "backend"),
     ("batch", "backend"),
@@ -48,7 +48,9 @@ CALLS: Final = (
 
 @dataclass
 class PolicyDemo:
-    """The running demo: its folder, programs, the number of expectations that failed, and of tunnels asked for."""
+    """The running demo: its folder, its programs, and the numbers of failed expectations and of requested
+    tunnels.
+    """
 
     folder: Path
     programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -157,7 +159,7 @@ class PolicyDemo:
         print(f"  the answer changed after {time.monotonic() - began:.2f} s")
         self.check("frontend", "POST", "/public", 200)
         _replace(path, text.replace("action: Allow", "action: [Allow"))
-        time.sleep(0.5)  # long enough for a file that is read to have had an effect
+        time.sleep(0.5)  # long enough for the file to have an effect if it were read
         self.check(
             "frontend", "POST", "/public", 200, note="the file is unreadable: the last good policies answer"
         )
@@ -255,7 +257,7 @@ class PolicyDemo:
             print(f"       staged: {line['staged']}")
 
     def _last_line(self, caller: str, called: str) -> dict[str, Any]:
-        """Return the line of the last connection to a pod; each is judged there once."""
+        """Return the access line of the last connection to a pod."""
         Demo.wait("the access line", lambda: len(self._lines(caller, called)) >= self.tunnels[caller, called])
         return self._lines(caller, called)[-1]
 
@@ -294,7 +296,7 @@ class PolicyDemo:
         print(f"  {'ok  ' if met else 'FAIL'} {text}")
 
     def status(self, caller: str, method: str, path: str) -> int | None:
-        """Return the status of one request, None if there was no answer."""
+        """Return the status of one request, or None if there was no answer."""
         answer = self.get(caller, path, method=method)
         return answer.status if answer is not None else None
 
@@ -434,7 +436,7 @@ class PolicyDemo:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, and the rule that denied as the policy server told it."""
+    """An answer, with the denying rule as the policy server reported it."""
 
     status: int
     rule: str
@@ -454,7 +456,7 @@ def _cluster(name: str, address: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _ended(sock: socket.socket) -> bool:
-    """Wait for the other side's end, within the socket's time limit."""
+    """Wait for the other side to close, within the socket's time limit, and return whether it did."""
     try:
         while sock.recv(65536):
             pass
@@ -486,7 +488,9 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[PolicyDemo]:
-    """The demo in a folder of its own; programs and folder are gone afterwards."""
+    """Yield the running demo, in a folder of its own. Afterwards its programs are ended and the folder is
+    removed.
+    """
     with demo_folder("ztunnel-policy-") as folder:
         demo = PolicyDemo(folder)
         try:
@@ -515,6 +519,6 @@ def main(*, keep: bool = False) -> int:
         if keep:
             print(f"It stays up until Ctrl-C. Its sockets, policies and logs are in {demo.folder}")
             with contextlib.suppress(KeyboardInterrupt):
-                while True:  # signal.pause() sleeps for ever on a signal that came just before it
+                while True:  # a single signal.pause() would miss a signal that arrived just before it
                     time.sleep(1)
         return 1 if failed else 0

@@ -1,7 +1,7 @@
-"""The demo's policies with no Envoy: our own proxy judges connections, at both ends of its tunnels.
+"""The demo's policies without Envoy: our own proxy judges connections at both ends of its tunnels.
 
-One process has what two nodes would: a listener for each calling pod, which opens tunnels with the pod's
-certificate and from its address, and a listener for each called pod, where tunnels end.
+One process has the listeners of two nodes: one for each calling pod, which opens tunnels with the pod's
+certificate and from its address, and one for each called pod, where tunnels end.
 """
 
 import json
@@ -27,11 +27,11 @@ def bootstrap(
     """Return the bootstrap of the proxy, as JSON.
 
     Args:
-        folder: has ``NAME.pem``, ``NAME.key`` and ``root.pem``; the access log goes there.
-        addresses: of the pods.
-        ports: where tunnels to a pod arrive.
-        calls: the ports on which connections of a pod to another are captured.
-        applications: the ports of the pods' applications.
+        folder: has ``NAME.pem``, ``NAME.key`` and ``root.pem``; the access log is written there.
+        addresses: the pods' addresses.
+        ports: the port of each pod for tunnels.
+        calls: for each pair of pods, the port on which the caller's connections are captured.
+        applications: the port of each pod's application.
     """
     listeners, clusters = [], []
     for (caller, called), port in calls.items():

@@ -1,4 +1,6 @@
-"""The base of every demo: a lab with the pods of bookinfo, programs in it, and one line per expectation."""
+"""The base of every demo: a lab with the pods of bookinfo, the programs in it, and one output line per
+expectation.
+"""
 
 import contextlib
 import http.client
@@ -35,9 +37,9 @@ OUTSIDE = "visitor"
 SERVERS = (*VERSIONS, "ratings")
 SECRET = b"the secret of this page is plain to see"
 ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
-#: Log lines come in bursts; after this time without one no more are expected ...
+#: Log lines arrive in bursts. After this time without a line the burst has ended ...
 _QUIET_S = 0.35
-#: ... unless some are known to be missing.
+#: ... unless lines are known to be missing.
 _SLOW_S = 5.0
 #: The time limit for an expectation to come true.
 SETTLE_S = 10.0
@@ -46,7 +48,7 @@ COLUMNS = 120
 _INDENT = " " * 6
 #: Seconds between two rounds of calls in a demo that stays up.
 _TRAFFIC_S = 0.5
-#: Calls before and after a proxy is gone.
+#: The number of calls before and after a proxy has ended.
 _CALLS = 40
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
 
@@ -92,7 +94,7 @@ class Demo(ABC):
 
     @abstractmethod
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
-        """Start a node's next proxy beside the running one; returns when it is ready."""
+        """Start a node's next proxy beside the running one; return when it is ready."""
 
     @property
     def hands_over(self) -> bool:
@@ -125,7 +127,7 @@ class Demo(ABC):
         print("and intruder is refused.")
 
     def live_page(self, proxy: Place) -> dict[str, str]:
-        """Return the hint at the live page of a proxy, if there is a way for a browser."""
+        """Return the hint about the live page of a proxy, if a browser can reach it."""
         return {"live page": f"http://{self.window.towards(proxy, 15000)}/ui"} if self.window is not None else {}
 
     def tap(self, node: str, pod: str) -> str:
@@ -139,7 +141,7 @@ class Demo(ABC):
         return f"{command} -w - | tshark -l -r - -Y http"
 
     def tap_socket(self, node: str) -> Path:
-        """Return where the proxy of a node listens for taps."""
+        """Return the path of the socket on which a node's proxy accepts taps."""
         return self.folder / f"{node}.tap"
 
     # The stage
@@ -326,7 +328,7 @@ class Demo(ABC):
     def new_lines(
         self, at_least: int = 0, wanted: Callable[[dict[str, object]], bool] = lambda line: True
     ) -> list[dict[str, object]]:
-        """Return the JSON lines of all proxies since the last call, with their node, once no more arrive.
+        """Return the new JSON lines of all proxies, each with its node, once no more arrive.
 
         Args:
             at_least: number of lines to wait for, within a limit.
@@ -431,7 +433,7 @@ class Traffic:
     def _run(self) -> None:
         demo, connection = self._demo, None
         while not self._stopped.wait(_TRAFFIC_S):
-            # Whoever plays with the demo may end what these calls need.
+            # A person who experiments with the demo can end what these calls need.
             with contextlib.suppress(OSError):
                 if connection is None:
                     connection = connect(demo.lab.pod("productpage"), VIP, PORT)

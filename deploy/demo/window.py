@@ -19,7 +19,7 @@ _VARIABLE: Final = "ZTUNNEL_DEMO_WINDOW"
 
 
 class Window:
-    """Opens the port; :meth:`towards` begins to pass connections on. Ends with the process."""
+    """Opens the port. :meth:`towards` starts forwarding connections. The port is closed when the process ends."""
 
     def __init__(self) -> None:
         number = os.environ.pop(_VARIABLE, "")
@@ -36,7 +36,7 @@ class Window:
         os.environ.pop(_VARIABLE, None)
 
     def towards(self, place: Place, port: int) -> str:
-        """Pass connections on to a loopback port of a namespace; return the ``HOST:PORT`` to be asked."""
+        """Forward connections to a loopback port of a namespace. Return the ``HOST:PORT`` for a browser."""
         threading.Thread(target=self._accept, args=(place, port), name="window", daemon=True).start()
         host, own = self._listening.getsockname()
         return f"{host}:{own}"
@@ -47,7 +47,7 @@ class Window:
             far = place.socket()
             try:
                 far.connect(("127.0.0.1", port))
-            except OSError:  # a proxy that is replaced just now
+            except OSError:  # a proxy is being replaced
                 far.close()
                 near.close()
                 continue

@@ -12,7 +12,7 @@ _RECORD_TYPES = (20, 21, 22, 23)  # change_cipher_spec, alert, handshake, applic
 
 @dataclass(slots=True)
 class _Flow:
-    """One direction of a connection; ``left`` bytes of the current record are missing."""
+    """One direction of a connection. ``left`` is the number of missing bytes of the current record."""
 
     left: int = 0
     header: bytes = b""
@@ -34,8 +34,8 @@ class WireTap:
 
     Args:
         raw: an AF_PACKET socket of the node's namespace, not yet bound.
-        device: the cable to look at.
-        secret: bytes that must never be seen.
+        device: the device to capture.
+        secret: bytes that must never appear.
     """
 
     def __init__(self, raw: socket.socket, device: str, secret: bytes) -> None:
@@ -89,7 +89,7 @@ class WireTap:
         self._records(flow, payload)
 
     def _records(self, key: tuple[bytes, bytes], payload: bytes) -> None:
-        """Parse the records of a stream; bytes that are no record count as plain text."""
+        """Parse the records of a stream. Bytes that are not a record count as plain text."""
         flow = self._flows.setdefault(key, _Flow())
         while payload:
             taken = payload[: flow.left]

@@ -404,7 +404,7 @@ def test_the_runtime_announces_a_pod_before_it_has_an_address(lab: Lab, tmp_path
         cluster.label("shop", LABELLED)
         event = Added(namespace="shop", name="web", netns=f"/run/netns/{scene.web.netns.name}", uid=UIDS["web"])
         async with scene.enroller() as enroller:
-            with pytest.raises(CannotAdd, match="the API server has not shown this pod"):
+            with pytest.raises(CannotAdd, match="the API server has not named this pod"):
                 await enroller.added(event, 0.1)
             cluster.run(scene.web, "Pending", addresses=False)
             with pytest.raises(CannotAdd, match="no ztunnel connection"):

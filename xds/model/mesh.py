@@ -40,11 +40,11 @@ _NOTHING: Mapping[WorkloadUid, "Endpoint"] = MappingProxyType({})
 
 @dataclass(slots=True)
 class Changes:
-    """What one batch changed, for those who watch.
+    """The changes of one batch, passed to watchers.
 
     Attributes:
-        workloads, services, policies: put or removed.
-        endpoints: by service, the endpoints that were added or removed or whose workload changed.
+        workloads, services, policies: the keys that were put or removed.
+        endpoints: by service, the endpoints that were added or removed, or whose workload changed.
     """
 
     workloads: set[WorkloadUid] = field(default_factory=set)
@@ -59,7 +59,7 @@ class Changes:
 
 
 class Mesh:
-    """See the module.
+    """The current mesh.
 
     Args:
         node: the name of this node. Empty means that every workload counts as local.
@@ -81,7 +81,7 @@ class Mesh:
         self._authorization = Authorization()
         self._watchers: dict[int, Callable[[Changes], None]] = {}
         self._watched = 0
-        #: Of the whole mesh: a new number after each batch that changed it.
+        #: The version of the whole mesh. It increases with each batch that changed the mesh.
         self.version = 0
 
     # Changes
@@ -93,10 +93,10 @@ class Mesh:
         *,
         removed_policies: Iterable[str] = (),
     ) -> Changes:
-        """Put values in place of their namesakes and take names away, as one batch: one change for watchers.
+        """Add or replace values, and remove others, as one batch, which watchers see as one change.
 
         Args:
-            put: values.
+            put: new values. Each replaces the value with the same name.
             removed: uids of workloads and ``namespace/hostname`` of services; absent names are skipped.
             removed_policies: keys of removed policies. They are separate from other removed keys, because a
                 service and a policy can have the same name.
@@ -172,7 +172,7 @@ class Mesh:
         del self._workloads[workload.uid]
 
     def _unindex(self, old: Workload, new: Workload | None, changes: Changes) -> None:
-        """Take a workload out of every place that ``new`` will not take over."""
+        """Remove a workload from every index entry that ``new`` will not replace."""
         has_address = new is not None and new.network_mode is not NetworkMode.HOST_NETWORK
         if old.network_mode is not NetworkMode.HOST_NETWORK:
             kept = new.addresses if new is not None and has_address and new.network == old.network else ()
@@ -235,7 +235,7 @@ class Mesh:
             self._staged[key] = entry
 
     def _unindex_service(self, old: Service, new: Service | None) -> None:
-        """Take a service out of every place that ``new``, of the same key, will not take over."""
+        """Remove a service from every index entry that ``new``, of the same key, will not replace."""
         if new is None:
             self._by_hostname.remove(old.hostname, old)
         for vip in dict.fromkeys(old.vips):
@@ -255,11 +255,11 @@ class Mesh:
     # Look-ups
 
     def workload(self, uid: str) -> Workload | None:
-        """By uid."""
+        """Return the workload with a uid."""
         return self._workloads.get(WorkloadUid(uid))
 
     def workload_at(self, network: str, host: str) -> Workload | None:
-        """By address; if several share it, the most specific one, of equal ones the newest."""
+        """Return the workload at an address. If several share it, the most specific one wins, then the newest."""
         of_network = self._by_address.get(network)
         found = of_network.get(host) if of_network is not None else None
         if not isinstance(found, list):
@@ -276,11 +276,11 @@ class Mesh:
         return self._services.get(ServiceKey(key))
 
     def policy(self, key: str) -> AuthorizationPolicy | None:
-        """By ``namespace/name``."""
+        """Return the policy named ``namespace/name``."""
         return self._authorization.policies.get(PolicyKey(key))
 
     def service_at(self, network: str, host: str, namespace: str | None = None) -> Service | None:
-        """By virtual address, exact before CIDR, as a client of ``namespace`` sees it."""
+        """Return the service at a virtual address, exact before CIDR, that a client of ``namespace`` can see."""
         of_network = self._by_vip.get(network)
         found = of_network.get(host) if of_network is not None else None
         if found is not None:
@@ -300,11 +300,11 @@ class Mesh:
         return chosen
 
     def service_named(self, hostname: str, namespace: str | None = None, preferred: str = "") -> Service | None:
-        """By host name alone, as a client of ``namespace`` sees it; exact match only, no wildcards."""
+        """Return the service with a host name that a client of ``namespace`` can see. Wildcards do not match."""
         return _best(self._by_hostname.each(hostname), namespace, preferred)
 
     def workload_named(self, name: NamespacedHostname) -> Workload | None:
-        """A workload whose host name and namespace are these."""
+        """Return a workload with this host name and namespace."""
         return next(iter(self._by_name.each((name.namespace, name.hostname))), None)
 
     def endpoints(self, key: str) -> Mapping[WorkloadUid, Endpoint]:
@@ -316,7 +316,7 @@ class Mesh:
         return _NOTHING if entry is None or entry.service is None else entry.serving
 
     def all_endpoints(self, key: str) -> Mapping[WorkloadUid, Endpoint]:
-        """The endpoints of a service, unhealthy ones among them."""
+        """Return all endpoints of a service, including unhealthy ones."""
         entry = self._entries.get(ServiceKey(key))
         return _NOTHING if entry is None else entry.all()
 
@@ -329,19 +329,19 @@ class Mesh:
     # For dumps and metrics
 
     def workloads(self) -> Iterator[Workload]:
-        """All, in no order."""
+        """Iterate over all workloads, in no particular order."""
         return iter(self._workloads.values())
 
     def services(self) -> Iterator[Service]:
-        """All, in no order."""
+        """Iterate over all services, in no particular order."""
         return iter(self._services.values())
 
     def policies(self) -> Iterator[AuthorizationPolicy]:
-        """All, in no order."""
+        """Iterate over all policies, in no particular order."""
         return iter(self._authorization.policies.values())
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many workloads, services and policies there are."""
+        """Return the numbers of workloads, services and policies."""
         return {
             "workloads": len(self._workloads),
             "services": len(self._services),
@@ -349,12 +349,14 @@ class Mesh:
         }
 
     def staged(self) -> Mapping[ServiceKey, Mapping[WorkloadUid, Endpoint]]:
-        """Endpoints of services that have not come."""
+        """Return the endpoints whose service has not been received."""
         return {key: entry.all() for key, entry in self._staged.items()}
 
     @property
     def local_identities(self) -> Collection[SpiffeId]:
-        """Identities of tunnel-capable workloads on this node: those worth a certificate in advance."""
+        """Return the identities of tunnel-capable workloads on this node, whose certificates are worth requesting
+        in advance.
+        """
         return self._local_identities.keys()
 
 
@@ -378,7 +380,9 @@ def _wants_certificate(workload: Workload) -> bool:
 
 
 def _specificity(workload: Workload) -> tuple[bool, bool]:
-    """Pods before what only points at their address, such as an entry of a registry."""
+    """Return the rank of a workload among those of one address. A pod outranks an entry that only refers to its
+    address.
+    """
     return "//Pod/" in workload.uid, workload.protocol is Protocol.HBONE
 
 
@@ -387,7 +391,9 @@ def _visible(service: Service, namespace: str | None) -> bool:
 
 
 def _best(candidates: Iterable[Service], namespace: str | None, preferred: str = "") -> Service | None:
-    """Of services that share a name or an address: the client's own namespace, canonical, preferred, first."""
+    """Return the best of several services with one name or address: the client's own namespace, then canonical,
+    then preferred, then the first.
+    """
     first = canonical = wished = None
     for service in candidates:
         if not _visible(service, namespace):

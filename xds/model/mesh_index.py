@@ -16,7 +16,7 @@ Value = TypeVar("Value", Workload, Service)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One workload behind one service.
+    """One workload as an endpoint of one service.
 
     Attributes:
         ports: service port to target port, of this endpoint's entry.
@@ -28,8 +28,8 @@ class Endpoint:
 
 
 class Shared(Generic[Key, Value]):
-    """Values by a key that is nearly always used by a single value, which is then stored without a list. Several
-    values are stored in order of arrival.
+    """Values by a key. Nearly every key has a single value, which is stored without a list. Several values of a
+    key are stored in order of arrival.
     """
 
     __slots__ = ("_found",)
@@ -57,7 +57,7 @@ class Shared(Generic[Key, Value]):
         if not isinstance(found, list):
             del self._found[key]
             return
-        # By identity: comparing values of this size takes longer than finding the one.
+        # Compared by identity, because comparing values of this size takes longer than finding the right one.
         found[:] = [other for other in found if other is not value]
         if len(found) == 1:
             self._found[key] = found[0]
@@ -66,7 +66,7 @@ class Shared(Generic[Key, Value]):
         return self._found.get(key)
 
     def each(self, key: Key) -> Collection[Value]:
-        """All values of a key, first come first."""
+        """Return all values of a key, in order of arrival."""
         found = self._found.get(key)
         if found is None:
             return ()

@@ -35,9 +35,10 @@ class WorkloadPolicies:
 
     @property
     def arrived(self) -> PolicyList:
-        """``enforced`` without the denials of missing policies.
+        """``enforced`` without the rules that deny in the name of missing policies.
 
-        A DENY of a received policy is final whether or not another policy is missing. The end verdict is not.
+        A DENY of a received policy is final even if another policy is missing. The final verdict of the list is
+        not.
         """
         if not self.missing:
             return self.enforced

@@ -1,4 +1,6 @@
-"""The result of an audit for each pod of the node: one answer per question, and each difference by name. Pure."""
+"""The result of an audit: for each pod of the node, the answers to fixed questions and all differences by kind.
+Pure.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -68,7 +70,7 @@ class Audited:
     """The result of comparing one pod with its desired state.
 
     Attributes:
-        phase: with the node agent; ``None``: it has no rules of this agent.
+        phase: the pod's phase in the node agent. ``None``: it has no rules of this agent.
         compared: whether its namespace was examined. Otherwise rules and listeners are unknown.
         asked: whether a proxy of the node has answered.
         findings: all faults.
@@ -102,47 +104,49 @@ class Audited:
             elif not self.asked:
                 found[check] = Answer.UNKNOWN
             elif check is Check.CERTIFICATE and Check.WORKLOAD in wrong:
-                found[check] = Answer.UNKNOWN  # the finding is that the account is wrong
+                found[check] = Answer.UNKNOWN  # the pod's account is in doubt, and so is its certificate
             else:
                 found[check] = Answer.OK
         return found
 
 
 def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Finding]:
-    """Return the findings about a pod's parts that this agent writes itself.
+    """Return the findings about the parts of a pod that this agent itself writes.
 
     Args:
         pod: the pod.
         what: the step that the agent would take next.
-        rule_changes: how many changes would make its rules what they should be.
+        rule_changes: the number of changes that would correct its rules.
         fault: why the last step failed. Empty if it succeeded.
     """
     because = f": {fault}" if fault else ""
-    says = f"says {pod.annotation!r}" if pod.annotation is not None else "says nothing"
+    says = f"is annotated {pod.annotation!r}" if pod.annotation is not None else "has no annotation"
     found = []
     match what:
         case Step.ENROL:
-            found.append(Finding(NOT_ENROLLED, f"its labels want it in the mesh, and it is not{because}"))
+            found.append(Finding(NOT_ENROLLED, f"its labels request the mesh, but it is not enrolled{because}"))
         case Step.RELEASE | Step.DROP:
-            found.append(Finding(NOT_RELEASED, f"it is not for the mesh, and has its rules{because}"))
+            found.append(Finding(NOT_RELEASED, f"it must not be in the mesh, but has its rules{because}"))
         case Step.SAY_ENABLED:
-            found.append(Finding(ANNOTATION_WRONG, f"it {says}, and is in the mesh{because}"))
+            found.append(Finding(ANNOTATION_WRONG, f"it {says}, but is in the mesh{because}"))
         case Step.SAY_PENDING:
-            found.append(Finding(ANNOTATION_WRONG, f"it {says}, and no proxy listens in it yet{because}"))
+            found.append(
+                Finding(ANNOTATION_WRONG, f"it {says}, not 'pending': no proxy listens in it yet{because}")
+            )
         case Step.SAY_OUT:
-            found.append(Finding(ANNOTATION_WRONG, f"it {says}, and is not in the mesh{because}"))
+            found.append(Finding(ANNOTATION_WRONG, f"it {says}, but is not in the mesh{because}"))
         case Step.NOTHING:
             pass
     if rule_changes:
-        found.append(Finding(RULES_CHANGED, f"its rules are not what was written: {rule_changes} differences"))
+        found.append(Finding(RULES_CHANGED, f"its rules were changed by others: {rule_changes} differences"))
     return found
 
 
 def repaired(before: Audited, now: Audited | None) -> list[Finding]:
-    """Return the findings of a pod that a repair has put right, by what the pod is now.
+    """Return those findings of an earlier comparison that a repair has corrected, according to a later comparison.
 
-    A finding does not count as repaired if another finding replaced it, if its pod was deleted, or if the
-    agent does not write the faulty part itself.
+    A finding does not count as repaired if another finding replaced it, if its pod was deleted, or if the agent
+    does not write the faulty part itself.
     """
     if now is None:
         return []
@@ -159,7 +163,7 @@ def repaired(before: Audited, now: Audited | None) -> list[Finding]:
 
 
 def counted(audited: Iterable[Audited]) -> Counter[str]:
-    """Return how many pods have each kind of finding. Every kind has a number, for a gauge of all kinds."""
+    """Return the number of pods with each kind of finding, including kinds without any pod, for a gauge."""
     found = Counter(dict.fromkeys(CHECK_OF, 0))
     for each in audited:
         found.update(finding.reason for finding in each.findings)
@@ -172,8 +176,8 @@ def page(
     """Return an audit as JSON shows it.
 
     Args:
-        node: its name.
-        proxies: how many have answered.
+        node: the node's name.
+        proxies: the number of proxies that have answered.
         audited: every pod of the node.
         repaired: the repaired findings, by pod.
     """

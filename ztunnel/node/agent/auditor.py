@@ -53,14 +53,14 @@ class Auditor:
     """Compares pods while entered.
 
     Args:
-        enroller: whose pods.
+        enroller: follows the pods.
         events: reports findings that cannot be repaired.
         node: name of this node.
         interval_s: the time between two comparisons. A finding is reported when two in a row have it.
 
     Attributes:
-        audited: every pod of the node, as the last comparison of any kind found it.
-        findings: by pod, the findings of the last comparison, which runs each minute. Lasting ones are reported.
+        audited: the result of the last comparison for every pod of the node.
+        findings: by pod, the findings of the last periodic comparison. Lasting ones are reported.
     """
 
     def __init__(self, enroller: Enroller, events: EventSink, node: str, *, interval_s: float = 60.0) -> None:
@@ -73,7 +73,7 @@ class Auditor:
         self._said: dict[PodUid, frozenset[Finding]] = {}
         self._turn = asyncio.Lock()
         self._asked = 0
-        #:         The known obstacles to kubelet's probes.
+        #: The known obstacles to kubelet's probes.
         self.hint = ""
         self.audited: dict[PodUid, Audited] = {}
         self.findings: dict[PodUid, frozenset[Finding]] = {}
@@ -126,10 +126,10 @@ class Auditor:
                 del self._said[uid]
 
     async def report(self, *, repair: bool = False) -> dict[str, Any]:
-        """Compare every pod now, and return what :func:`ztunnel.node.agent.audit.page` says.
+        """Compare every pod now, and return the page :func:`ztunnel.node.agent.audit.page`.
 
         Args:
-            repair: have repaired what is our own, and compare again.
+            repair: repair the parts that the agent writes, then compare again.
         """
         async with self._turn:
             await self._examine()
@@ -145,7 +145,7 @@ class Auditor:
             return page(self._node, self._asked, self.audited.values(), done)
 
     async def _repair(self) -> None:
-        """Repair the parts that the agent writes; return when that is done, or takes too long."""
+        """Repair the parts that the agent writes. Return when all steps are done, or after ``_REPAIR_S``."""
         enroller, agent = self._enroller, self._enroller.agent
         for uid, audited in self.audited.items():
             reasons = {finding.reason for finding in audited.findings}
@@ -156,7 +156,8 @@ class Auditor:
         enroller.recheck()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPAIR_S):
-                # A poll: steps have no common event, and a failing one is repeated for ever.
+                # Polled, because steps have no common event. A failing step is repeated without limit, so the time
+                # is limited.
                 while True:
                     if not enroller.waiting:
                         break
@@ -186,18 +187,17 @@ class Auditor:
     async def _look(
         self, uid: PodUid, pod: Pod, decision: Decision, views: list[ProxyView]
     ) -> tuple[bool, int, list[Finding]] | None:
-        """Examine the namespace of a pod in the mesh. Return ``None`` for a pod outside of the mesh, or not yet in
-        it.
+        """Examine the namespace of a pod that is enrolled. Return ``None`` for any other pod.
 
         Returns:
-            Whether that worked, how many of its rules are wrong, and what else is.
+            Whether that worked, the number of wrong rules, and the other findings.
         """
         agent = self._enroller.agent
         status, netns = agent.pod(uid), agent.netns(uid)
         if status is None or netns is None or not decision.enrol or status.phase is not Phase.ENABLED:
             return None
         try:
-            # A duplicate: the pod may leave while the thread looks.
+            # A duplicate, because the pod can leave and its namespace be closed while the thread works.
             with netns.duplicate() as space:
                 listening = await self._in_thread(partial(listening_ports, space))
                 foreign = await self._in_thread(partial(foreign_rules, space))

@@ -26,12 +26,13 @@ from ztunnel.runtime.http.server import LocalServer
 log = logging.getLogger(__name__)
 
 Add = Callable[[Added], Awaitable[str]]
-#: More than the pods of a node, which can all start at once; each holds its connection until it is in the mesh.
+#: More than the pods of a node, which can all start at once. Each connection stays open until its pod is in the
+#: mesh.
 _CONNECTIONS: Final = 1024
 
 
 class BadEvent(ValueError):
-    """A request body does not announce a sandbox; the text says why."""
+    """A request body does not announce a sandbox. The text is the reason."""
 
 
 class _Event(msgspec.Struct):
@@ -58,7 +59,7 @@ def read_event(body: bytes) -> Added:
         if not value:
             raise BadEvent(f"{member} is empty")
     if not event.netns.startswith("/"):
-        raise BadEvent(f"Netns is {event.netns!r}, which is no absolute path")
+        raise BadEvent(f"Netns is {event.netns!r}, which is not an absolute path")
     return Added(namespace=event.namespace, name=event.name, netns=event.netns, uid=event.uid)
 
 
@@ -85,7 +86,7 @@ class CniServer(LocalServer):
         try:
             event = read_event(request.body)
         except BadEvent as error:
-            log.error("a plugin's message is not usable error=%s", error)
+            log.error("unusable message of a CNI plugin error=%s", error)
             return text(f"bad event: {error}\n", 400, PLAIN)
         try:
             done = await self._add(event)

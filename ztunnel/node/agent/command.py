@@ -21,20 +21,20 @@ def add_arguments(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group()
     add_flags(
         source,
-        ("--state", "FILE", "YAML: which pods shall be in the mesh; edits are taken up", {"type": Path}),
+        ("--state", "FILE", "YAML: the pods to enrol; edits are applied", {"type": Path}),
         ("--kube", "", "follow the API server: labels of pods and namespaces"),
     )  # fmt: skip
     add_flags(
         parser,
-        ("--socket", "PATH", f"for proxies (default {_DEFAULT_SOCKET})",
+        ("--socket", "PATH", f"socket for proxies (default {_DEFAULT_SOCKET})",
          {"type": Path, "default": _DEFAULT_SOCKET}),
-        ("--record", "FILE", "where enrolled pods are written down (default: beside the socket)", {"type": Path}),
+        ("--record", "FILE", "record of the enrolled pods (default: beside the socket)", {"type": Path}),
         ("--grace", "SECONDS",
-         "how long open connections of a pod that leaves may go on (default 10; with --kube 3600)",
+         "how long a leaving pod's open connections can continue (default 10; with --kube 3600)",
          {"type": seconds}),
-        ("--remove", "", "take all pods out of the mesh at the end; else they stay, for an upgrade"),
+        ("--remove", "", "release all pods at the end; otherwise they stay in the mesh, for an upgrade"),
         ("--probe-user", "UID",
-         "the user kubelet runs as; what that user's processes on the node send to pods is not captured "
+         "kubelet's user: connections of this user from the node to pods are not captured "
          "(with --kube default auto: that of the node's kubelet; none: capture all)", {"type": _probe_user}),
         ("--check", "", "only read the file and list its faults"),
     )  # fmt: skip
@@ -46,9 +46,9 @@ def add_arguments(subparsers: Any) -> None:
         ("--proc", "DIR", "the node's processes (default /proc)", {"type": Path, "default": Path("/proc")}),
         ("--exclude", "NS,...", "namespaces that are never in the mesh (default kube-system)",
          {"default": "kube-system"}),
-        ("--system-namespace", "NS", "of the proxies (default istio-system)", {"default": "istio-system"}),
+        ("--system-namespace", "NS", "the proxies' namespace (default istio-system)", {"default": "istio-system"}),
         ("--cni-socket", "PATH",
-         "answer a CNI plugin there (POST /cmdadd, as istio-cni's: /var/run/istio-cni/pluginevent.sock)",
+         "socket for the CNI plugin (POST /cmdadd, like istio-cni's /var/run/istio-cni/pluginevent.sock)",
          {"type": Path}),
         ("--install-cni", "BIN:CONF",
          "keep our CNI plugin installed in these folders of the host, such as /opt/cni/bin:/etc/cni/net.d; "
@@ -56,13 +56,13 @@ def add_arguments(subparsers: Any) -> None:
         ("--cni-owned", "",
          "the plugin is in a network configuration of its own, which survives a reboot of the node"),
         ("--daemonset", "NS/NAME",
-         "the agent's own: when it is gone or leaves this node, SIGTERM takes all pods out of the mesh"),
-        ("--metrics", "[IP:]PORT", "serve /healthz, /readyz and /metrics there"),
+         "the agent's DaemonSet; if it is deleted or leaves this node, SIGTERM releases all pods"),
+        ("--metrics", "[IP:]PORT", "address of /healthz, /readyz and /metrics"),
         ("--established", None,
          "connections that are open when a pod is enrolled: keep them outside of the mesh until they end "
          "(default), or redirect their next packet too, which ends them",
          {"choices": ("keep", "capture"), "default": "keep"}),
-        ("--no-dns-capture", "", "leave DNS alone, but for pods that ask for its capture"),
+        ("--no-dns-capture", "", "do not capture DNS, except of pods that request it"),
     )  # fmt: skip
     parser.set_defaults(run=run)
 

@@ -32,7 +32,7 @@ TOLD: Final = frozenset({LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIF
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault of a pod: a word for an Event, and a sentence."""
+    """A fault of a pod: a word for an Event's reason, and a sentence."""
 
     reason: str
     text: str
@@ -80,7 +80,7 @@ def read_dump(body: bytes) -> ProxyView:
     try:
         dump = msgspec.json.decode(body, type=_Dump)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"no dump of a ztunnel: {error}") from None
+        raise ValueError(f"not a dump of a ztunnel: {error}") from None
     certificates = {}
     for certificate in dump.certificates:
         parts = certificate.identity.split("/")  # spiffe://<domain>/ns/<namespace>/sa/<account>
@@ -143,9 +143,7 @@ def _workload(pod: Pod, proxy: ProxyView) -> Iterable[Finding]:
         )
     if pod.addresses and not addresses & pod.addresses:
         listed = ", ".join(sorted(map(str, addresses))) or "no address"
-        yield Finding(
-            WORKLOAD_WRONG, f"the control plane describes this pod with {listed}, which it does not have"
-        )
+        yield Finding(WORKLOAD_WRONG, f"the control plane lists addresses that this pod does not have: {listed}")
 
 
 def _certificate(pod: Pod, proxy: ProxyView) -> Iterable[Finding]:

@@ -117,13 +117,13 @@ class _Entry:
     def __init__(self, uid: PodUid) -> None:
         self.uid = uid
         self.pod: Pod | None = None
-        self.hint = ""  # where the container runtime says that the namespace is
+        self.hint = ""  # path of the namespace according to the container runtime
         self.described: PodDescription | None = None
         self.looked_for: frozenset[IpAddress] = frozenset()
         self.suspect = False  # its process has ended, so the pod may have a new sandbox
         self.failures = 0
         self.fault = ""
-        self.kept = False  # enrolment failed, and the pod works by the rules of its earlier agent
+        self.kept = False  # enrolment failed; the pod works by the rules of its earlier agent
         self.wake = asyncio.Event()
         self.running = False
         self.leaving: asyncio.Task[None] | None = None
@@ -236,7 +236,7 @@ class Enroller:
                 try:
                     await self._annotate(entry.pod, None)
                 except (KubeError, Misshapen) as error:
-                    log.error("pod's annotation stays uid=%s error=%s", uid, error)
+                    log.error("pod's annotation not changed uid=%s error=%s", uid, error)
             await self.agent.forget(uid)
             await self.agent.remove(uid, grace_s=grace_s)
 
@@ -300,7 +300,7 @@ class Enroller:
         return touched
 
     async def _begin(self) -> None:
-        """Start from what an earlier agent left: its probed pods, and its pods that are gone."""
+        """Take over an earlier agent's pods: allow probes of them, and forget the deleted ones."""
         known = [entry.pod for entry in self._entries.values() if entry.pod is not None]
         probed = [
             Probed(uid=pod.uid, addresses=tuple(sorted(pod.addresses, key=str)))
@@ -309,7 +309,7 @@ class Enroller:
         ]
         if probed:
             await self.agent.expect_probes(probed)
-        # Before any is enrolled: proxies keep the pods that istio-cni had enrolled.
+        # Called before the first enrolment, so that proxies keep the pods enrolled by istio-cni.
         self.agent.expect(pod.uid for pod in known if pod.annotation == "enabled" and self._decide(pod).enrol)
         for uid in set(self.agent.left_over) - set(self._entries):
             log.info("pod left while no agent ran uid=%s", uid)
@@ -333,7 +333,9 @@ class Enroller:
             self._tasks.start(self._settle(entry), f"settle {uid}")
 
     def _is_still(self, description: PodDescription, netns: Netns) -> bool:
-        """Return true: only the API server reports a deletion. A doubt causes another scan."""
+        """Return true, because only the API server reports deletions. If in doubt, start another scan for the
+        namespace.
+        """
         entry = self._entries.get(description.uid)
         if entry is not None and not entry.suspect:
             try:
@@ -452,14 +454,14 @@ class Enroller:
         """Start to release a pod, and return when it drains. on_change reports the end."""
         left = self.agent.left_over.get(entry.uid)
         if entry.uid in self.agent.expected:
-            # Another agent's rules: enrolled first, so that they are ours to remove.
+            # Another agent's rules. Enrolling the pod first makes them ours, so that they can be removed.
             try:
                 await self._enrol(entry)
             except AgentError:
                 await self.agent.forget(entry.uid)
             return
         if left is not None and entry.pod is not None:
-            # Taken over first, so that its connections get their time.
+            # Enrolled first, so that its connections get the grace period.
             description, _ = enrolment.describe(entry.pod, left.netns, self._settings)
             try:
                 await self.agent.enrol(description)
@@ -476,7 +478,8 @@ class Enroller:
             waking.cancel()
 
     async def _find(self, entry: _Entry, pod: Pod) -> str | int:
-        """Return the path of the pod's namespace: where an earlier agent found it, else by its processes.
+        """Return the path of the pod's namespace as recorded by an earlier agent, otherwise found by the pod's
+        processes.
 
         Raises:
             NotFound: no process of the pod has one of its addresses.
@@ -490,8 +493,8 @@ class Enroller:
         return found
 
     async def find(self, uid: PodUid) -> str | None:
-        """Return the path of a pod's namespace, found by its processes. None if there is no namespace with its
-        address.
+        """Return the path of a pod's namespace, found by its processes. None if no process has a namespace with
+        its address.
         """
         asked = self._looking.get(uid)
         if asked is None:
@@ -526,7 +529,7 @@ class Enroller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _say(self, entry: _Entry, reason: str, message: str) -> None:
-        """Log a fault of a pod once, until the fault changes."""
+        """Log a fault of a pod, and report it in an Event, once until the fault changes."""
         if entry.fault == message or entry.pod is None:
             return
         entry.fault = message
@@ -553,7 +556,7 @@ class Enroller:
             async with asyncio.timeout_at(deadline), self._news:
                 await self._news.wait_for(lambda: self.synced and self._shown(key, event.uid) is not None)
         except TimeoutError:
-            why = "the API server has not shown this pod" if self.synced else "the API server has not answered yet"
+            why = "the API server has not named this pod" if self.synced else "the API server has not answered yet"
             raise CannotAdd(f"pod {named}: {why}") from None
         entry = self._shown(key, event.uid)
         assert entry is not None

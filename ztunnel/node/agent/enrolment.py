@@ -179,14 +179,16 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
         return Decision(True, Reason.POD_IN)
     if mode == "none":
         return Decision(False, Reason.POD_OUT)
-    # Another word of a pod is no answer, as in Istio: the namespace's counts.
+    # An unknown value on a pod is ignored, like in Istio, and the namespace's label counts.
     if namespace is not None and namespace.get(MODE) == "ambient":
         return Decision(True, Reason.NAMESPACE_IN)
     return Decision(False, Reason.NOT_ASKED)
 
 
 def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescription, list[str]]:
-    """Return the pod as the node agent enrols it, and what of its annotations is ignored, and why."""
+    """Return the description by which the node agent enrols the pod, and a line for each of its annotations that
+    is ignored.
+    """
     ignored = ConfigReader()
 
     def flag(key: str, default: bool) -> bool:
@@ -227,7 +229,7 @@ class Step(Enum):
     SAY_PENDING = "say pending"
     SAY_OUT = "say out"  # remove the annotation
     RELEASE = "release"  # let its connections end, then remove the rules
-    DROP = "drop"  # its processes have ended: nothing to wait for
+    DROP = "drop"  # its processes have ended, so there are no connections to wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,12 +271,13 @@ def step(at: Situation) -> Step:
         return Step.RELEASE if held and at.phase is not Phase.LEAVING else Step.NOTHING
     if at.phase is None or at.phase is Phase.LEAVING or not at.current:
         if at.failing and at.phase is None and at.annotation is not None:
-            # Peers would send tunnels to a pod that takes none.
+            # The pod accepts no tunnels, so its annotation must not request them from peers.
             return Step.SAY_OUT
         return Step.ENROL if at.reachable else Step.NOTHING
     if at.phase is Phase.ENABLED:
         return Step.NOTHING if at.annotation == "enabled" else Step.SAY_ENABLED
-    # Pending. A pod that was enabled stays so: its proxy may well serve it, and only be away from this agent.
+    # Pending. The annotation ``enabled`` stays: a proxy can be serving the pod while it is disconnected from this
+    # agent.
     return Step.NOTHING if at.annotation in ("pending", "enabled") else Step.SAY_PENDING
 
 

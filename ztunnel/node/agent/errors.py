@@ -34,7 +34,7 @@ class TwoAgents(EnrolFailed):
     """The rules of another agent are in the way of ours. The pod keeps them, and its proxy keeps the pod."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; the pod keeps working by the rules of its earlier agent: restart it"
+        return f"{super().__str__()}; the pod keeps the rules of its earlier agent and works; restart it"
 
 
 class NotFound(AgentError):

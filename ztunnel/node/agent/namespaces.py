@@ -102,9 +102,9 @@ def wrong_rules(netns: Netns, description: PodDescription) -> int:
 
 
 def remove_rules(netns: Netns) -> int:
-    """Remove all our rules from the pod; idempotent. Returns the number of changes.
+    """Remove all our rules from the pod, and return the number of changes; idempotent.
 
-    Where istio-cni's chains are in the pod, they need the route and the policy rule, which stay then.
+    If istio-cni's chains are in the pod, the route and the policy rule stay, because these chains need them.
 
     Raises:
         TproxyError: the first change that failed.
@@ -228,7 +228,7 @@ def proxied_connections(netns: Netns) -> int:
     with netns.entered():
         return sum(
             port in _PROXY_PORTS
-            # Nothing is left to be sent on a connection that its process closed and the peer has acknowledged.
+            # A connection that its process has closed and the peer has acknowledged has no more data to send.
             and state not in (_LISTEN, _TIME_WAIT)
             and not (state == _FIN_WAIT2 and inode == "0")
             for port, state, inode in _tcp_sockets()

@@ -51,12 +51,13 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Between two announcements of a pod that no proxy has taken; the proxy retries its starts at the same interval.
+#: The time between two announcements of a pod that no proxy has accepted. The proxy retries starts at the same
+#: interval.
 RETRY_S = 5.0
 #: The time between two checks of a pod's rules. A guess.
 RECHECK_S = 30.0
 _POLL_FILE_S = 0.2
-#: Between two counts of a leaving pod's connections; the wait doubles from the first to the second.
+#: The time between two counts of a leaving pod's connections. It doubles from the first value to the second.
 _POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S = 0.1, 2.0
 _FIRST_WAIT_S = 0.5
 
@@ -130,7 +131,7 @@ class NodeAgent:
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
         self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined yet
-        self._expected: set[PodUid] = set()  # pods that another agent enrolled, and that this one has not yet
+        self._expected: set[PodUid] = set()  # pods that another agent enrolled and this one has not yet
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
         self._probes_wanted = self._probes_applied = 0
@@ -239,7 +240,7 @@ class NodeAgent:
             adopted = False
             try:
                 while pod is not None and (pod.netns.inode, pod.info) != (netns.inode, description.info):
-                    # In another namespace it is a new sandbox, and the processes of the old one are gone.
+                    # Another namespace means a new sandbox, and the processes of the old one have ended.
                     await self._leave(pod, self._grace_s if pod.netns.inode == netns.inode else 0)
                     pod = self._pods.get(description.uid)
                 if pod is None:
@@ -267,18 +268,18 @@ class NodeAgent:
         return netns
 
     async def _enter(self, description: PodDescription, netns: Netns) -> _Pod:
-        # Recorded first: after a crash, rules without a record would stay until the namespace goes.
+        # Recorded before the rules: after a crash, unrecorded rules would stay for the life of the namespace.
         self._recorded[description.uid] = Enrolled(description.netns, netns.inode)
         self._write_record()
         try:
-            # Before its rules: kubelet would restart a pod whose probes fail while it waits for a proxy.
+            # Before the pod's rules: kubelet would restart a pod whose probes fail while it waits for a proxy.
             found = await self._in_thread(addresses, netns)
             self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
             await self._let_probe()
             removed = await self._in_thread(take_over_rules, netns, description)
         except (TproxyError, OSError) as error:
             if description.uid in self._expected:
-                # Ours beside the other agent's do no harm: they do the same.
+                # Our rules beside the other agent's do no harm, because both are the same.
                 raise TwoAgents(_named(description), plain_reason(error)) from error
             await self._forget(description.uid, netns)
             raise EnrolFailed(_named(description), plain_reason(error)) from error
@@ -312,9 +313,9 @@ class NodeAgent:
             self._answered(uid, "")
 
     async def hand_over(self, uid: PodUid) -> bool:
-        """Leave an enrolled pod to another agent, if that has its rules in the pod: only ours go.
+        """Leave an enrolled pod to another agent, if that agent's rules are in the pod: remove our rules only.
 
-        Proxies are not notified, so that the pod's connections live on.
+        Proxies are not notified, so the pod's connections continue.
 
         Returns:
             Whether the pod was left.
@@ -357,7 +358,7 @@ class NodeAgent:
 
     @property
     def expected(self) -> frozenset[PodUid]:
-        """Pods enrolled by another agent's rules, and neither enrolled nor released by this one."""
+        """Pods enrolled by another agent, and neither enrolled nor released by this one."""
         return frozenset(self._expected)
 
     def expect(self, uids: Iterable[PodUid]) -> None:
@@ -410,7 +411,7 @@ class NodeAgent:
             try:
                 await self._in_thread(apply_rules, pod.netns, pod.description, draining=True)
             except (TproxyError, OSError) as error:
-                log.warning("pod's redirects not taken away uid=%s error=%s", uid, plain_reason(error))
+                log.warning("pod's redirects not removed uid=%s error=%s", uid, plain_reason(error))
             else:
                 await self._ended(pod)
         if pod.recalled:
@@ -429,8 +430,8 @@ class NodeAgent:
     async def expect_probes(self, pods: Iterable[Probed]) -> None:
         """Let kubelet probe these pods before they are enrolled; idempotent.
 
-        A successor calls it with all pods of its predecessor. Otherwise only the first enrolled pod would be
-        probed until the last one is enrolled.
+        A successor calls it with all pods of its predecessor, because probes of pods missing from the set fail
+        until the pods are enrolled again.
         """
         self._probed = {PodUid(pod.uid): pod for pod in pods} | self._probed
         await self._let_probe()
@@ -502,7 +503,7 @@ class NodeAgent:
             try:
                 await self._in_thread(remove_rules, netns)
             except (TproxyError, OSError) as error:
-                log.error("pod's rules not taken away uid=%s error=%s", uid, plain_reason(error))
+                log.error("pod's rules not removed uid=%s error=%s", uid, plain_reason(error))
         if self._probed.pop(uid, None) is not None:
             await self._let_probe()
         self._recorded.pop(uid, None)
@@ -637,7 +638,7 @@ class NodeAgent:
                 return
             description = pod.description
             if not self._is_still(description, pod.netns):
-                # A name or process id that means another namespace now is another pod under an old description.
+                # Its name or process id now belongs to another namespace, which is another pod's.
                 log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
                 await self._leave(pod, 0)
                 if uid in self._wanted:

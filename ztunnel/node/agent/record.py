@@ -1,6 +1,6 @@
-"""The file that records pods with our rules. In it the next agent finds pods that were deleted while no agent ran.
+"""The file that records pods with our rules. By it the next agent finds pods that were deleted while no agent ran.
 
-It lies beside the agent's socket below /run. A reboot deletes it together with the rules.
+It is beside the agent's socket below /run. A reboot deletes it together with the rules.
 """
 
 import json

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 #: The time a proxy has for its hello, and for each answer.
 ANSWER_S = 5.0
-# At most five connections a second: a proxy that fails in a loop must not use up the agent's time.
+# At most five connections a second, because a proxy that fails in a loop must not take all of the agent's time.
 _ACCEPT_INTERVAL_S = 0.2
 _NO_DESCRIPTORS_S = 1.0
 
@@ -81,7 +81,9 @@ class _Connection:
             return await self.exchange(request, netns)
 
     async def exchange(self, request: Request, netns: Netns | None = None) -> str:
-        """Do what :meth:`request` does, for a caller that holds :attr:`turn`."""
+        """Send a request and return its answer, like :meth:`request`, for a caller that holds the lock
+        :attr:`turn`.
+        """
         if self._gone:
             raise ProxyGone
         data = request_bytes(request)
@@ -120,7 +122,7 @@ class _Connection:
             elif self._answer is not None and not self._answer.done():
                 self._answer.set_result(error)
             else:
-                raise Unreadable("an answer to nothing")
+                raise Unreadable("an answer without a request")
 
     def end(self) -> None:
         """Fail the request under way, and all later ones, with ProxyGone."""
@@ -197,7 +199,7 @@ class ZdsServer:
         deletions = [connection.request(DeletePod(uid)) for connection in self._connections]
         for answer in await asyncio.gather(*deletions, return_exceptions=True):
             if answer:
-                log.warning("ztunnel did not take a pod's end uid=%s error=%s", uid, answer)
+                log.warning("ztunnel did not confirm a removed pod uid=%s error=%s", uid, answer)
 
     async def _accept(self, listener: Listener) -> None:
         while True:
@@ -257,10 +259,10 @@ class ZdsServer:
                     continue  # removed since; its deletion is waiting for the turn
                 error = await connection.exchange(_request(pod), pod.netns)
                 if error:
-                    log.warning("ztunnel did not take a pod uid=%s error=%s", pod.uid, error)
+                    log.warning("ztunnel did not accept a pod uid=%s error=%s", pod.uid, error)
                 self._on_answer(pod.uid, error)
             if error := await connection.exchange(SnapshotSent()):
-                log.error("ztunnel did not take the snapshot error=%s", error)
+                log.error("ztunnel did not accept the snapshot error=%s", error)
         except ProxyGone:
             pass  # logged by the reader
         except ProxySilent as error:

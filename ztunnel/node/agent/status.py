@@ -57,12 +57,13 @@ def status_server(
 
 
 async def audit(auditor: Auditor, request: PageRequest) -> Page:
-    """Return a comparison of every pod, made now; ``POST`` has repaired what is the agent's own.
+    """Return a new comparison of every pod. ``POST`` also repairs the parts that the agent writes.
 
-    From this node only: it costs a dump of the proxy, and strangers shall not choose the time of repairs.
+    Only for clients on this node: a comparison costs a dump of the proxy, and other hosts must not trigger
+    repairs.
     """
     if not request.local:
-        return text("only from this node, by a loopback address\n", 403)
+        return text("only for this node: use a loopback address\n", 403)
     report = await auditor.report(repair=request.method == "POST")
     return text(json.dumps(report, indent=1) + "\n", content_type=JSON)
 
@@ -75,7 +76,7 @@ async def check(
     ``rulesRefused`` is what the kernel refused of a pod's rules, empty if it takes all.
     """
     if not request.local:
-        return text("only from this node, by a loopback address\n", 403)
+        return text("only for this node: use a loopback address\n", 403)
     refused, tables = "", {}
     try:
         tables = await asyncio.to_thread(iptables_tables)
@@ -125,10 +126,10 @@ def families(enroller: Enroller, informer: Informer, auditor: Auditor, cni: CniS
     decided = Counter(decision.reason.value for _, decision, _ in enroller.pods().values())
     plain: tuple[tuple[str, str, str, float], ...] = (
         ("ztunnel_agent_synced", "gauge", "1 once every pod is known", enroller.synced),
-        ("ztunnel_agent_faults", "gauge", "Kinds that cannot be followed now", len(informer.faults)),
+        ("ztunnel_agent_faults", "gauge", "Kinds of objects that cannot be watched", len(informer.faults)),
         ("ztunnel_agent_proxies", "gauge", "Connected proxies", enroller.agent.proxies),
-        ("ztunnel_agent_waiting", "gauge", "Pods for which a step is left to take", enroller.waiting),
-        ("ztunnel_agent_repaired", "counter", "Rules of others' making, repaired", enroller.agent.repaired),
+        ("ztunnel_agent_waiting", "gauge", "Pods with pending steps", enroller.waiting),
+        ("ztunnel_agent_repaired", "counter", "Repaired changes of rules", enroller.agent.repaired),
     )
     for name, kind, description, value in plain:
         yield family(name, kind, description, [((), float(value))], ())
@@ -138,11 +139,11 @@ def families(enroller: Enroller, informer: Informer, auditor: Auditor, cni: CniS
     )  # fmt: skip
     wrong = counted(auditor.audited.values())
     yield family(
-        "ztunnel_agent_findings", "gauge", "Pods that the last comparison found different, by kind",
+        "ztunnel_agent_findings", "gauge", "Pods that differ from their desired state, by kind of finding",
         [((reason,), float(count)) for reason, count in sorted(wrong.items())], ("reason",),
     )  # fmt: skip
     yield family(
-        "ztunnel_agent_decisions", "gauge", "Pods of the node, by what decided",
+        "ztunnel_agent_decisions", "gauge", "Pods of the node, by the row of the decision",
         [((reason,), float(count)) for reason, count in sorted(decided.items())], ("reason",),
     )  # fmt: skip
     yield family(

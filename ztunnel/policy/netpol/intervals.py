@@ -19,7 +19,7 @@ def ranges_of(networks: Iterable[IpNetwork], version: int) -> list[Interval]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals, sorted; neighbours become one."""
+    """Return the union of intervals, sorted. Adjacent intervals are joined."""
     found: list[Interval] = []
     for first, last in sorted(intervals):
         if found and first <= found[-1][1] + 1:
@@ -30,7 +30,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: Iterable[Interval], holes: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield what is left of sorted disjoint intervals when sorted disjoint holes are cut out."""
+    """Yield the parts of sorted disjoint intervals that are outside sorted disjoint holes."""
     cuts = list(holes)
     for first, last in intervals:
         start = first

@@ -1,4 +1,4 @@
-"""Turns members of IP sets, which are texts, into elements of the kernel's sets. Pure."""
+"""Converts members of IP sets, which are texts, to elements of the kernel's sets. Pure."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -16,10 +16,11 @@ _Network: TypeAlias = tuple[int, int, int]
 
 
 def addresses_of(members: Iterable[str], version: int) -> tuple[frozenset[Element], bool]:
-    """Return the elements of one IP version, and whether networks are among them, so that they are intervals.
+    """Return the elements of one IP version, and whether networks are among them, in which case the elements are
+    intervals.
 
     Raises:
-        MalformedMember: a member is no network.
+        MalformedMember: a member is not an address or network.
     """
     ranges = [(first, last) for found, first, last in map(_network, members) if found == version]
     octets = 4 if version == 4 else 16
@@ -32,7 +33,7 @@ def ports_of(members: Iterable[str], version: int) -> frozenset[Element]:
     """Return one IP version's elements of a set with addresses and ports (``10.0.0.1,tcp:80``).
 
     Raises:
-        MalformedMember: a member is none.
+        MalformedMember: a member has another form.
     """
     return frozenset(element for found, element in map(_port, members) if found == version)
 

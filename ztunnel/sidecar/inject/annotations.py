@@ -93,16 +93,16 @@ class Asked:
     """The options set by a pod's annotations, with the configuration's values as defaults.
 
     Attributes:
-        capture: have rules at all (interceptionMode other than NONE).
+        capture: whether the pod gets rules (false for interceptionMode NONE).
         flags: the flags of ``ztunnel init``, with their values.
-        native: a native sidecar; ``None``: as the template.
+        native: use a native sidecar; ``None``: as the template determines.
         rewrite: have the proxy answer the application's probes.
-        status_port: the proxy's metrics port; 0: it answers no probes, nor has any.
-        readiness: fields of its readiness probe.
-        resources: its container's resources.
-        image, log_level: of its container.
+        status_port: the proxy's metrics port. 0: it answers no probes, and has no readiness probe.
+        readiness: fields of the proxy's readiness probe.
+        resources: the proxy container's resources.
+        image, log_level: the proxy container's image and log level.
         proxy_config: the value of ``proxy.istio.io/config``.
-        volumes, mounts: further ones of its container.
+        volumes, mounts: further volumes and mounts of the proxy container.
         warnings: for the author.
     """
 
@@ -198,8 +198,8 @@ class _Reader:
 def _mode(text: str) -> Literal["REDIRECT", "NONE"]:
     if text == "TPROXY":
         raise ValueError(
-            "TPROXY needs a proxy with CAP_NET_ADMIN, which this sidecar does without: use REDIRECT, or enrol the"
-            " pod by the template ambient, where applications see their clients' addresses"
+            "TPROXY needs a proxy with CAP_NET_ADMIN, which this sidecar does not have: use REDIRECT,"
+            " or the template ambient, where applications see their clients' addresses"
         )
     if text not in ("REDIRECT", "NONE"):
         raise ValueError(f"must be REDIRECT or NONE, not {text!r}")
@@ -216,7 +216,7 @@ def _status_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 65536):
         raise ValueError(f"must be a port, or 0 for none, not {text!r}")
     if int(text) in (15000, 15001, 15006, 15008, 15021, 15053):
-        raise ValueError(f"port {text} is the proxy's already")
+        raise ValueError(f"port {text} is already used by the proxy")
     return int(text)
 
 

@@ -88,7 +88,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
     except (ValueError, TypeError) as error:
         raise BadAuthority(f"ca.crt or ca.key is not PEM that can be read ({error})") from error
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
-        raise BadAuthority("ca.key is no elliptic key of the first certificate in ca.crt")
+        raise BadAuthority("ca.key is not the EC key of the first certificate in ca.crt")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     made = (
@@ -158,7 +158,7 @@ class OwnCertificates:
                 said = ""
             except (BadAuthority, KubeError) as error:
                 if str(error) != said:
-                    log.error("inject: the own CA: %s; the last certificate serves on", error)
+                    log.error("inject: the own CA: %s; the last certificate stays in use", error)
                 said = str(error)
 
     async def _found(self) -> Authority:
@@ -195,7 +195,7 @@ class OwnCertificates:
                 found.append(base64.b64decode(data[name], validate=True))  # type: ignore[index]
             except (KeyError, TypeError, binascii.Error, ValueError) as error:
                 place = f"Secret {self._namespace}/{self._secret}"
-                raise BadAuthority(f"{place} has no {name} that can be read") from error
+                raise BadAuthority(f"{place} has no readable {name}") from error
         return Authority(*found)
 
     def _write(self, name: str, data: bytes) -> None:

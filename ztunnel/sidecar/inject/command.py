@@ -20,32 +20,32 @@ log = logging.getLogger(__name__)
 
 def add_arguments(subparsers: Any) -> None:
     """Add ``inject``, ``gate`` and ``drain`` to ``argparse``'s sub-commands."""
-    text = "add to the pods of a file what puts them into the mesh, and print the file"
+    text = "print a file with its pods changed to be part of the mesh"
     parser: argparse.ArgumentParser = subparsers.add_parser("inject", help=text, description=text)
     add_flags(
         parser,
         ("-f --file", "FILE", "YAML or JSON of pods, workloads, lists and anything else; - is standard input"),
         ("--config", "FILE", "the injector's configuration; default: ambient", {"type": Path}),
-        ("-n --namespace", "NAME", "of objects that name none (default default)", {"default": "default"}),
-        ("--template", "NAME", "of pods that name none, instead of the configuration's"),
-        ("--image", "NAME", "of the containers that are added, instead of the configuration's"),
+        ("-n --namespace", "NAME", "namespace of objects without one (default default)", {"default": "default"}),
+        ("--template", "NAME", "template of pods that name none, instead of the configuration's"),
+        ("--image", "NAME", "image of the added containers, instead of the configuration's"),
     )  # fmt: skip
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", metavar="serve")
-    text = "answer the API server, which asks about each pod that is created"
+    text = "serve the webhook that the API server calls for each created pod"
     serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
     add_flags(
         serve,
         ("--address", "IP", "default: every address of both families", {"default": ""}),
         ("--port", "PORT", "HTTPS (default 8443; 0: any)", {"type": port_or_any, "default": 8443}),
-        ("--certificate", "FILE", "PEM; changes are taken up", {"type": Path}),
+        ("--certificate", "FILE", "PEM; reloaded when it changes", {"type": Path}),
         ("--key", "FILE", "PEM", {"type": Path}),
-        ("--own-ca", "SECRET", "instead of files: a CA in this Secret, made if there is none"),
-        ("--service", "NAME.NAMESPACE", "whose certificate --own-ca makes, and where"),
-        ("--config", "FILE", "YAML; changes are taken up; default: ambient", {"type": Path}),
+        ("--own-ca", "SECRET", "use the CA in this Secret instead of files; it is created if it is missing"),
+        ("--service", "NAME.NAMESPACE", "the injector's Service, for the certificate of --own-ca"),
+        ("--config", "FILE", "YAML; reloaded when it changes; default: ambient", {"type": Path}),
         ("--webhook-config", "NAME",
          "a MutatingWebhookConfiguration whose caBundle is kept equal to --ca, repeatable", {"action": "append"}),
-        ("--ca", "FILE", "PEM, one or more, with --webhook-config", {"type": Path}),
+        ("--ca", "FILE", "PEM certificates, for --webhook-config", {"type": Path}),
         ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
     )  # fmt: skip
     serve.set_defaults(run=run_serve)
@@ -53,35 +53,35 @@ def add_arguments(subparsers: Any) -> None:
     webhooks: argparse.ArgumentParser = actions.add_parser("webhooks", help=text, description=text)
     add_flags(
         webhooks,
-        ("--service", "NAME.NAMESPACE", "of the injector", {"default": "ztunnel-injector.istio-system"}),
-        ("--ambient", "", "for pods of an ambient mesh, instead of sidecars"),
-        ("--revision", "NAME", "that pods ask for (default default)", {"default": "default"}),
+        ("--service", "NAME.NAMESPACE", "the injector's Service", {"default": "ztunnel-injector.istio-system"}),
+        ("--ambient", "", "for the template ambient instead of sidecars"),
+        ("--revision", "NAME", "the revision that pods request (default default)", {"default": "default"}),
         ("--tag", "NAME", "another name for the revision, repeatable", {"action": "append", "default": []}),
-        ("--template", "NAME", "of pods that name none (default sidecar)", {"default": "sidecar"}),
-        ("--every-namespace", "", "also those that say nothing, but system namespaces"),
+        ("--template", "NAME", "template of pods that name none (default sidecar)", {"default": "sidecar"}),
+        ("--every-namespace", "", "inject into unlabelled namespaces, too, except for system namespaces"),
     )  # fmt: skip
     webhooks.set_defaults(run=run_webhooks)
     _add_pod_commands(subparsers)
 
 
 def _add_pod_commands(subparsers: Any) -> None:
-    text = "wait until the mesh's listeners are in this pod; the first init container of an injected pod"
+    text = "wait until the proxy's listeners exist in this pod (the first init container of an injected pod)"
     gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
     add_flags(
         gate,
-        ("--timeout", "SECONDS", "then fail, and be started anew (default 60)",
+        ("--timeout", "SECONDS", "fail after this time; kubelet then restarts it (default 60)",
          {"type": seconds, "default": 60.0}),
-        ("--fail-open", "", "after that time let the application start anyway"),
+        ("--fail-open", "", "after the timeout let the application start anyway"),
     )  # fmt: skip
     gate.set_defaults(run=run_gate)
-    text = "have the proxy of this pod send its peers away; the preStop hook of a sidecar"
+    text = "drain this pod's proxy (the preStop hook of a sidecar)"
     drain: argparse.ArgumentParser = subparsers.add_parser("drain", help=text, description=text)
     add_flags(
         drain,
-        ("--port", "PORT", "metrics of the proxy (default 15020)", {"type": port, "default": 15020}),
-        ("--wait", "SECONDS", "stay until no connection is left, at most so long (default 0)",
+        ("--port", "PORT", "the proxy's metrics port (default 15020)", {"type": port, "default": 15020}),
+        ("--wait", "SECONDS", "wait for open connections to end, at most this long (default 0)",
          {"type": seconds, "default": 0.0}),
-        ("--least", "SECONDS", "with --wait, stay at least so long (default 5)",
+        ("--least", "SECONDS", "with --wait, wait at least this long (default 5)",
          {"type": seconds, "default": 5.0}),
     )  # fmt: skip
     drain.set_defaults(run=run_drain)
@@ -123,7 +123,7 @@ def _faulty(args: argparse.Namespace) -> str | None:
     """Return the fault in the combination of options, if any."""
     if args.own_ca is not None:
         if any(each is not None for each in (args.certificate, args.key, args.ca)):
-            return "--own-ca stands instead of --certificate, --key and --ca"
+            return "--own-ca excludes --certificate, --key and --ca"
         if args.service is None:
             return "--own-ca needs --service NAME.NAMESPACE"
         if not _is_service(args.service):
@@ -132,7 +132,7 @@ def _faulty(args: argparse.Namespace) -> str | None:
     if args.certificate is None or args.key is None:
         return "needs --certificate and --key, or --own-ca"
     if (args.webhook_config is None) != (args.ca is None):
-        return "--webhook-config and --ca need each other"
+        return "--webhook-config and --ca must be given together"
     return None
 
 
@@ -221,7 +221,7 @@ def run_drain(args: argparse.Namespace) -> int:
 
 
 def _standard_input() -> str:
-    """Return what is written to us, with the line ends that it has."""
+    """Return the standard input, with its line ends unchanged."""
     binary = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if binary is None else binary.read().decode()
 
@@ -249,11 +249,11 @@ def run(args: argparse.Namespace) -> int:
         for fault in error.faults:
             print(f"ztunnel inject: {args.config}: {fault}", file=sys.stderr)
         return 1
-    except (BadDocument, OSError, UnicodeDecodeError) as error:  # of standard input
+    except (BadDocument, OSError, UnicodeDecodeError) as error:  # a decoding error of the standard input
         return failed("inject", error if isinstance(error, OSError) else f"{args.file}: {error}")
     sys.stdout.write(made)
     for note in notes:
         print(note, file=sys.stderr)
     if made != source and config.image == InjectConfig().image:
-        print(f"image {config.image}: of no registry; --image or --config names one to pull", file=sys.stderr)
+        print(f"image {config.image} names no registry: give one by --image or --config", file=sys.stderr)
     return 0

@@ -139,9 +139,9 @@ class InjectConfig:
     Attributes:
         templates: names of templates for pods that name none.
         aliases: further names; expanded once, as in Istio.
-        image: the image of the containers that are added.
-        gate_timeout_s: how long an application waits for its listeners.
-        gate_fail_open: start it without them then, instead of starting the pod's containers over.
+        image: the image of the added containers.
+        gate_timeout_s: how long an application waits for the proxy's listeners.
+        gate_fail_open: then start the application without listeners, instead of restarting the gate.
         pull_secrets: names of secrets for pods with a sidecar.
         revision: the name of this configuration, in a pod's status.
         sidecar: the configuration of sidecars.
@@ -251,7 +251,7 @@ class _Reader(ConfigReader):
         env = self.mapping(section.get("env"), "sidecar.env", None)
         for variable, value in env.items():
             if not isinstance(variable, str) or _VARIABLE.fullmatch(variable) is None:
-                self.fault(f"sidecar.env.{variable}", "is no name of an environment variable")
+                self.fault(f"sidecar.env.{variable}", "is not a name of an environment variable")
             elif not isinstance(value, str):
                 self.fault(f"sidecar.env.{variable}", f"must be text, not {value!r}")
         return SidecarConfig(flags=flags, env=dict(env), **values)

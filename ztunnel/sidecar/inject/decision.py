@@ -1,6 +1,6 @@
-"""Decides whether a pod gets an injection: one table, the first row that matches. Pure.
+"""Decides whether a pod is injected, by the first matching row of one table. Pure.
 
-The API server's call was selected by the webhook's selectors. This decision follows, row by row like Istio's
+The API server has already applied the webhook's selectors. This decision follows, row by row like in Istio's
 injector, with the same labels and the same meaning of its configuration.
 """
 
@@ -67,12 +67,12 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
     metadata = mapping(pod, "metadata")
     labels, annotations = mapping(metadata, "labels"), mapping(metadata, "annotations")
     if spec.get("hostNetwork") is True:
-        # Its traffic is the node's, in whose namespace there is no listener for a pod.
+        # Its traffic is the node's, and no proxy listens for a pod in the node's namespace.
         return Decision(False, Reason.HOST_NETWORK)
     if namespace in IGNORED_NAMESPACES:
         return Decision(False, Reason.IGNORED_NAMESPACE)
     asked = labels.get(INJECT, annotations.get(INJECT))
-    # Only these two strings count, as in Istio: "True" or "yes" is no answer.
+    # Only these two strings count, like in Istio. "True" or "yes" is ignored.
     if asked == "true":
         return Decision(True, Reason.ASKED_IN)
     if asked == "false":

@@ -29,17 +29,17 @@ def drain(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Return 0 once the proxy drains, and its connections have ended or the time is over. Blocks.
+    """Drain the pod's proxy. Wait for the end of its connections if requested. Blocks.
 
     Args:
-        wait_s: the longest wait for the ends of connections; 0: none.
-        least_s: the minimum, if any, for connections that the application opens while it ends.
-        port: the proxy's port.
-        say: gets a line for each result that is not plain.
+        wait_s: the longest wait for open connections to end; 0: none.
+        least_s: the shortest wait, for connections that the application opens while it ends.
+        port: the proxy's metrics port.
+        say: called with a line about each problem.
         monotonic, sleep: the clock.
 
     Returns:
-        1 if no proxy answers. Kubelet then continues with SIGTERM.
+        0, or 1 if no proxy answers. Kubelet then continues with SIGTERM.
     """
     began_s = monotonic()
     while True:
@@ -58,7 +58,7 @@ def drain(
 
 
 def _asked(port: int) -> int:
-    """Ask the proxy how many connections are open."""
+    """Return the number of open connections, from the proxy's answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
     try:
         connection.request("POST", "/drain", headers={"Content-Length": "0"})

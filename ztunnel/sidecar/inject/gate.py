@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-#: Where a proxy listens for tunnels in a pod; 15001 and 15006 take a connection to themselves for an attack.
+#: The proxy's port for tunnels in a pod. 15001 and 15006 are unsuitable: a connection from the pod itself counts
+#: as an attack there.
 PORT: Final = 15008
 _ADDRESSES: Final = ("127.0.0.1", "::1")
 _FIRST_WAIT_S: Final = 0.05
@@ -34,14 +35,18 @@ def wait(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Return 0 once the listeners exist. Blocks.
+    """Wait until the listeners exist. Blocks.
 
     Args:
-        timeout_s: after this the answer is 1, and kubelet starts the init container again, or
-        fail_open: 0, and the application starts outside of the mesh.
+        timeout_s: the longest wait.
+        fail_open: after the timeout return 0, so that the application starts outside the mesh. Otherwise return 1,
+            and kubelet starts the init container again.
         port: the listener's port.
-        say: gets a line when it waits, each 5 s, and for a result that is not plain.
+        say: called with a line each 5 s of waiting, and for each problem.
         monotonic, sleep: the clock.
+
+    Returns:
+        0 if the listeners exist, otherwise see ``fail_open``.
     """
     began_s = monotonic()
     wait_s, said_s = _FIRST_WAIT_S, began_s - _SAY_S + 1
@@ -59,7 +64,7 @@ def wait(
             return 1
         if now_s - said_s >= _SAY_S:
             said_s = now_s
-            say(f"gate: waits for the mesh: {reason}")
+            say(f"gate: waiting for the mesh: {reason}")
         sleep(min(wait_s, max(began_s + timeout_s - now_s, 0.001)))
         wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 

@@ -98,7 +98,7 @@ class _Rewrite:
             self._replace(first, last, written.replace("\n", "\n" + " " * margin))
 
     def yaml(self, document: Document, place: str) -> None:
-        """Replace what is injected of a YAML document."""
+        """Replace the injected parts of a YAML document."""
         value = document.value
         made = _injected(value, self._namespace, self._config, self._notes, place)
         if same(value, made) or document.root is None:
@@ -120,11 +120,11 @@ class _Rewrite:
         line = self._text.rfind("\n", 0, span.start) + 1
         before = self._text[line : span.start]
         end = span.end
-        if self._text[end - 1] != "\n":  # a literal block ends behind its last line
+        if self._text[end - 1] != "\n":  # a literal block ends after its last line
             end = self._text.find("\n", end) + 1 or len(self._text)
         written = dump(value)
         if before.startswith("---"):
-            # A block cannot begin in the line of the marker.
+            # A block cannot begin on the line of the document marker.
             self._replace(line, end, f"---\n{written}")
             return
         margin = " " * len(before)
@@ -150,7 +150,7 @@ def _injected(
     document: Any, namespace: str, config: InjectConfig, notes: list[str], place: str, of_list: str | None = None
 ) -> Any:
     if not isinstance(document, dict):
-        raise BadDocument(f"{place}: is no object of Kubernetes")
+        raise BadDocument(f"{place}: is not a Kubernetes object")
     kind = document.get("kind", of_list)
     if kind == "List" or (isinstance(kind, str) and kind.endswith("List") and "items" in document):
         items = document.get("items")
@@ -164,12 +164,12 @@ def _injected(
         ]
         return {**document, "items": made}
     if kind is None:
-        raise BadDocument(f"{place}: is no object of Kubernetes: it has no kind")
+        raise BadDocument(f"{place}: is not a Kubernetes object: it has no kind")
     path = _TEMPLATES.get(kind) if isinstance(kind, str) else None
     name = f"{kind} {pod_name(document)}"
     if path is None:
         if mapping(mapping(mapping(document, "spec"), "template"), "spec").get("containers"):
-            notes.append(f"{name}: not injected: its kind is unknown here; only the webhook injects its pods")
+            notes.append(f"{name}: not injected: unknown kind; only the webhook injects its pods")
         return document
     made_document = copy.deepcopy(document)
     holder: Any = {"": made_document}

@@ -1,7 +1,7 @@
 """Computes the difference of two JSON documents as a JSON patch (RFC 6902). Pure.
 
-Applied to the first document, the patch makes the second. It says what changed and leaves the rest alone: the API
-server applies it to a pod that other webhooks may change too, before or after.
+Applied to the first document, the patch makes the second. It changes nothing else, because the API server applies
+it to a pod that other webhooks can change before or after.
 """
 
 from collections.abc import Iterator, Mapping

@@ -23,7 +23,7 @@ def rewrite(containers: Sequence[Any], status_port: int, warnings: list[str]) ->
 
     Args:
         containers: a pod's containers, without the proxy.
-        status_port: the proxy's; probes that are there already are left alone.
+        status_port: the proxy's port. A probe that already uses it is left unchanged.
         warnings: receives a line for each probe that cannot be rewritten because its port's name does not exist.
     """
     originals: dict[str, Any] = {}
@@ -57,7 +57,9 @@ def restore(containers: Sequence[Any], originals: Mapping[str, Any]) -> None:
 
 
 def _handled(containers: Sequence[Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
-    """Yield every probe with a handler that can be rewritten: its container, where it is, and its path."""
+    """Yield every probe with a handler that can be rewritten: its container, the object with the probe, the
+    probe's key there, and its path.
+    """
     for container in containers:
         if not isinstance(container, dict):
             continue

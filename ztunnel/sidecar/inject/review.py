@@ -59,7 +59,7 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
     uid = str(request.get("uid", ""))
     pod = request.get("object")
     if not isinstance(pod, dict) or mapping(request, "kind").get("kind", "Pod") != "Pod":
-        return _review(version, {"uid": uid, **_denial("the request's object is no pod")}, "?")
+        return _review(version, {"uid": uid, **_denial("the request's object is not a pod")}, "?")
     namespace = str(request.get("namespace") or mapping(pod, "metadata").get("namespace") or "")
     name = f"{namespace}/{pod_name(pod)}"
     try:
@@ -79,7 +79,7 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
 
 
 def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return what a webhook's URL says: environment of sidecars, and templates for pods that name none.
+    """Return the environment of sidecars, and the templates for pods that name none, from a webhook's URL.
 
     Like in Istio: pairs of names and values such as ``/cluster/east/net/west``, where ``--slash--`` in a value is
     ``/``. A name without a value is ignored. ``cluster`` and ``net`` set variables of their own, other names are

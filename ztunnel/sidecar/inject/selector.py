@@ -8,7 +8,7 @@ _OPERATORS: Final = ("In", "NotIn", "Exists", "DoesNotExist")
 
 
 class BadSelector(ValueError):
-    """A selector that is none; the text says where."""
+    """A text is not a selector. The error names the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def selector(value: object, place: str) -> Selector:
         raise BadSelector(f"{place}: must be a mapping with matchLabels or matchExpressions")
     for key in value:
         if key not in ("matchLabels", "matchExpressions"):
-            raise BadSelector(f"{place}.{key}: is unknown")
+            raise BadSelector(f"{place}.{key}: is not a known member")
     found = []
     labels = value.get("matchLabels") or {}
     if not isinstance(labels, Mapping):

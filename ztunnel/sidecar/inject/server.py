@@ -35,7 +35,7 @@ _CLOSE_AFTER_ROTATION_S: Final = 60.0
 _SHUTDOWN_S: Final = 5
 #: An API server has a few connections. Beyond this number the oldest that is not in a request is closed.
 _CONNECTIONS: Final = 256
-#: A connection must have brought a whole request within this time, twice that of the API server's own limit.
+#: The time limit for a connection to send a whole request, twice that of the API server's own limit.
 _PATIENCE_S: Final = 10.0
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -89,7 +89,7 @@ class InjectServer:
         )
         self._current = Gauge(
             "ztunnel_inject_file_current",
-            "1 while what is in the file is in use; 0: it is faulty, and the last good one is.",
+            "1 while the file's content is in use. 0: it is faulty, and the last good content is in use.",
             ["file"],
             registry=self._registry,
         )
@@ -256,7 +256,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
             return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
         def _check(self) -> None:
-            # The same request as at the last check, or still none: no complete request has arrived in between.
+            # There is no new request since the last check, so no complete request arrived in between.
             if self.cycle is self._seen and not self.busy():
                 self.transport.abort()
                 return

@@ -34,7 +34,7 @@ USER: Final = 1337
 READINESS_PORT: Final = 15021
 _PROMETHEUS_PORT: Final = 15090
 _TOKEN_VOLUME, _ROOT_VOLUME, _TMP_VOLUME = "istio-token", "istiod-ca-cert", "mesh-proxy-tmp"
-#: By what elements of a list are the same, where two containers are merged.
+#: The member that identifies an element of each list when two containers are merged.
 _KEYS: Final = {
     "env": "name",
     "volumeMounts": "mountPath",
@@ -51,14 +51,14 @@ class BadPod(ValueError):
 
 
 def is_ours(annotations: Mapping[str, Any]) -> bool:
-    """Return whether a pod's status is by this injector, so that it can be undone."""
+    """Return whether this injector wrote a pod's status, so that the injection can be undone."""
     return _status(annotations).get("injector") == INJECTOR
 
 
 def strip(pod: dict[str, Any]) -> None:
-    """Undo an injection of ours in place. Has no effect without one.
+    """Undo an injection of ours in place. Without one this has no effect.
 
-    Probes get their originals back, and what the author has written under our names.
+    Probes get their originals back, and the author's changes to our containers become containers again.
     """
     metadata, spec = pod.get("metadata"), pod.get("spec")
     if not isinstance(metadata, dict) or not isinstance(spec, dict):
@@ -179,7 +179,7 @@ def _record(
     }
     status["addedLabels"] = _set(metadata, "labels", labels)
     status["addedAnnotations"] = _set(metadata, "annotations", annotations)
-    metadata["annotations"].pop(OVERRIDES, None)  # without a status of ours it is nobody's
+    metadata["annotations"].pop(OVERRIDES, None)  # without our status no injector uses it
     if any(overrides.values()):
         kept = {kind: listed for kind, listed in overrides.items() if listed}
         metadata["annotations"][OVERRIDES] = json.dumps(kept, separators=(",", ":"), sort_keys=True)
@@ -283,7 +283,7 @@ def _proxy(
     if native:
         made["restartPolicy"] = "Always"
     elif asked.status_port:
-        # SIGTERM comes to all containers at once: the proxy stays for what the application still sends.
+        # All containers get SIGTERM at once. The proxy waits, because the application can still have data to send.
         lifecycle["preStop"]["exec"]["command"] = [*drain, f"--wait={config.sidecar.drain_s}"]
     if not native:
         # Kubelet starts the next container when the hook has ended.
@@ -359,9 +359,9 @@ def _workload(metadata: Mapping[str, Any]) -> str:
     kind, name = owner.get("kind"), str(owner.get("name") or "")
     template_hash = mapping(metadata, "labels").get("pod-template-hash")
     if kind == "ReplicaSet" and template_hash:
-        return name.removesuffix(f"-{template_hash}")  # the Deployment's
+        return name.removesuffix(f"-{template_hash}")  # the Deployment's name
     if kind == "Job":
-        return re.sub(r"-\d{8,}$", "", name)  # a CronJob's, which appends minutes
+        return re.sub(r"-\d{8,}$", "", name)  # the CronJob's name; it appends the time in minutes
     return name or str(metadata.get("name") or metadata.get("generateName") or "").rstrip("-")
 
 
@@ -381,7 +381,7 @@ def _canonical(labels: Mapping[str, Any], workload: str) -> dict[str, str]:
 
 
 def _merged(made: dict[str, Any], written: Mapping[str, Any] | None, config: InjectConfig) -> dict[str, Any]:
-    """Return a container of ours with what the pod's author has written over it."""
+    """Return one of our containers, changed as the pod's author has written."""
     if written is None:
         return made
     for name, key in _KEYS.items():
@@ -412,7 +412,7 @@ def _over(made: Any, written: Any, name: str = "") -> Any:
 
 
 def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one element of a list merged over another. A variable has either a value or a source for one."""
+    """Return an element of a list merged over another. A variable has either ``value`` or ``valueFrom``."""
     result: dict[str, Any] = _over(dict(made), written)
     if "value" in written:
         result.pop("valueFrom", None)
@@ -432,8 +432,8 @@ def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
     for number in ids:
         if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
             raise BadPod(
-                f"container {PROXY}: must not run as user or group {number!r}: the rules let pass what"
-                " these send, of whatever process"
+                f"container {PROXY}: must not run as user or group {number!r}: the rules do not capture"
+                " packets of these, whichever process sends them"
             )
     return ids[0], ids[1]
 
@@ -443,7 +443,7 @@ def _user_warnings(
 ) -> list[str]:
     of_pod = mapping(spec, "securityContext").get("runAsUser")
     return [
-        f"container {each.get('name')} runs as user {USER}, as the proxy: what it sends is not captured"
+        f"container {each.get('name')} runs as user {USER} like the proxy, so its connections are not captured"
         for each in (*containers, *inits)
         if mapping(each, "securityContext").get("runAsUser", of_pod) == USER
     ]
@@ -474,7 +474,7 @@ def _listed(spec: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def _added(spec: dict[str, Any], kind: str, wanted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Add what is not there under its name, and return the names."""
+    """Add the elements whose names do not exist yet, and return their names."""
     if spec.get(kind) is not None and not isinstance(spec[kind], list):
         raise BadPod(f"spec.{kind}: must be a list")
     there = [each.get("name") for each in _listed(spec, kind)]

@@ -33,7 +33,7 @@ def sidecar_name(revision: str) -> str:
 def sidecars(
     revision: str, service: str, namespace: str, *, template: str = "sidecar", every_namespace: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration for pods that ask for a sidecar.
+    """Return the configuration for pods that request a sidecar.
 
     Args:
         revision: the injector's revision. ``default`` also serves pods that name none.
@@ -45,7 +45,9 @@ def sidecars(
 
 
 def tag(name: str, revision: str, service: str, namespace: str, *, template: str = "sidecar") -> dict[str, Any]:
-    """Return the configuration of a revision tag: a revision's injector serves those who ask for ``name``."""
+    """Return the configuration of a revision tag: the revision's injector also serves pods that request
+    ``name``.
+    """
     made = _configuration(f"ztunnel-revision-tag-{name}", name, service, namespace, template, False)
     made["metadata"]["labels"] = {"istio.io/rev": revision, "istio.io/tag": name}
     return made

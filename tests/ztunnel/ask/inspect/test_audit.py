@@ -104,7 +104,7 @@ def test_audit_names_an_agent_that_does_not_answer(capsys: Output) -> None:
         (b"{}", 200, "the answer is no audit; is a node agent there?"),
         (b"hello", 200, "the answer is no audit; is a node agent there?"),
         ([1], 200, "the answer is no audit; is a node agent there?"),
-        (b"only from this node, by a loopback address\n", 403, "/audit: 403 only from this node, by a loopback"),
+        (b"only for this node: use a loopback address\n", 403, "/audit: 403 only for this node: use a loopback"),
     ],
 )
 def test_audit_names_an_answer_that_is_not_the_agents(

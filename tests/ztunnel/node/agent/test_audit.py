@@ -72,17 +72,21 @@ def test_answers(audited: Audited, shown: str) -> None:
     ("annotation", "what", "said"),
     [
         (None, Step.NOTHING, []),
-        (None, Step.ENROL, ["MeshNotEnrolled: its labels want it in the mesh, and it is not: no rights"]),
-        ("enabled", Step.RELEASE, ["MeshNotReleased: it is not for the mesh, and has its rules: no rights"]),
-        ("enabled", Step.DROP, ["MeshNotReleased: it is not for the mesh, and has its rules: no rights"]),
-        ("no", Step.SAY_ENABLED, ["MeshAnnotationWrong: it says 'no', and is in the mesh: no rights"]),
-        (None, Step.SAY_ENABLED, ["MeshAnnotationWrong: it says nothing, and is in the mesh: no rights"]),
+        (None, Step.ENROL, ["MeshNotEnrolled: its labels request the mesh, but it is not enrolled: no rights"]),
+        ("enabled", Step.RELEASE, ["MeshNotReleased: it must not be in the mesh, but has its rules: no rights"]),
+        ("enabled", Step.DROP, ["MeshNotReleased: it must not be in the mesh, but has its rules: no rights"]),
+        ("no", Step.SAY_ENABLED, ["MeshAnnotationWrong: it is annotated 'no', but is in the mesh: no rights"]),
+        (None, Step.SAY_ENABLED, ["MeshAnnotationWrong: it has no annotation, but is in the mesh: no rights"]),
         (
             None,
             Step.SAY_PENDING,
-            ["MeshAnnotationWrong: it says nothing, and no proxy listens in it yet: no rights"],
+            ["MeshAnnotationWrong: it has no annotation, not 'pending': no proxy listens in it yet: no rights"],
         ),
-        ("enabled", Step.SAY_OUT, ["MeshAnnotationWrong: it says 'enabled', and is not in the mesh: no rights"]),
+        (
+            "enabled",
+            Step.SAY_OUT,
+            ["MeshAnnotationWrong: it is annotated 'enabled', but is not in the mesh: no rights"],
+        ),
     ],
 )
 def test_what_the_agent_has_left_to_do_is_a_difference(
@@ -95,7 +99,7 @@ def test_what_the_agent_has_left_to_do_is_a_difference(
 
 def test_rules_of_others_making_are_counted() -> None:
     assert own_findings(a_pod(), Step.NOTHING, 3, "") == [
-        Finding(RULES_CHANGED, "its rules are not what was written: 3 differences")
+        Finding(RULES_CHANGED, "its rules were changed by others: 3 differences")
     ]
 
 

@@ -34,7 +34,7 @@ def test_upstreams_message_is_read() -> None:
         (b"[]", "Expected `object`"),
         (b'{"Netns":"/n","PodName":"x"}', "PodNamespace"),
         (b'{"Netns":"/n","PodName":"","PodNamespace":"y"}', "PodName is empty"),
-        (b'{"Netns":"n","PodName":"x","PodNamespace":"y"}', "no absolute path"),
+        (b'{"Netns":"n","PodName":"x","PodNamespace":"y"}', "not an absolute path"),
         (b'{"Netns":7,"PodName":"x","PodNamespace":"y"}', r"\$\.Netns"),
     ],
 )

@@ -48,7 +48,7 @@ def dump(
         ),
         (
             dump(workload=WORKLOAD | {"workloadIps": ["10.9.9.9", "x"]}),
-            "MeshWorkloadWrong: the control plane describes",
+            "MeshWorkloadWrong: the control plane lists addresses",
         ),
         (
             dump(certificate={"identity": "spiffe://d/ns/shop/sa/other"}),
@@ -78,7 +78,7 @@ def test_listeners_and_other_agents() -> None:
 
 @pytest.mark.parametrize("page", [b"", b"[]", b'{"workloads": 7}', b'{"workloadState": {"u": 1}}'])
 def test_what_is_no_dump_is_refused(page: bytes) -> None:
-    with pytest.raises(ValueError, match="no dump of a ztunnel"):
+    with pytest.raises(ValueError, match="not a dump of a ztunnel"):
         read_dump(page)
 
 

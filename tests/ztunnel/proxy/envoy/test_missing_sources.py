@@ -38,7 +38,7 @@ NOWHERE: Json = {
 ADS: Json = {"ads": {}}
 WHY = {
     "gone": "no static cluster 'gone' with one endpoint",
-    "ads": "the configuration asks for ADS, but the bootstrap has no ads_config",
+    "ads": "the configuration requests ADS, but the bootstrap has no ads_config",
 }
 
 

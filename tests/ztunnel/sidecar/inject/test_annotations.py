@@ -103,7 +103,7 @@ def test_the_other_values() -> None:
         (TRAFFIC + "includeOutboundPorts", "80;443", "'80;443' is no port"),
         (TRAFFIC + "excludeInterfaces", "a-very-long-name", "is no name of a network interface"),
         (STATUS_PORT, "-1", "must be a port, or 0 for none"),
-        (STATUS_PORT, "15008", "port 15008 is the proxy's already"),
+        (STATUS_PORT, "15008", "port 15008 is already used by the proxy"),
         (READINESS + "periodSeconds", "1s", "must be a whole number from 0, not '1s'"),
         (SIDECAR + "nativeSidecar", "yes", "must be true or false, not 'yes'"),
         (SIDECAR + "proxyCPU", "lots", "must be a quantity such as 100m or 128Mi, not 'lots'"),

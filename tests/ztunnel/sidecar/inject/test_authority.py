@@ -64,8 +64,8 @@ def test_what_is_no_ca_is_refused() -> None:
         ([], "needs --certificate and --key, or --own-ca"),
         (["--own-ca=a"], "--own-ca needs --service NAME.NAMESPACE"),
         (["--own-ca=a", "--service=web"], "--own-ca needs --service NAME.NAMESPACE"),
-        (["--own-ca=a", "--service=a.b", "--ca=x"], "--own-ca stands instead of"),
-        (["--certificate=a", "--key=b", "--ca=c"], "--webhook-config and --ca need each other"),
+        (["--own-ca=a", "--service=a.b", "--ca=x"], "--own-ca excludes"),
+        (["--certificate=a", "--key=b", "--ca=c"], "--webhook-config and --ca must be given together"),
     ],
 )
 def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

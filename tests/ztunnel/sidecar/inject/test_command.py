@@ -20,7 +20,7 @@ def test_a_file_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     made = list(yaml.safe_load_all(printed.out))
     assert made[0]["spec"]["initContainers"][0]["name"] == "mesh-gate"
     assert made[1] == {"kind": "ConfigMap", "data": {"a": "on"}}
-    of_no_registry = "image ztunnel-py: of no registry; --image or --config names one to pull\n"
+    of_no_registry = "image ztunnel-py names no registry: give one by --image or --config\n"
     assert printed.err == f"Pod web: policy\n{of_no_registry}"
     assert main(["inject", "-f", str(path), "--image", "example.com/z:1"]) == 0
     printed = capsys.readouterr()
@@ -92,7 +92,7 @@ def test_json_stays_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a: [", "while parsing"), ("3", "document 0: is no object"), (None, "no such file")],
+    [("a: [", "while parsing"), ("3", "document 0: is not a Kubernetes object"), (None, "no such file")],
 )
 def test_a_bad_file_is_one_line_and_prints_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str

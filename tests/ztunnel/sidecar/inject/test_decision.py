@@ -140,7 +140,7 @@ def test_selectors(value: Any, labels: dict[str, str], selects: bool) -> None:
     ("value", "said"),
     [
         ([], "it: must be a mapping"),
-        ({"matchLabel": {}}, "it.matchLabel: is unknown"),
+        ({"matchLabel": {}}, "it.matchLabel: is not a known member"),
         ({"matchLabels": {"a": 1}}, "it.matchLabels.a: must be a string"),
         ({"matchLabels": []}, None),
         ({"matchLabels": ["a"]}, "it.matchLabels: must be a mapping"),

@@ -68,5 +68,5 @@ def test_the_gate_gives_up_after_its_timeout(fail_open: bool, status: int) -> No
     assert done == status
     assert clock.now_s == pytest.approx(12, abs=0.01)
     assert "Connection refused" in lines[0]
-    assert sum("waits for the mesh" in line for line in lines) == 3
+    assert sum("waiting for the mesh" in line for line in lines) == 3
     assert ("OUTSIDE" in lines[-1]) is fail_open

@@ -234,8 +234,8 @@ def test_every_workload_kind_and_lists_in_files() -> None:
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        (3, "document 0: is no object"),
-        ({"metadata": {"name": "x"}}, "document 0: is no object of Kubernetes: it has no kind"),
+        (3, "document 0: is not a Kubernetes object"),
+        ({"metadata": {"name": "x"}}, "document 0: is not a Kubernetes object: it has no kind"),
         ({"kind": "Deployment", "metadata": {"name": "x"}}, "document 0, Deployment x: has no spec.template"),
         ({"kind": "List", "items": 3}, "document 0.items: must be a list"),
         ({"kind": "List", "items": [{"kind": "Pod", "spec": 3}]}, r"document 0.items\[0\], Pod .*: spec: "),

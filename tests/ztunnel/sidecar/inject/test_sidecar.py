@@ -250,7 +250,9 @@ def test_the_proxy_cannot_be_root(user: object) -> None:
 
 def test_an_application_with_the_proxys_user_is_a_warning() -> None:
     outcome = inject(pod({"name": "app", "securityContext": {"runAsUser": 1337}}), "shop", CONFIG)
-    assert outcome.warnings == ("container app runs as user 1337, as the proxy: what it sends is not captured",)
+    assert outcome.warnings == (
+        "container app runs as user 1337 like the proxy, so its connections are not captured",
+    )
 
 
 # Refusals

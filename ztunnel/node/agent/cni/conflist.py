@@ -8,16 +8,17 @@ import json
 from typing import Any, Final
 
 TYPE: Final = "ztunnel-cni"
-#: The name of a file that has our plugin alone: container runtimes take the first file by name.
+#: The name of a file with our plugin alone. Container runtimes use the first file by name, so the name sorts
+#: early.
 OWNED: Final = f"02-{TYPE}.conflist"
 #: The member of our entry that names the plain file written by the network's installer.
 ORIGIN: Final = "made_from"
-#: The name and version of a list that is made of a plain configuration, as istio-cni's.
+#: The name and version of a list created from a plain configuration, the same as istio-cni's.
 _LIST_NAME, _LIST_VERSION = "k8s-pod-network", "0.3.1"
 
 
 class BadConfiguration(ValueError):
-    """A file is not a network configuration; the text says why."""
+    """A file is not a network configuration. The text is the reason."""
 
 
 class OnlyOurs(BadConfiguration):
@@ -38,7 +39,7 @@ def read(text: str, *, listed: bool) -> dict[str, Any]:
     try:
         found = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise BadConfiguration(f"no JSON: {error}") from None
+        raise BadConfiguration(f"not JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadConfiguration("no object")
     if not listed:
@@ -46,34 +47,34 @@ def read(text: str, *, listed: bool) -> dict[str, Any]:
         version = found.get("cniVersion") or _LIST_VERSION
         return {"name": found.get("name") or _LIST_NAME, "cniVersion": version, "plugins": [found]}
     if not isinstance(found.get("name"), str):
-        raise BadConfiguration("name is missing, or no text")
+        raise BadConfiguration("name is missing, or not a string")
     if not isinstance(found.get("cniVersion", ""), str):
-        raise BadConfiguration("cniVersion is no text")
+        raise BadConfiguration("cniVersion is not a string")
     plugins = found.get("plugins")
     if not isinstance(plugins, list) or not plugins:
-        raise BadConfiguration("plugins is no list of objects, or empty")
+        raise BadConfiguration("plugins is empty, or not a list of objects")
     for number, each in enumerate(plugins):
         _check_plugin(each, f"plugins[{number}]: ")
     if not _others(plugins):
-        raise OnlyOurs("no plugin but ours")
+        raise OnlyOurs("no plugin except ours")
     return found
 
 
 def _no_number(word: str) -> object:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _check_plugin(found: object, place: str) -> None:
     if not isinstance(found, dict):
         raise BadConfiguration(f"{place}no object")
     if not isinstance(found.get("type"), str) or not found["type"]:
-        raise BadConfiguration(f"{place}type is missing, or no text")
+        raise BadConfiguration(f"{place}type is missing, or not a string")
     for key in ("name", "cniVersion"):
         if not isinstance(found.get(key), str | None):
-            raise BadConfiguration(f"{place}{key} is no text")
+            raise BadConfiguration(f"{place}{key} is not a string")
     for key in ("capabilities", "ipam", "dns"):
         if not isinstance(found.get(key), dict | None):
-            raise BadConfiguration(f"{place}{key} is no object")
+            raise BadConfiguration(f"{place}{key} is not an object")
 
 
 def origin(found: dict[str, Any]) -> str:

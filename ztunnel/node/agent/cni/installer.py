@@ -74,7 +74,7 @@ class Installation:
 
 
 class NoNetwork(Exception):
-    """No network is configured on this host yet, or the runtime takes a file without our plugin."""
+    """No network is configured on this host yet, or the runtime uses a file without our plugin."""
 
 
 def install(wanted: Installation) -> list[str]:
@@ -104,10 +104,10 @@ def install(wanted: Installation) -> list[str]:
         done.append(str(target))
     for other in _candidates(wanted.configurations):
         if _is_own(other) and other != target:
-            other.unlink()  # a copy of a file that is not the first any more, or of another mode
+            other.unlink()  # a copy of a file that is no longer the first, or of another mode
             done.append(str(other))
     if path != target and not _is_own(target):
-        path.unlink()  # its one plugin is the first of the list now
+        path.unlink()  # its plugin is now the first of the list
         done.append(str(path))
     taken = taken_by_runtime(wanted.configurations)
     if taken != target:
@@ -253,7 +253,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _target(wanted: Installation, path: Path) -> Path:
-    """Return the file for our plugin, given the network's: the runtime takes it instead of that one."""
+    """Return the file for our plugin, given the network's file. The runtime must use it instead of that file."""
     copy = wanted.configurations / OWNED
     if copy.name > path.name:
         # "-" sorts before the "." of the network's file and its namesakes.
@@ -273,7 +273,7 @@ def _target(wanted: Installation, path: Path) -> Path:
 
 
 def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
-    """Return the network's own configuration, that a runtime would take without us."""
+    """Return the network's own configuration: the one that a runtime would use without our plugin."""
     faults = []
     paths = [path for path in _candidates(wanted.configurations) if not _is_own(path)]
     for path in paths:
@@ -286,7 +286,7 @@ def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
             faults.append(f"{path.name}: {plain_reason(error)}")
             continue
         if made_from := origin(found):
-            # A plain file that is written again can stand behind the list in the runtime's order.
+            # The network's installer can have written the plain file again, with a name after the list's.
             with contextlib.suppress(BadConfiguration, OSError):
                 again = path.with_name(made_from)
                 return again, read(read_text(again), listed=False)

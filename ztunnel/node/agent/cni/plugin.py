@@ -105,9 +105,9 @@ def main() -> int:
         try:
             config = json.load(sys.stdin)
         except ValueError as error:
-            raise Refused(BAD_CONFIG, f"the configuration is no JSON: {error}") from None
+            raise Refused(BAD_CONFIG, f"the configuration is not JSON: {error}") from None
         if not isinstance(config, dict):
-            raise Refused(BAD_CONFIG, "the configuration is no object")
+            raise Refused(BAD_CONFIG, "the configuration is not an object")
         version = config.get("cniVersion") or version
         print(json.dumps(add(config, os.environ)))
     except Refused as error:

@@ -95,7 +95,7 @@ class BootstrapConfig:
             ConfigError: in words for the operator.
         """
         if isinstance(source, AdsSource) and self.ads is None:
-            raise ConfigError("the configuration asks for ADS, but the bootstrap has no ads_config")
+            raise ConfigError("the configuration requests ADS, but the bootstrap has no ads_config")
         if isinstance(source, GrpcSource) and source.cluster not in self.targets:
             raise ConfigError(f"no static cluster '{source.cluster}' with one endpoint for its stream")
 

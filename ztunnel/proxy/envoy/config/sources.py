@@ -60,7 +60,7 @@ class Sources:
         """
         if isinstance(source, AdsSource):
             if self._ads is None:
-                raise ConfigError("the configuration asks for ADS, but the bootstrap has no ads_config")
+                raise ConfigError("the configuration requests ADS, but the bootstrap has no ads_config")
             return self._ads
         made = self._made.get(source)
         if made is None:

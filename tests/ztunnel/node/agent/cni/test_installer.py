@@ -119,17 +119,17 @@ def test_without_a_network_the_program_waits_for_one(wanted: Installation) -> No
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no JSON"),
+        ("", "not JSON"),
         ("7", "no object"),
         ("{}", "name is missing"),
-        ('{"name": "n", "plugins": 7}', "no list"),
-        ('{"name": "n", "plugins": []}', "no list"),
+        ('{"name": "n", "plugins": 7}', "not a list"),
+        ('{"name": "n", "plugins": []}', "not a list"),
         ('{"name": "n", "plugins": ["x"]}', r"plugins\[0\]: no object"),
         ('{"name": "n", "plugins": [{"type": ""}]}', r"plugins\[0\]: type is missing"),
-        ('{"name": "n", "cniVersion": 1, "plugins": [{"type": "x"}]}', "cniVersion is no text"),
-        ('{"name": "n", "plugins": [{"type": "x", "ipam": []}]}', "ipam is no object"),
-        ('{"name": "n", "x": NaN, "plugins": [{"type": "x"}]}', "no JSON: NaN"),
-        ('{"name": "n", "plugins": [{"type": "ztunnel-cni"}]}', "no plugin but ours"),
+        ('{"name": "n", "cniVersion": 1, "plugins": [{"type": "x"}]}', "cniVersion is not a string"),
+        ('{"name": "n", "plugins": [{"type": "x", "ipam": []}]}', "ipam is not an object"),
+        ('{"name": "n", "x": NaN, "plugins": [{"type": "x"}]}', "not JSON: NaN"),
+        ('{"name": "n", "plugins": [{"type": "ztunnel-cni"}]}', "no plugin except ours"),
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str, reason: str) -> None:
