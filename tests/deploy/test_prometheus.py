@@ -180,6 +180,14 @@ FIRES = [
     ),
     ("ZtunnelConfigurationStale", {'ztunnel_xds_staleness_seconds{instance="n"}': "0+60x20"}, {"instance": "n"}),
     (
+        "ZtunnelSecretsSlow",
+        {
+            'ztunnel_wait_seconds_count{instance="n",what="secret"}': "0+1x20",
+            'ztunnel_wait_seconds_bucket{instance="n",what="secret",le="5.0"}': "0x20",
+        },
+        {"instance": "n"},
+    ),
+    (
         "ZtunnelDescriptorsRunOut",
         {
             'process_open_fds{instance="n"}': "90x20",

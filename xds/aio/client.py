@@ -88,6 +88,7 @@ class ControlPlaneStats:
     Attributes:
         lost_at_s: the loop's time when the last working stream ended. None while a stream works and before the
             first one.
+        received_at_s: the loop's time of the last response. None before the first one.
         ended: how often streams ended, by reason.
     """
 
@@ -96,6 +97,7 @@ class ControlPlaneStats:
     rate_limit_enforced: int = 0
     identifier: str = ""
     lost_at_s: float | None = None
+    received_at_s: float | None = None
     ended: dict[StreamEnd, int] = field(default_factory=lambda: dict.fromkeys(StreamEnd, 0))
 
 
@@ -319,6 +321,7 @@ class _Stream:
 
     def _happened(self, event: Received | Refused | None) -> None:
         self.stats.identifier = self.state.control_plane
+        self.stats.received_at_s = asyncio.get_running_loop().time()
         if isinstance(event, Received) and event.update.type_url in self._feeds:
             self._feeds[event.update.type_url].arrived(event)
         elif isinstance(event, Refused) and event.type_url in self._feeds:

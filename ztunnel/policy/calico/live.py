@@ -62,6 +62,7 @@ class LivePolicies:
         uses: where decisions are counted.
         allow_unknown: see :mod:`ztunnel.policy.calico.guard`.
         http_waypoints: see :class:`~ztunnel.policy.calico.settings.PolicySettings`.
+        waited: called with the seconds that a connection has waited for the policies of its pod.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class LivePolicies:
         uses: Uses[TierPolicy] | None = None,
         allow_unknown: bool = False,
         http_waypoints: frozenset[str] = frozenset(),
+        waited: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.http_waypoints = http_waypoints
         self._changed = asyncio.Event()
@@ -79,6 +81,8 @@ class LivePolicies:
         self.guard = Guard(lambda: self.source.evaluator, clock.wall, uses=uses, allow_unknown=allow_unknown)
         self._reviews: dict[Review, None] = {}
         self._waiting: set[asyncio.Event] = set()
+        self._clock = clock
+        self._waited = waited
         #: Counts reviews that have begun; tests and :meth:`admit`'s callers compare it.
         self.changes = 0
 
@@ -105,7 +109,9 @@ class LivePolicies:
         guard = self.guard
         if guard.knows((flow.destination_ip if direction is c.Direction.INGRESS else flow.source_ip) or ""):
             return guard.check(direction, flow)
-        arrived = asyncio.Event()
+        if not guard.check(direction, flow, counted=False).pending:
+            return guard.check(direction, flow)
+        arrived, began_s = asyncio.Event(), self._clock.monotonic()
         self._waiting.add(arrived)
         try:
             async with asyncio.timeout(GRACE_S):
@@ -116,6 +122,7 @@ class LivePolicies:
             pass
         finally:
             self._waiting.discard(arrived)
+            self._waited(self._clock.monotonic() - began_s)
         return guard.check(direction, flow)
 
     async def run(self) -> None:

@@ -1,5 +1,6 @@
 """The source of the tunnel proxy's Calico policies, with the settings that both dialects share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,12 +100,15 @@ def unknown_pods(text: str) -> str:
     return text
 
 
-def live_policies(settings: PolicySettings, clock: Clock, uses: Uses[TierPolicy]) -> "LivePolicies":
+def live_policies(
+    settings: PolicySettings, clock: Clock, uses: Uses[TierPolicy], waited: Callable[[float], object]
+) -> "LivePolicies":
     """Create the live policies that the settings describe. The caller must keep their ``run()`` task running.
 
     Args:
         clock: timestamps decisions and the source's updates.
         uses: counts decisions by policy.
+        waited: see :class:`~ztunnel.policy.calico.live.LivePolicies`.
     """
     # Proxies without policies save the memory; YAML is for files only.
     from ztunnel.policy.calico.live import LivePolicies
@@ -118,6 +122,7 @@ def live_policies(settings: PolicySettings, clock: Clock, uses: Uses[TierPolicy]
             uses=uses,
             allow_unknown=settings.allow_unknown,
             http_waypoints=settings.http_waypoints,
+            waited=waited,
         )
     from ztunnel.policy.calico.follower import Follower
 
@@ -127,4 +132,5 @@ def live_policies(settings: PolicySettings, clock: Clock, uses: Uses[TierPolicy]
         uses=uses,
         allow_unknown=settings.allow_unknown,
         http_waypoints=settings.http_waypoints,
+        waited=waited,
     )

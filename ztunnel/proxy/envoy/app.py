@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.flows.settings import HubbleSettings
     from ztunnel.proxy.otlp.settings import OtlpSettings
     from ztunnel.proxy.tap.taps import Taps
+    from ztunnel.runtime.http.exposition import Family
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,14 @@ class Proxy:
         self.ads = self._ads_client()
         self.sources = Sources(self.ads, self._open_file, self._open_stream)
         movable = bool(self.settings.handover_dir)
-        self.secrets = SecretStore(self.sources, self._surroundings, self.stats, self.clock, movable=movable)
+        self.secrets = SecretStore(
+            self.sources,
+            self._surroundings,
+            self.stats,
+            self.clock,
+            movable=movable,
+            waited=partial(self.account.times.waited, "secret"),
+        )
 
     def _build_clusters(self) -> None:
         surround = Surround(
@@ -190,7 +198,8 @@ class Proxy:
                 calico,  # most proxies have no Calico policies, and save the memory
             )
 
-            self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico)
+            waited = partial(self.account.times.waited, "policy")
+            self.policies = live_policies(settings.policies, self.clock, self.decisions.ledger.calico, waited)
             enforcer = self._enforcer = calico.Enforcer(self.policies, self.decisions, self.connections)
             admit_application, admit_host = enforcer.admit_application, enforcer.admit_host
         self.tunnel_rules = TunnelRules(
@@ -310,6 +319,7 @@ class Proxy:
 
     def _server_stats(self) -> None:
         scope = self.stats.scope("server")
+        self.delays = LoopDelays(misses=scope.counter("watchdog_miss"), stalls=scope.counter("watchdog_mega_miss"))
         states = {State.LIVE: 0, State.DRAINING: 1, State.PRE_INITIALIZING: 2, State.INITIALIZING: 3}
         scope.gauge("live", lambda: float(self.state is State.LIVE))
         scope.gauge("state", lambda: float(states[self.state]))
@@ -393,12 +403,8 @@ class Proxy:
         reopen_on_rotation(self.logs.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.logs.writer.close)
-            server = self.stats.scope("server")
-            delays = LoopDelays(
-                misses=server.counter("watchdog_miss"), stalls=server.counter("watchdog_mega_miss")
-            )
             named = self.addons.host.current.name if self.addons is not None else None
-            stack.enter_context(Watchdog(delays, culprit=named))
+            stack.enter_context(Watchdog(self.delays, culprit=named))
             if self.addons is not None:
                 await stack.enter_async_context(self.addons)
             if self.settings.otlp is not None:
@@ -456,7 +462,12 @@ class Proxy:
     def _exported(self, settings: "OtlpSettings") -> AbstractAsyncContextManager[None]:
         from ztunnel.proxy.envoy.stats.export import exported  # most proxies have no collector
 
-        return exported(settings, self.bootstrap.message.node, self.stats, self.account.times, self.clock)
+        def families() -> "Iterable[Family]":
+            from ztunnel.proxy.envoy.admin.families import families  # with the first export
+
+            return families(self)
+
+        return exported(settings, self.bootstrap.message.node, families, self.stats, self.clock)
 
     def _add_static(self) -> None:
         static = self.bootstrap.message.static_resources

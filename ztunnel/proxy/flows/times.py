@@ -35,10 +35,15 @@ HISTOGRAMS: Final = (
         "TLS handshakes of tunnel connections, from the TCP connection or the ClientHello",
         ("role", "result"),
     ),
-    Family("waits", "ztunnel_wait_seconds", "Waits of connections for what had not arrived", ("what",)),
+    Family(
+        "waits",
+        "ztunnel_wait_seconds",
+        "Waits of connections for what had not arrived, and of TLS contexts for secrets (Envoy's dialect)",
+        ("what",),
+    ),
 )
 #: The values of the label ``what`` of waits.
-WAITS: Final = ("workload", "policy", "certificate")
+WAITS: Final = ("workload", "policy", "certificate", "secret")
 #: Histograms as values, by attribute and labels.
 TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
 

@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -28,12 +27,13 @@ from hbone.aio.spin import SpinSettings
 from tproxy.aio import held_sockets
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
+from ztunnel.proxy.dataplane.gauges import Gauge, configuration_gauges, process_gauges
 from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.identity.crl import RevocationFile
 from ztunnel.proxy.istio.accounting.flows import flow_node, peers_in, ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
-from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
+from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
 from ztunnel.proxy.istio.admin.server import Servers
@@ -58,7 +58,7 @@ from ztunnel.proxy.istio.xds.control import ControlPlane
 from ztunnel.proxy.istio.xds.mesh_dump import Ineffective
 from ztunnel.proxy.istio.zds.manager import PodManager, check_privileges
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
-from ztunnel.runtime import heap, tasks
+from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.descriptors import limit_of_process
 from ztunnel.runtime.log_writer import LogWriter
@@ -225,7 +225,7 @@ class IstioProxy:
         return LastConfiguration(holder, self.clock)
 
     def _gauges(self) -> None:
-        node, pods, control, holder = self.node, self.pods, self.control, held_sockets.holder()
+        node, pods, control = self.node, self.pods, self.control
         rows: list[tuple[str, str, str, Callable[[], float]]] = []
         if self.config.proxy_mode is ProxyMode.SHARED:
             current, total = "The total number current workloads with", "The total number of proxies that were"
@@ -240,40 +240,10 @@ class IstioProxy:
         if self.workers is None:
             rows.append(("ztunnel_workers", "gauge", "Processes that carry connections of pods", lambda: 1))
         rows += [
-            ("ztunnel_half_open_connections", "gauge", "Connections to pods before the end of their handshake",
-             lambda: len(node.half_open)),
-            ("ztunnel_half_open_turned_away", "counter",
-             "Connections closed before the end of their handshake by a limit",
-             lambda: node.half_open.rejected),
             ("ztunnel_baggage_refused", "counter",
              "Connections whose peer has described itself in too many ways", lambda: node.baggage_labels.refused),
-            ("ztunnel_accepts_paused", "counter",
-             "Times a pod was not allowed to accept for lack of descriptors", lambda: node.descriptors.paused),
-            ("ztunnel_log_lines_dropped", "counter", "Log lines lost because they could not be written",
-             lambda: self.writer.counts.dropped.value),
-            ("ztunnel_task_restarts", "counter",
-             "Background tasks of the main process that failed and were started again",
-             lambda: tasks.restarts.value),
-            # These counts grow if there is a leak per connection, pod or change; ``make soak`` watches them.
-            ("ztunnel_sockets", "gauge", "Sockets of the data path, listeners included",
-             lambda: self.poller.registered),
-            ("ztunnel_fibers", "gauge", "Coroutines of open connections", tasks.fibers_running),
-            ("ztunnel_tasks", "gauge", "Coroutines of everything else", lambda: len(asyncio.all_tasks())),
-            ("ztunnel_allocated_blocks", "gauge", "Blocks of memory that Python objects have",
-             sys.getallocatedblocks),
             ("ztunnel_policies_without_effect", "gauge",
              "Policies that can deny nothing, such as a DENY of HTTP attributes", self._ineffective.__len__),
-            ("ztunnel_xds_staleness_seconds", "gauge",
-             "Seconds since the control plane was last connected; 0 while it is",
-             lambda: round(control.staleness_s, 3)),
-            ("ztunnel_xds_last_update_seconds", "gauge",
-             "When the last message of the control plane came, in Unix seconds; 0 before the first",
-             lambda: 0.0 if (ago_s := control.updated_ago_s) is None else round(self.clock.wall() - ago_s, 3)),
-            ("ztunnel_generations", "gauge",
-             "Processes of this proxy: this one, and a predecessor that still drains",
-             lambda: 1 if self.handover is None else self.handover.generations),
-            ("ztunnel_crashes", "counter", "Times that this proxy died and its holder has started it again",
-             lambda: 0 if holder is None else holder.crashes),
         ]  # fmt: skip
         self.metrics.certificates = self.certificates.moments
         self.metrics.objects = self.mesh.counts
@@ -282,6 +252,8 @@ class IstioProxy:
         if self.workers is not None:
             gauges |= self.workers.gauges()
         gauges |= {name: Gauge(kind, f"{text} (unstable)", read) for name, kind, text, read in rows}
+        gauges |= process_gauges(node.half_open, node.descriptors, self.writer, self.handover)
+        gauges |= configuration_gauges(self.clock, lambda: control.staleness_s, lambda: control.updated_ago_s)
 
     # Pods
 

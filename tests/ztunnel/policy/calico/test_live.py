@@ -24,13 +24,14 @@ INGRESS = c.Direction.INGRESS
 
 
 @asynccontextmanager
-async def live(target: str) -> AsyncIterator[LivePolicies]:
+async def live(target: str, waits: list[float]) -> AsyncIterator[LivePolicies]:
     clock = SystemClock()
     policies = LivePolicies(
         lambda changed: Follower(
             target, clock, connections_only=True, changed=changed, backoff=Backoff(0.01, 0.02)
         ),
         clock,
+        waited=waits.append,
     )
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(policies.run())
@@ -45,12 +46,16 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def run(body: Callable[[Felix, LivePolicies], Awaitable[None]], folder: Path) -> None:
+def run(body: Callable[[Felix, LivePolicies], Awaitable[None]], folder: Path) -> list[float]:
+    """Return the seconds that connections have waited."""
+    waits: list[float] = []
+
     async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), Felix(folder) as felix, live(felix.target) as policies:
+        async with asyncio.timeout(LIMIT_S), Felix(folder) as felix, live(felix.target, waits) as policies:
             await body(felix, policies)
 
     uvloop.run(main())
+    return waits
 
 
 def test_a_new_connection_waits_for_the_first_store(tmp_path: Path) -> None:
@@ -66,7 +71,8 @@ def test_a_new_connection_waits_for_the_first_store(tmp_path: Path) -> None:
             assert (await asked).allowed
         assert dict(results(policies.guard.uses)) == {("default", str(ONE), "allowed"): 1}
 
-    run(body, tmp_path)
+    (waited_s,) = run(body, tmp_path)
+    assert waited_s > 0
 
 
 def test_a_new_connection_waits_for_its_pod_and_then_is_denied(
@@ -121,4 +127,4 @@ def test_many_changes_at_once_are_few_reviews(tmp_path: Path) -> None:
         await until(lambda: policies.source.in_sync and not policies.guard.check(INGRESS, FLOW).allowed)
         assert policies.changes < 500
 
-    run(body, tmp_path)
+    assert run(body, tmp_path) == []

@@ -15,11 +15,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.ztunnel.proxy.istio.nodes import WALL_S, StoppedClock
 from tests.ztunnel.proxy.otlp.collector import Collector, attributes, collecting
+from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.envoy.stats.prometheus import scraped
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.proxy.istio.accounting.logs import Bare, Recurring
-from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
+from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.otlp.exporter import AccessExport, LogExport, MetricExport
 from ztunnel.proxy.otlp.line import Line

@@ -36,9 +36,15 @@ def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
 
 def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
     """Iterate over the roots and own certificates of every context."""
+    yield from roots_shown(proxy)
+    for context in contexts_in_use(proxy):
+        yield from _own(context)
+
+
+def roots_shown(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
+    """Iterate over the roots of every context. A root can occur repeatedly."""
     for context in contexts_in_use(proxy):
         yield from _roots(context)
-        yield from _own(context)
 
 
 def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
 from xds.aio.client import AdsClient
+from ztunnel.proxy.dataplane.half_open import HalfOpen
 from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig
 from ztunnel.proxy.envoy.config.settings import Settings
 from ztunnel.proxy.envoy.config.state import State
@@ -23,6 +24,7 @@ from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors
 from ztunnel.runtime.http.page import Page, PageRequest, Query
+from ztunnel.runtime.watchdog import LoopDelays
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
@@ -58,6 +60,8 @@ class InspectedProxy(Protocol):
     policies: LivePolicies | None
     addons: AddonProcess | None
     descriptors: Descriptors
+    half_open: HalfOpen
+    delays: LoopDelays
     failing_health_checks: bool
 
     @property

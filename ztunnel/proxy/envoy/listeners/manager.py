@@ -219,7 +219,8 @@ class ListenerManager:
                 self._failed(resource.name, resource.body, reason, resource.version)
         gone = set(update.removed)
         if update.complete:
-            gone |= {each.name for each in (*self._table, *self._warming.values()) if each.name not in seen}
+            known = (*self._table, *self._warming.values(), *self.failures.values())
+            gone |= {each.name for each in known if each.name not in seen}
         for name in gone - self._static:
             self._remove(name)
         if errors:

@@ -46,9 +46,17 @@ class SecretHandle:
         contents: the secret as read from its message and files, before decryption with a password.
         settled: set once waiting is over: the secret has arrived or was removed, or the time limit has passed.
         error: the last rejected version's error text, and its time.
+
+    Args:
+        ref: the secret's name and source.
+        clock: the clock of these times.
+        waited: called with the seconds of the wait at its end.
     """
 
-    def __init__(self, ref: SecretRef, clock: Clock) -> None:
+    def __init__(self, ref: SecretRef, clock: Clock, waited: Callable[[float], object] = lambda _: None) -> None:
+        self._clock = clock
+        self._waited = waited
+        self._began_s = clock.monotonic()
         self.ref = ref
         self.secret: Secret | None = None
         self.contents: Secret | None = None
@@ -62,6 +70,12 @@ class SecretHandle:
         self.subscription: Subscription | None = None
         self.scope: Scope | None = None
 
+    def settle(self) -> None:
+        """End the wait for the first version; idempotent."""
+        if not self.settled.is_set():
+            self.settled.set()
+            self._waited(self._clock.monotonic() - self._began_s)
+
     def answers(self, ref: SecretRef) -> bool:
         """Return whether a reference names this secret. For a static secret only the name counts."""
         return ref.name == self.ref.name and self.ref.source in (None, ref.source)
@@ -73,12 +87,24 @@ class SecretStore:
     Attributes:
         movable: connections of contexts with these secrets can move to another process.
         files: the files of secrets and contexts. The owner runs it.
+
+    Args:
+        waited: called with the seconds from the request for a secret until it arrived, was removed or the time
+            limit passed.
     """
 
     def __init__(
-        self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock, *, movable: bool = False
+        self,
+        sources: Sources,
+        surroundings: Surroundings,
+        stats: Stats,
+        clock: Clock,
+        *,
+        movable: bool = False,
+        waited: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.movable = movable
+        self._waited = waited
         self._sources = sources
         self._surroundings = surroundings
         self._stats = stats
@@ -135,13 +161,13 @@ class SecretStore:
             key = (ref.name, ref.source)
             handle = self._handles.get(key)
             if handle is None:
-                handle = SecretHandle(ref, self._clock)
+                handle = SecretHandle(ref, self._clock, self._waited)
                 handle.subscription = self._sources.of(ref.source).subscribe(
                     TYPE_URL,
                     [ref.name],
                     partial(self._receive, handle),
                     initial_fetch_timeout_s=ref.initial_fetch_timeout_s,
-                    on_initial_timeout=handle.settled.set,
+                    on_initial_timeout=handle.settle,
                 )
                 handle.scope = self._stats.scope(f"sds.{ref.name}")
                 self._sources.count(handle.scope, handle.subscription)
@@ -169,7 +195,7 @@ class SecretStore:
         if not found:
             if handle.ref.name in update.removed:
                 # Like in Envoy, a delivered version stays current. Without one the wait ends.
-                handle.settled.set()
+                handle.settle()
             return
         resource = found[0]
         if handle.body is not None and handle.body.value == resource.body.value:
@@ -230,7 +256,7 @@ class SecretStore:
         handle.contents = contents
         handle.error = None
         handle.last_updated = self._clock.wall()
-        handle.settled.set()
+        handle.settle()
         for take_into_use in taken_into_use:
             take_into_use()
 

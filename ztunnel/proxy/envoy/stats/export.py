@@ -2,13 +2,12 @@
 access logs.
 """
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from ztunnel import __version__
 from ztunnel.proxy.envoy.stats.stats import Stats
-from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.proxy.otlp.exporter import MetricExport
 from ztunnel.proxy.otlp.settings import OtlpSettings
 from ztunnel.runtime.clock import Clock
@@ -18,9 +17,16 @@ from ztunnel.runtime.tasks import Tasks
 
 @asynccontextmanager
 async def exported(
-    settings: OtlpSettings, node: Node, stats: Stats, times: ConnectionTimes, clock: Clock
+    settings: OtlpSettings, node: Node, families: Callable[[], Iterable[Family]], stats: Stats, clock: Clock
 ) -> AsyncIterator[None]:
-    """Export until the end of the context, including the changes since the last interval."""
+    """Export the metrics page until the end of the context, including the changes since the last interval.
+
+    Args:
+        settings, node: the destination, and the proxy's name there.
+        families: makes the families of the page.
+        stats: shows the number of lost requests.
+        clock: the clock of the interval.
+    """
     described = {
         "service.name": "ztunnel",
         "service.version": __version__,
@@ -28,14 +34,10 @@ async def exported(
         "service.namespace": node.cluster,
     }
 
-    async def families() -> Iterable[Family]:
-        from ztunnel.proxy.envoy.stats.prometheus import (
-            scraped,  # as the page: see ztunnel.runtime.http.exposition
-        )
+    async def made() -> Iterable[Family]:
+        return families()
 
-        return scraped(stats, times)
-
-    export = MetricExport(settings, {name: value for name, value in described.items() if value}, families, clock)
+    export = MetricExport(settings, {name: value for name, value in described.items() if value}, made, clock)
     stats.scope("otlp").gauge("metrics_dropped", lambda: export.dropped)
     tasks = Tasks("otlp")
     tasks.keep(export.run, "metrics export")

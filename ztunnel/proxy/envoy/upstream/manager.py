@@ -138,7 +138,7 @@ class ClusterManager:
                     await asyncio.sleep(0)  # let connections proceed while a large mesh is applied
         gone = set(update.removed)
         if update.complete:
-            gone |= {name for name in (*self._active, *self._warming) if name not in seen}
+            gone |= {name for name in (*self._active, *self._warming, *self.failures) if name not in seen}
         for name in gone - self._static:
             self._remove(name)
         if changed or gone:

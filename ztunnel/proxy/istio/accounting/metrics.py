@@ -24,6 +24,7 @@ from xds.model.workload import Workload
 from ztunnel.policy.ledger import Ledger, LedgerCopy, Use
 from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
+from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.flows.history import Steps
 from ztunnel.proxy.flows.ring import FlowRing
@@ -640,14 +641,6 @@ class Metrics(ConnectionTimes):
         for part in self.counts():
             page.add(part)
         return page
-
-
-class Gauge(NamedTuple):
-    """A number that is read when a page is requested; ``kind`` is ``gauge`` or ``counter``."""
-
-    kind: str
-    help: str
-    read: Callable[[], float]
 
 
 def _add(own: dict[LabelsT, int], others: Mapping[LabelsT, int]) -> None:

@@ -272,4 +272,4 @@ def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> Li
     """Return Calico's policies that this process enforces, or None. Each process watches their source itself."""
     if config.policies is None:
         return None
-    return live_policies(config.policies, clock, metrics.ledger.calico)
+    return live_policies(config.policies, clock, metrics.ledger.calico, partial(metrics.waited, "policy"))

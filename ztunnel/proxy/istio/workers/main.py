@@ -29,7 +29,8 @@ from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Changes
-from ztunnel.proxy.istio.accounting.metrics import Gauge, Metrics
+from ztunnel.proxy.dataplane.gauges import Gauge
+from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.admin.inspected import Connections
 from ztunnel.proxy.istio.certificates.manager import CertificateManager, WorkloadCertificate
 from ztunnel.proxy.istio.path.node import Node

@@ -60,7 +60,6 @@ class ControlPlane:
         self._pending = {AUTHORIZATION} if config.xds_on_demand else {ADDRESS, AUTHORIZATION}
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._began_s = asyncio.get_running_loop().time()
-        self._updated_s: float | None = None
         metrics.xds_terminations = self.terminations
 
     def _ads(self) -> AdsClient:
@@ -172,7 +171,6 @@ class ControlPlane:
             size = sum(len(resource.body.value) for resource in update.resources)
             metrics.xds_messages[type_url] = metrics.xds_messages.get(type_url, 0) + 1
             metrics.xds_bytes[type_url] = metrics.xds_bytes.get(type_url, 0) + size
-            self._updated_s = asyncio.get_running_loop().time()
             try:
                 await receive(update)  # raises UpdateRejected for a NACK, which does not make us ready
                 if last is not None:
@@ -237,7 +235,8 @@ class ControlPlane:
     @property
     def updated_ago_s(self) -> float | None:
         """Seconds since the control plane's last message. None before the first."""
-        return None if self._updated_s is None else asyncio.get_running_loop().time() - self._updated_s
+        received_at_s = self._client.stats.received_at_s if self._client is not None else None
+        return None if received_at_s is None else asyncio.get_running_loop().time() - received_at_s
 
     def refused(self) -> Iterator[tuple[str, str, str]]:
         """Iterate over the resources that could not be read and have no later version: (type, name, reason)."""

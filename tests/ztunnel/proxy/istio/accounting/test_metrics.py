@@ -14,17 +14,11 @@ from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import WorkloadUid
 from ztunnel.policy.ledger import TierPolicy, Use
+from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.flows.history import STEP_S
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.metrics import (
-    EXPIRY_S,
-    Gauge,
-    Metrics,
-    PeerLabels,
-    TrafficSeries,
-    traffic_labels,
-)
+from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, Metrics, PeerLabels, TrafficSeries, traffic_labels
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.accounting.sweep import sample
 from ztunnel.runtime.durations import DNS_BUCKETS, Durations

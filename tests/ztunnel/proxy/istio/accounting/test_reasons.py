@@ -88,7 +88,7 @@ def test_the_series_of_times_do_not_grow_with_the_mesh() -> None:
             number += 1
     found = [samples(metrics, each.name + end) for each in HISTOGRAMS for end in ("_bucket", "_sum", "_count")]
     assert sum(len(each) for each in found) == number * (13 + 2)
-    assert number == 15
+    assert number == 16
 
 
 def test_the_configuration_is_on_the_page() -> None:
