@@ -280,11 +280,8 @@ def test_a_hundred_pods_at_once(tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:
             spaces = [stack.enter_context(Netns.create()) for _ in range(100)]
             async with lone_proxy(tmp_path) as (proxy, agent):
-                began = time.monotonic()
                 for number, space in enumerate(spaces):
                     assert await agent.add(f"uid-{number}", space, info(number)) == ""
-                took_s = time.monotonic() - began
-                assert took_s < 5
                 states = proxy.dump()["workloadState"]
                 assert len(states) == 100
                 assert {state["state"] for state in states.values()} == {"Up"}

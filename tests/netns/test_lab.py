@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -41,12 +40,10 @@ def ours(prefix: str) -> list[str]:
     return [name for name in netns.names() if name.startswith(prefix)]
 
 
-def test_two_nodes_and_six_pods_stand_and_go_within_three_seconds() -> None:
-    start = time.monotonic()
+def test_two_nodes_and_six_pods_stand_and_leave_nothing() -> None:
     with Lab(PLAN) as lab:
         assert len(ours(lab.prefix)) == 1 + 2 + 2 + 6
         prefix = lab.prefix
-    assert time.monotonic() - start < 3
     assert ours(prefix) == []
 
 

