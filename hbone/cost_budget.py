@@ -34,8 +34,8 @@ class CostBudget:
         """
         self._work.spend(now_s, units)
         pause_s = self._work.overdrawn_s
-        # Pauses for what the peer's other connections have done are no reason to end this one: one workload may
-        # share its name with a hundred others.
+        # A pause that the peer's other connections have caused is no reason to end this one: a hundred workloads
+        # can share one name.
         if pause_s and not self._stalls.spend(now_s, pause_s):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
         shared = self.shared

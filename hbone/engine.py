@@ -170,9 +170,9 @@ class Engine(Sender):
         return self._unparsed is not None or self._long_block is not None
 
     def share(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
-        """Pay from ``share`` as well, and grow in it, as the other connections of the same peer do.
+        """Charge costs to ``share`` and take window growth from it, together with the peer's other connections.
 
-        Windows grow in ``pod``, too, if there is one. Called before the first stream, or after the move from
+        Windows also grow from ``pod``, if there is one. Called before the first stream, or after the move from
         another process; :meth:`leave_share` ends it.
         """
         self._costs.shared = share.work
@@ -314,7 +314,9 @@ class Engine(Sender):
             raise _failure(error) from error
 
     def _continue_block(self) -> None:
-        """Decode a long block until it is complete or the slice is over; no frame is read before that."""
+        """Decode a long block until it is complete or the slice is over. No other frame is read before the block
+        is complete.
+        """
         reader, block = self._reader, self._long_block
         assert block is not None
         decoder = self._requests if self._server else self._responses

@@ -138,7 +138,7 @@ class PeerQuota:
             self._windows.used += size
 
     def return_window(self, size: int) -> None:
-        """Record that a connection's window has shrunk by ``size``, or is gone."""
+        """Record that a connection's window has shrunk by ``size``, or was closed with this size."""
         self.window_bytes -= size
         if self._windows is not None:
             self._windows.release(size)

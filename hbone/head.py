@@ -107,7 +107,7 @@ def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
     return pseudo, tuple(headers)
 
 
-@lru_cache(maxsize=256)  # names recur; one that does not costs no more than without a cache
+@lru_cache(maxsize=256)  # names recur; the cache does not slow down a name that does not
 def _fault(name: bytes) -> str:
     """Return the fault in the name of a regular field, or the empty string."""
     if _NAME.match(name) is None:

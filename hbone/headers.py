@@ -1,7 +1,7 @@
 """Header fields of tunnels, as values: authority, baggage, forwarded, traceparent.
 
-Writers give exactly what the Rust ztunnel sends; readers accept what it accepts. Identifiers and random
-bytes are arguments.
+Writers produce exactly the Rust ztunnel's form, and readers accept what it accepts. Identifiers and random bytes
+are arguments.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class BlockDecoder(Generic[T]):
     Args:
         max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
         parse: see above.
-        oversized: stands for a list beyond that. Lists up to :data:`TOLERATED_LIST_BYTES` are read all the same:
-            the dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
+        oversized: the result for a larger list. Lists up to :data:`TOLERATED_LIST_BYTES` are decoded nevertheless,
+            which keeps the dynamic tables of both sides equal. So one bad request ends its own stream only.
     """
 
     __slots__ = (
@@ -356,7 +356,7 @@ class BlockEncoder:
         return whole
 
     def field(self, header: Header) -> bytes:
-        """Return one field, which leaves the peer's table unchanged; its name must be in lower case."""
+        """Encode one field so that the peer's table does not change. The name must be in lower case."""
         name, value = header
         beginning = self._names.get(name)
         if beginning is None:

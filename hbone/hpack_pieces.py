@@ -42,11 +42,13 @@ class Piece(NamedTuple):
 def next_piece(block: bytes, start: int) -> Piece:
     """Return the piece that begins at ``start``, the beginning of a field.
 
-    A piece never begins with a dynamic table size update but at the start of the block: inside it is an error (RFC
-    7541, 4.2), which the library finds when it sees what was before. Two are all that a block needs there.
+    Dynamic table size updates begin a piece only at the start of the block. Elsewhere they are an error (RFC 7541,
+    4.2), which the library reports because the piece has a field before them. At the start a block needs at most
+    two.
 
     Raises:
-        Unreadable: by the first field of the piece. Others are left to the next piece.
+        Unreadable: the first field of the piece cannot be read. Later unreadable fields are left to the next
+            piece.
     """
     position, end, fields = start, len(block), 0
     while position < end:
@@ -123,10 +125,10 @@ def plain_length(length: int) -> bytes:
 
 
 def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
-    """Return the position behind a field, and where its value is if that is a long string in Huffman codes.
+    """Return the position after a field, and the position of its value if that is a long string in Huffman codes.
 
     Raises:
-        Unreadable: also for a name that is one, which no field has.
+        Unreadable: the field is malformed, or its name is such a string, which no real field has.
     """
     first = block[position]
     if first & 0x80:

@@ -122,7 +122,7 @@ class Output:
         return [self._buffer[: self._end], *self._overflow] if self._end else []
 
     def taken(self) -> None:
-        """Drop what :meth:`views` returned, which was sent, and return the buffer; idempotent."""
+        """Drop the data returned by :meth:`views` after it was sent, and release the buffer; idempotent."""
         if self._buffer is not None:
             self._buffers.release(self._buffer)
             self._buffer = None

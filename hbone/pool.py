@@ -119,7 +119,7 @@ class PoolState:
         self._settings = settings
         self._keys: dict[Hashable, _Key] = {}
         self._members: dict[ConnectionId, _Member] = {}
-        #: Both longest idle first; every spare one is among the idle ones, too.
+        #: Both have the longest idle connection first. Every spare connection is among the idle ones, too.
         self._idle: OrderedDict[ConnectionId, None] = OrderedDict()
         self._spare: OrderedDict[ConnectionId, None] = OrderedDict()
         self._waiting: dict[WaiterId, Hashable] = {}
@@ -383,7 +383,7 @@ class PoolState:
             member.draining = not member.left
 
     def _became_busy(self, connection: ConnectionId) -> None:
-        """Remove a connection that got a stream, or is gone, from the idle and the spare ones."""
+        """Remove a connection that got a stream or has ended from the idle and the spare connections."""
         self._idle.pop(connection, None)
         if self._spare:
             self._spare.pop(connection, None)
@@ -416,8 +416,8 @@ class PoolState:
     def _refuse_waiter(self, connection: ConnectionId, member: _Member, now_s: float) -> list[Action]:
         """Drain a connection whose peer allows no streams, and fail one waiter.
 
-        With SETTINGS_MAX_CONCURRENT_STREAMS 0 each new connection would be as useless. Failing a waiter for each
-        ends the dials with the waiters.
+        If SETTINGS_MAX_CONCURRENT_STREAMS is 0, further connections would be equally useless. Failing one waiter
+        for each connection ends the dials after the last waiter.
         """
         entry = self._keys[member.key]
         actions: list[Action] = []

@@ -61,11 +61,11 @@ class FrameSink(Protocol):
         """Take a complete header block."""
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Take any other frame with its payload; of an unknown one no payload."""
+        """Handle any other frame with its payload. The payload of an unknown frame is empty."""
 
 
 class FrameReader:
-    """Feeds a :class:`FrameSink`; the caller passes it on each call, so that there is no cycle."""
+    """Feeds a :class:`FrameSink`. The caller passes the sink on each call, which avoids a reference cycle."""
 
     __slots__ = (
         "_block",

@@ -209,7 +209,7 @@ class Sender:
                 stream.send_window -= size
                 self._send_window -= size
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id, body))
-            else:  # the body explains the status and may be lost; it is not worth a queue of its own
+            else:  # the body only explains the status; losing it does not justify a queue
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id))
         if ended or body:
             self._local_ended(stream_id, stream)
@@ -260,7 +260,9 @@ class Sender:
             )
 
     def goaway(self, code: int = ErrorCode.NO_ERROR) -> None:
-        """Send the final GOAWAY with the peer's last stream that was taken; later ones are not answered."""
+        """Send the final GOAWAY, with the last stream of the peer that was accepted. Later streams are not
+        answered.
+        """
         self.draining = True
         if self._goaway_limit is None or code != ErrorCode.NO_ERROR:
             self._goaway_limit = self._last_peer_id
@@ -286,13 +288,13 @@ class Sender:
     def reserve_many(self, stream_id: int, limit: int) -> list[memoryview] | None:
         """Like :meth:`reserve`, but with one view per frame, so that one read can fill several frames.
 
-        For peers with small frames, where one view would mean one system call per 16 KiB.
+        For peers with small frames: a single view would need one system call per 16 KiB.
         """
         allowed = self._allowed(stream_id, limit)
         return self.output.reserve_many(allowed, self.peer_max_frame_bytes) if allowed else None
 
     def commit(self, stream_id: int, size: int) -> None:
-        """Send the first ``size`` bytes, at least 1, of what was put into the reserved room."""
+        """Send the first ``size`` bytes, at least 1, of the reserved room."""
         stream = self._streams[stream_id]
         stream.send_window -= size
         self._send_window -= size
@@ -323,7 +325,7 @@ class Sender:
         if window.unacknowledged >= window.credit:
             self._renew_connection()
         stream = self._streams.get(stream_id)
-        # A peer that has ended needs no credit for the stream; the connection's has gone back above.
+        # A peer that has ended the stream needs no more credit for it. The connection's credit was returned above.
         if stream is not None and (stream.state is OPEN or stream.state is HALF_CLOSED_LOCAL):
             stream.unacknowledged += size
             if stream.unacknowledged >= stream.step:
@@ -334,10 +336,11 @@ class Sender:
                     self._renew_connection()
 
     def _renew_connection(self) -> None:
-        """Return the connection's credit; called when no less is due than the peer has left.
+        """Return the connection's credit. Called when the credit due is at least as large as the peer's remaining
+        window.
 
-        Relative to the remaining window, not to the whole: if slow streams pin most of the window, live ones use
-        the rest, however small. So this is checked when bytes arrive, not only when they leave.
+        The comparison is with the remaining window, not with the whole: if slow streams pin most of the window,
+        live ones use the rest, however small. So this is checked when bytes arrive, not only when they leave.
         """
         window = self._window
         if window.unacknowledged > 0:
@@ -359,7 +362,7 @@ class Sender:
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
         # The exhausted window decides which WINDOW_UPDATE reports room again (WindowOpened). Only a sender that
-        # has asked for room is notified, so idle streams cause no work.
+        # has requested room is notified, so idle streams cause no work.
         allowed = stream.send_window
         if allowed <= 0:
             stream.blocked = True

@@ -129,8 +129,8 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
 
 RECEIVED: Final[dict[Role, dict[StreamState, dict[StreamFrame, Verdict]]]] = {
     Role.SERVER: _BY_SERVER,
-    # A server opens no streams without push, and may send informational heads before the final one. Its HEADERS
-    # on a stream that is gone answer a request which we gave up.
+    # Without push, a server opens no streams. It can send informational heads before the final one. HEADERS on an
+    # ended stream answer a request that we have abandoned.
     Role.CLIENT: {
         **_BY_SERVER,
         _S.IDLE: dict.fromkeys(_F, _UNEXPECTED),

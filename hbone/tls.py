@@ -38,7 +38,7 @@ _KEY_UPDATE_BYTES: Final = 5  # the length of the whole message
 _NO_EARLY_DATA: Final = 2  # SSL_READ_EARLY_DATA_FINISH
 
 _REASONS: Final = (
-    # OpenSSL's reason texts; alerts read "... alert <name>" and came from the peer.
+    # OpenSSL's reason texts. Texts of the form "... alert <name>" are alerts that the peer has sent.
     ("did not return a certificate", TlsReason.NO_CERT),
     ("certificate required", TlsReason.NO_CERT),
     ("certificate expired", TlsReason.EXPIRED),
@@ -117,15 +117,16 @@ class TlsStream(ABC):
 
     @abstractmethod
     def handshake(self) -> bool:
-        """Advance the handshake by what was received; return whether it is finished.
+        """Advance the handshake with the received bytes; return whether it is finished.
 
         Raises:
-            TlsError: it failed; :meth:`seal` holds the alert.
+            TlsError: it failed; :meth:`seal` returns the alert to send.
         """
 
     @abstractmethod
     def read_into(self, plain: memoryview) -> int:
-        """Decrypt into ``plain``; less than its length: the ciphertext is used up, or the peer closed.
+        """Decrypt into ``plain`` and return the number of bytes. Fewer than its length: the ciphertext is used up,
+        or the peer has closed.
 
         Raises:
             TlsError: a record or alert that ends the connection.
@@ -133,7 +134,7 @@ class TlsStream(ABC):
 
     @abstractmethod
     def seal(self, plain: memoryview | bytes, out: memoryview) -> int:
-        """Encrypt ``plain`` behind what already waits to be sent; bytes of ``out`` that were filled.
+        """Encrypt ``plain`` into ``out``, after output that is already queued. Return the number of bytes written.
 
         ``out`` must have :func:`sealed_bytes` of room. ``plain`` can be empty, and must be empty before the
         handshake is finished.
@@ -337,9 +338,9 @@ class TlsSession(TlsStream):
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
             self._connection._raise_ssl_error(ssl, -1)
         half_rtt_data, self._half_rtt_data = self._half_rtt_data, b""
-        # SSL_read_early_data also returns after a HelloRetryRequest, when there is no key yet, and only once.
-        # Then, and with TLS 1.2, the data follows after the handshake like all other: the caller sees
-        # half_rtt_sent False.
+        # SSL_read_early_data also returns after a HelloRetryRequest, when there is no key yet, and only once. In
+        # that case, and with TLS 1.2, the data is sent after the handshake like any other, and half_rtt_sent is
+        # False.
         finished = _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION and self._connection.get_finished() is not None
         if finished:
             if not _lib.SSL_write_early_data(ssl, half_rtt_data, len(half_rtt_data), size):

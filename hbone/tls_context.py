@@ -117,7 +117,7 @@ class NoCommonProtocol(Exception):
 
 
 class Verification:
-    """How one handshake judges the peer, and what its callbacks saw.
+    """The judgement of the peer in one handshake, and the values collected by its callbacks.
 
     Attributes:
         secrets: the traffic secrets by sender, ``CLIENT`` and ``SERVER``, of a connection that can move.
@@ -271,10 +271,11 @@ class TlsContext:
 
 
 def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any_chain: bool = False) -> Any:
-    """Install our callback, which asks the handshake's ``verify``; returns what must outlive ``raw``.
+    """Install our callback, which calls the handshake's ``verify``. Return objects that must live as long as
+    ``raw``.
 
-    OpenSSL calls it per certificate: errors first, then from the root down to the leaf. Not pyOpenSSL's
-    wrapper, because that gives no way to choose the error, and the error chooses the alert the peer sees.
+    OpenSSL calls the callback per certificate: errors first, then from the root down to the leaf. pyOpenSSL's
+    wrapper is not used, because it cannot choose the error, which determines the alert sent to the peer.
     """
 
     def callback(accepted: int, store: Any) -> int:
@@ -288,7 +289,7 @@ def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any
                 return _judge_error(store, seen, allow_expired=allow_expired)
             depth = _lib.X509_STORE_CTX_get_error_depth(store)
             if any_chain and depth:
-                return 1  # what an unverified issuer says about the leaf proves nothing about the peer
+                return 1  # an unverified issuer's statements about the leaf prove nothing
             seen.chain[depth] = _current_certificate(store)
             refusal: str | Refusal | None = None
             if depth == 0 and seen.verify is not None:

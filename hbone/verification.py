@@ -1,8 +1,8 @@
-"""Whether a chain of certificates would be accepted in a handshake, judged by OpenSSL without one.
+"""Whether a chain of certificates would be accepted in a handshake, decided by OpenSSL without a handshake.
 
 OpenSSL checks the same as in the handshakes of :mod:`hbone.tls_context`: basic constraints, key usage, extended
-key usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Times are
-left to the caller, which asks again later.
+key usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Validity
+periods are left to the caller, which checks them repeatedly.
 """
 
 from collections.abc import Sequence
@@ -58,5 +58,5 @@ def _is_strong(certificate: x509.Certificate) -> bool:
 
 
 def _is_strongly_signed(certificate: x509.Certificate) -> bool:
-    digest = certificate.signature_hash_algorithm  # None: an algorithm with a digest of its own, such as Ed25519
+    digest = certificate.signature_hash_algorithm  # None: the algorithm has its own digest, such as Ed25519
     return digest is None or digest.digest_size >= _DIGEST_BYTES

@@ -100,7 +100,7 @@ class ConnectionWindow:
         """Bytes delivered whose credit the peer has not got back; negative: the window has become smaller."""
 
     def join(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
-        """Take what goes beyond the first window from ``share`` and ``pod``.
+        """Take window growth beyond the first window from ``share`` and ``pod``.
 
         Called before any stream is open, or after the connection has moved here. Windows that have grown in the
         other process are counted even above the limits: granted credit cannot be withdrawn. No window grows then.

@@ -1,9 +1,9 @@
 """A share of the connections to a service prefers the endpoints of one version.
 
-    ztunnel proxy --addon canary.py \\
+    ztunnel proxy --addon canary.py \
         --addon-option canary.service=reviews.default.svc.cluster.local --addon-option canary.share=0.05
 
-Without an endpoint of that version the connection goes to any. A service with a waypoint is left to the waypoint.
+If no endpoint has that version, the connection uses any other. Services with a waypoint are not changed.
 """
 
 import random

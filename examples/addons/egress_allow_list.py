@@ -35,7 +35,7 @@ class EgressAllowList(Addon):
         inside = bool(facts.service or facts.destination.name)
         if inside or (self.namespaces and facts.source.namespace not in self.namespaces):
             return None
-        if facts.server_name:  # what the server will be asked for counts before what DNS was asked for
+        if facts.server_name:  # the name in TLS has precedence over names resolved by DNS
             return None if self.allows(facts.server_name) else Deny(f"{facts.server_name} is not allowed")
         if any(map(self.allows, facts.names)):
             return None

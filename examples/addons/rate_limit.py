@@ -2,7 +2,7 @@
 
     ztunnel proxy --addon rate_limit.py --addon-option rate-limit.per_second=50
 
-Counts are of one process. With several workers each admits its own share.
+Each process counts separately, so with several workers each admits this rate.
 """
 
 import time

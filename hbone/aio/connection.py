@@ -69,7 +69,7 @@ class RequestSink(Protocol):
     """Server: takes the requests of a connection."""
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
-        """Handle a new stream; ``ended``: END_STREAM came with the request."""
+        """Handle a new stream. ``ended``: END_STREAM was sent with the request."""
 
     def cancel(self, tunnel: Tunnel) -> None:
         """Stop handling, because the stream is closed. Idempotent, and has no effect after the answer."""
@@ -177,12 +177,12 @@ class Connection(ConnectionTunnels):
         if tls is None or not tls.half_rtt_sent:
             self.engine.start()
         if self._closing and self.role is Role.SERVER:
-            self.engine.drain()  # asked for during the handshake; GOAWAY may not come before SETTINGS
+            self.engine.drain()  # requested during the handshake; GOAWAY must not precede SETTINGS
         if self.role is Role.SERVER:
             self.flush()
         else:
-            # The tunnel that this connection was dialled for opens in this turn: its CONNECT, our SETTINGS and the
-            # answer to the server's leave as one segment.
+            # The tunnel for which this connection was dialled opens in this turn. Its CONNECT, our SETTINGS and
+            # our ACK of the server's SETTINGS leave in one segment.
             self.poller.schedule_flush(self)
         self._keep_alive()
         limit_s = self.settings.first_request_timeout_s
@@ -222,9 +222,9 @@ class Connection(ConnectionTunnels):
                 self._take_turn()
 
     def _joins_line(self) -> bool:
-        """Whether to wait in line with an event, because others do.
+        """Return whether to queue this event's work, because other connections are waiting.
 
-        A step of a handshake takes a millisecond: there is one in each turn, and the next ones wait.
+        A step of a handshake takes a millisecond. Each turn runs one, and further ones wait.
         """
         poller = self.poller
         if self._established.done():
@@ -467,7 +467,7 @@ class Connection(ConnectionTunnels):
         return self.error is not None
 
     def wait_closed(self) -> asyncio.Future[None]:
-        """Return a future that resolves when the connection has ended; :attr:`error` says why."""
+        """Return a future that resolves when the connection has ended. The reason is in :attr:`error`."""
         return asyncio.shield(self._closed)
 
     # Moving to another process: see hbone.aio.handover

@@ -82,8 +82,8 @@ class ConnectionTunnels(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # Tunnels send in the order of running out of room. A tunnel without room goes back to the end of
-                # the queue, so that tunnels share a small window in turn.
+                # Tunnels send in the order in which they ran out of room. If a tunnel has no room again, it goes
+                # to the end of the queue, so that tunnels share a small window fairly.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:
@@ -125,7 +125,7 @@ class ConnectionTunnels(TunnelCarrier):
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
         if not self.link.blocked:
             if not self.dirty:
-                # Also if the following read returns no bytes, because flush() releases the borrowed buffer.
+                # Needed even if the following read returns no bytes: the flush releases the borrowed buffer.
                 self.poller.schedule_flush(self)
             room = self.engine.reserve(tunnel.stream_id, limit)
             if room is None and self._made_room():
@@ -148,7 +148,7 @@ class ConnectionTunnels(TunnelCarrier):
         return None
 
     def _made_room(self) -> bool:
-        """Send a full output buffer before the end of the turn; return whether that made room."""
+        """Send a full output buffer before the end of the turn. Return whether there is room afterwards."""
         if not self.engine.output.full:
             return False
         self._write()

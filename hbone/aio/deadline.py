@@ -1,8 +1,8 @@
-"""A time limit for part of a coroutine, at a tenth of what :func:`asyncio.timeout` costs.
+"""A time limit for part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
 
-Each connection has one or two, and nearly none passes: a timer of the loop, made and cancelled per connection,
-is most of their cost. These share one timer per length (:mod:`hbone.aio.interval_timer`), and are up to a 64th of
-their length late.
+Each connection has one or two, and hardly any expires. Most of their cost would be creating and cancelling a timer
+of the loop per connection. Deadlines of one length share a timer (:mod:`hbone.aio.interval_timer`), and expire up
+to a 64th of their length late.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """
@@ -21,11 +21,12 @@ from hbone.aio.poller import Poller
 class Deadline:
     """Raises TimeoutError out of ``with Deadline(poller, after_s):`` by cancelling the fiber or task inside.
 
-    As with :func:`asyncio.timeout`, a cancellation from elsewhere stays one. To be entered once.
+    Like with :func:`asyncio.timeout`, a cancellation by someone else remains a CancelledError. Enter each object
+    once.
 
     Args:
         poller: the fiber's poller.
-        after_s: the limit. Few different ones, such as a configuration's, because each has a timer.
+        after_s: the limit. Use few different values, such as a configuration's, because each has a timer.
     """
 
     __slots__ = ("_after_s", "_cancelling", "_poller", "_task", "_timer", "passed")

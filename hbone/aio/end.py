@@ -56,7 +56,9 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def sink_broken(self, end: End, error: Exception) -> None:
-        """``end`` discards from now on; the relay lingers for the other direction, within a limit."""
+        """Record that ``end`` discards its output from now on. The relay continues with the other direction for a
+        limited time.
+        """
 
     @abstractmethod
     def fail(self, end: End, error: Exception) -> None:
@@ -137,7 +139,7 @@ class End(ABC):
 
     @abstractmethod
     def write_eof(self) -> None:
-        """End this direction; the network learns it after what is pending. No bytes may follow."""
+        """End this direction. The network is notified after the pending bytes. No bytes may follow."""
 
     @abstractmethod
     def write_reset(self) -> None:

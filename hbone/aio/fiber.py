@@ -30,9 +30,9 @@ _register: Callable[[Any], None] = asyncio._register_task
 
 
 class OneShotFuture(asyncio.Future[T]):
-    """Single-waiter future; the awaiting fiber resumes in the same poller iteration that resolves it.
+    """A future for one waiter. The awaiting fiber resumes in the same poller iteration that resolves it.
 
-    Further waiters, and waiters that are no fibers, are woken up as by any :class:`asyncio.Future`.
+    Further waiters, and waiters that are not fibers, are woken up as by any :class:`asyncio.Future`.
     """
 
     __slots__ = ("fiber",)
@@ -181,7 +181,7 @@ class Fiber(asyncio.Future[None]):
         ended, self._ended = self._ended, None
         if ended is not None:
             ended(self)
-        # From Python 3.12 on the frames of an error know this one as the one below them.
+        # From Python 3.12 on the frames of an error would keep this frame, and this object, alive.
         del self
 
     def _wait(self, future: Any) -> None:
@@ -190,9 +190,9 @@ class Fiber(asyncio.Future[None]):
             return
         future._asyncio_future_blocking = False
         self._waiting = future
-        # The one place where a fiber differs from a task. A OneShotFuture keeps the fiber itself and hands it to
-        # the poller, where a done callback would go through the loop and resume in its next iteration. The class
-        # is compared by identity: a subclass may settle by other means.
+        # The only difference from a task. A OneShotFuture keeps the fiber and passes it to the poller. A done
+        # callback would pass through the loop and resume in its next iteration. The class is compared by identity,
+        # because a subclass can resolve differently.
         if type(future) is OneShotFuture and future.fiber is None and not future.done():
             future.fiber = self
         else:
@@ -207,10 +207,10 @@ class Fiber(asyncio.Future[None]):
 
 
 def current(poller: Poller) -> Running:
-    """Return the fiber that is running, else asyncio's task; :func:`asyncio.current_task` without its look-ups.
+    """Return the running fiber, otherwise asyncio's current task. Faster than :func:`asyncio.current_task`.
 
     Raises:
-        RuntimeError: neither is.
+        RuntimeError: no fiber or task is running.
     """
     running = poller.running
     if running is not None:

@@ -90,8 +90,9 @@ class Link:
             raise LinkClosed(notified=False)
         self.poller.read_bytes += size
         self.read_bytes += size
-        # A short read has emptied a stream socket, so the read that would fail with EAGAIN is saved (epoll(7)).
-        # Only an end that was reported already does not come again as an edge: it must be read now.
+        # A short read has emptied a stream socket, so another read, which would fail with EAGAIN, is saved
+        # (epoll(7)). An end that was already reported does not cause another edge, so then the socket must be read
+        # now.
         if size < len(into) and not self._hung_up:
             self.readable = False
         return size

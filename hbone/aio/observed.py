@@ -36,11 +36,11 @@ class StreamObserver(Protocol):
 
 
 class ObservedEnd(End):
-    """Stands for ``inner`` in a relay; closing it closes ``inner``.
+    """Replaces ``inner`` in a relay; closing it closes ``inner``.
 
     Args:
-        inner: the end that is observed; only before a relay.
-        observer: is called from the join of a relay to its end.
+        inner: the observed end. No relay must use it yet.
+        observer: called from the start of the relay to its end.
     """
 
     __slots__ = ("_observer", "_rooms", "inner")
@@ -94,7 +94,7 @@ class ObservedEnd(End):
 
     def commit(self, size: int) -> None:
         rooms, self._rooms = self._rooms, []
-        # An end whose network is gone takes bytes and discards them: they were not sent.
+        # An end without a network discards its input, so these bytes were not sent.
         if self.inner.sink is not SINK_BROKEN:
             _show(self._observer.sent, rooms, size)
         self.inner.commit(size)
@@ -122,7 +122,7 @@ class ObservedEnd(End):
     def delivered(self, size: int) -> None:
         self.inner.delivered(size)
 
-    # Calls from the stand-in of the other end: bytes from the inner end's network
+    # Calls by the peer of the inner end: bytes from its network
 
     def show_received(self, chunks: list[memoryview], size: int) -> None:
         """Count and show ``size`` bytes of ``chunks``; they are passed on after this."""

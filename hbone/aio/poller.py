@@ -71,7 +71,7 @@ class Handler(Protocol):
     """The object that handles the events of a watched file descriptor."""
 
     def on_event(self, mask: int) -> None:
-        """Handle ``mask`` of EPOLL bits; 0: a call that :meth:`Poller.requeue` asked for."""
+        """Handle ``mask`` of EPOLL bits. 0: the call was requested by :meth:`Poller.requeue`."""
 
     def on_bug(self, error: Exception) -> None:
         """Release all resources, because a callback of this handler raised an unexpected error."""
@@ -166,11 +166,11 @@ class Poller:
         return most
 
     def register(self, fd: int, handler: Handler) -> None:
-        """Watch ``fd``, which must be non-blocking, for bytes and ends.
+        """Watch ``fd``, which must be non-blocking, for received bytes and for its end.
 
-        Edge-triggered: an event comes once per arrival, so a handler reads until the socket is empty, or calls
-        :meth:`requeue`. Bytes that are there already are an event of the next turn. Room to write is none: see
-        :meth:`watch_writable`.
+        Edge-triggered: an event is reported once per arrival, so a handler reads until the socket is empty, or
+        calls :meth:`requeue`. Bytes that have already arrived are an event of the next turn. Room to write is not
+        reported: see :meth:`watch_writable`.
         """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
@@ -250,7 +250,7 @@ class Poller:
     def call_soon(self, waiting: Steppable) -> None:
         """Call ``waiting.step()`` once the turn's events are handled and no scratch buffer is in use.
 
-        In this turn, or in a later one when there are more than fit into :data:`STEPS_S`; in the order of calls.
+        Steps run in the order of these calls. When :data:`STEPS_S` is used up, the rest run in later turns.
         """
         if self._closed:
             self._loop.call_soon(waiting.step)
@@ -463,7 +463,7 @@ class Poller:
         return self._closed  # a method, because type checkers assume an attribute unchanged after calls
 
     def _failed(self, owner: object, error: BaseException) -> None:
-        """Report the error of a callback to its owner; raises only what ends the process."""
+        """Report the error of a callback to its owner. Raises only errors that end the process."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
         self._report(owner, error)

@@ -344,8 +344,9 @@ class Pool:
         if self._timer is None:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
-                # One timer at a time, and it may not oversleep: a connection that becomes spare after this call is
-                # due before the idle ones, but never sooner than the spare timeout.
+                # There is one timer at a time, and it must not be late for an earlier deadline: a connection that
+                # becomes spare after this call is due before the idle ones, but never sooner than the spare
+                # timeout.
                 soonest_s = self._loop.time() + self.settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 

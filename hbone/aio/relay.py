@@ -94,10 +94,10 @@ class MovedRelay:
     """The progress of a relay in another process.
 
     Attributes:
-        first: the end that stopped first. ``None``: neither has.
+        first: the end that stopped first. ``None``: both are running.
         open_sinks: the ends whose output is not over.
         quiet: how many eighths of the idle time have passed without bytes.
-        seen: bytes moved in both directions at the last check; -1 before the first.
+        seen: the bytes moved in both directions until the last check; -1 before the first.
     """
 
     first: End | None
@@ -107,8 +107,8 @@ class MovedRelay:
 
 
 class Relay(RelayObserver):
-    """A running relay. It reports its end to ``on_end``; without one, await it once for its :class:`RelayEnd`.
-    Cancelling that aborts it.
+    """A running relay. It calls ``on_end`` when it ends. Without ``on_end``, await it once for its
+    :class:`RelayEnd`; cancelling this await aborts the relay.
     """
 
     __slots__ = (
@@ -196,7 +196,7 @@ class Relay(RelayObserver):
 
     @property
     def ends(self) -> tuple[End, End] | None:
-        """Both ends of the relay; ``None`` when the relay is over."""
+        """The two ends of the relay, or ``None`` when the relay is over."""
         a, b = self._a, self._b
         return None if a is None or b is None else (a, b)
 

@@ -47,7 +47,7 @@ class Request:
         """Answer 200 and return the stream as a tunnel, which the caller closes.
 
         Raises:
-            TunnelBroken: the stream is gone.
+            TunnelBroken: the stream has ended.
             LocalProtocolError: the request was already answered, or is not a CONNECT.
         """
         if not self.head.is_tunnel:
@@ -279,8 +279,8 @@ async def serve_to_end(connection: Connection, requests: Requests) -> None:
     """Wait until an established connection and all its handlers are over. Cancelling ends both."""
     try:
         await connection.wait_closed()
-        # The connection is gone, but the bytes it brought are not all delivered: an application that reads slowly
-        # still gets them, and relays whose tunnel is gone end within their linger.
+        # The connection has ended, but its received bytes are not all delivered. An application that reads slowly
+        # still gets them. Relays without a tunnel end within their linger time.
         await requests.wait(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")

@@ -26,12 +26,12 @@ LASTING_S: Final = 10.0
 :meth:`PlainSocket.when_lasting`.
 """
 _UNREAD_BYTES: Final = 1 << 30  # more than any receive buffer
-_MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
+_MOST_CHUNKS = 64  # buffers of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
 def abort_on_close(sock: socket.SocketType) -> None:
     """Let ``close`` send RST instead of FIN (SO_LINGER of socket(7), zero seconds)."""
-    with contextlib.suppress(OSError):  # it is gone already
+    with contextlib.suppress(OSError):  # the socket has already ended
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -397,9 +397,9 @@ class PlainSocket(End):
 
     def _end(self, error: OSError | None) -> None:
         self._readable = False
-        # The kernel reports a reset once, to a send or to a receive, and EOF from then on. So callers pass the
-        # result of a send. EPIPE means that a FIN came before the reset (tcp(7)), so all bytes were read, and only
-        # our direction is broken.
+        # The kernel reports a reset once, to a send or to a receive. Afterwards it reports EOF. So callers pass
+        # the error of a send, if there was one. EPIPE means that a FIN came before the reset (tcp(7)): all bytes
+        # were read, and only our direction is broken.
         if error is None:
             self.advance(EndEvent.READ_EOF)
             if self._hung_up & FAILED:
@@ -531,7 +531,7 @@ class PlainSocket(End):
                 peer.resume()
 
     def _break(self, error: OSError) -> None:
-        """Discard all further output; the other direction ends by itself."""
+        """Discard all further output. The other direction ends separately."""
         self.broken = bare(error)
         self.advance(EndEvent.BREAK, error)
 
@@ -553,7 +553,7 @@ class PlainSocket(End):
         """Send FIN now: the kernel would reset a socket that is closed while received bytes are unread."""
         if self.closed or self.broken is not None or self._pending:
             return
-        with contextlib.suppress(OSError):  # it is gone, or everything is read
+        with contextlib.suppress(OSError):  # the socket has ended, or all bytes are read
             self.sock.shutdown(socket.SHUT_WR)
             # Later bytes are answered with a reset, which does not reach an application that has ended with its
             # FIN.
@@ -569,7 +569,7 @@ class PlainSocket(End):
         return self.sock
 
     def close(self, error: Exception | None = None) -> None:
-        """Close; the kernel sends RST after :meth:`write_reset`, and when unread data is left."""
+        """Close the socket. The kernel sends RST after :meth:`write_reset`, and if unread data is left."""
         if not self.closed:
             self.closed = True
             if self.relay is not None:

@@ -33,7 +33,7 @@ class StartedTask(asyncio.Task[T]):
         super().__init__(_begin(coroutine, self._start), loop=loop, name=name)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the task; before its first step the request takes effect at the first await."""
+        """Cancel the task. A task that has not run yet runs until its first await, and is cancelled there."""
         if self._start.begun or self.done():
             return super().cancel(msg)
         self._start.cancellations.append(msg)

@@ -36,11 +36,11 @@ async def handshake(
     timeout_s: float,
     end: Callable[[Exception], None],
 ) -> None:
-    """Call ``begin`` and wait until ``established`` resolves; in any other case call ``end`` and raise.
+    """Call ``begin`` and wait until ``established`` resolves. If it does not, call ``end`` and raise.
 
     Raises:
-        PeerSilent: not within ``timeout_s``.
-        Exception: what ``established`` raises.
+        PeerSilent: the peer has not finished within ``timeout_s``.
+        Exception: raised by ``established``.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -56,7 +56,7 @@ async def handshake(
 
 
 async def answer(tunnel: Closable, answered: asyncio.Future[T]) -> T:
-    """Wait for the answer to a CONNECT and return it; close the stream when there is none."""
+    """Wait for the answer to a CONNECT and return it. Close the stream if there is none."""
     try:
         return await answered
     except BaseException:

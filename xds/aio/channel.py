@@ -77,13 +77,13 @@ class Keepalive:
 
 
 class Call:
-    """One call: write, read until None or RpcFailed, and cancel it unless it is over by then.
+    """One call. The owner writes, reads until None or RpcFailed, and cancels the call if it is not over by then.
 
-    Reading gives what came before a failure first. One task may read while another writes.
+    Messages received before a failure are read first. One task can read while another writes.
 
     Attributes:
         failure: why the call failed. None while it is open and after an orderly end.
-        over: no more messages come.
+        over: no more messages will arrive.
     """
 
     def __init__(self, connection: "_Connection", call_id: int) -> None:
@@ -471,17 +471,16 @@ class Channel:
     ) -> Call:
         """Begin a call of ``/package.Service/Method``; the caller ends or cancels it.
 
-        Where the server allows no more calls at once, this waits for another call to end.
+        If the server allows no more calls at once, this waits for another call to end.
 
         Args:
             path: the method's path.
             metadata: names in lower case and printable values.
-            timeout_s: sent to the server; keeping it is the caller's part.
+            timeout_s: sent to the server. The caller must enforce it.
 
         Raises:
-            RpcFailed: UNAVAILABLE, there is no connection that takes calls; INVALID_ARGUMENT, the metadata
-            cannot be
-                sent.
+            RpcFailed: UNAVAILABLE, there is no connection that takes calls; INVALID_ARGUMENT, the metadata cannot
+                be sent.
         """
         try:
             fields = request_fields(
@@ -567,8 +566,8 @@ class Channel:
         try:
             if isinstance(outer, Secured):
                 await outer.established
-            # The server's SETTINGS come first of all (RFC 9113, 3.4). Before them its limit of calls is
-            # unknown, and whether it speaks HTTP/2 at all.
+            # The server's SETTINGS are its first frame (RFC 9113, 3.4). Before they arrive, its limit of calls is
+            # unknown, and even whether it speaks HTTP/2.
             await connection.opening
         except BaseException:
             transport.abort()
@@ -576,7 +575,9 @@ class Channel:
         return connection
 
     async def _socket(self) -> socket.socket:
-        """Return a socket connected to the first address that accepts; raise the last one's error if none does."""
+        """Return a socket connected to the first address that accepts. If none does, raise the last address's
+        error.
+        """
         loop = asyncio.get_running_loop()
         addresses: list[tuple[int, int, str | tuple[Any, ...]]]
         if self._path:

@@ -82,8 +82,7 @@ class StreamBroken(XdsError):
 
 @dataclass(slots=True)
 class ControlPlaneStats:
-    """The statistics that Envoy publishes as ``control_plane.*``. There is no rate limit here, so that counter
-    stays 0.
+    """The statistics that Envoy publishes as ``control_plane.*``. Its counter of rate limiting stays 0 here.
 
     Attributes:
         lost_at_s: the loop's time when the last working stream ended. None while a stream works and before the
@@ -301,7 +300,7 @@ class _Stream:
                 try:
                     await call.write(request.SerializeToString())
                 except RpcFailed:
-                    await asyncio.Event().wait()  # the call has ended; the reader learns why and cancels this
+                    await asyncio.Event().wait()  # the call has ended; the reader finds out why and cancels this
                 self.stats.pending_requests -= 1
                 self.stats.connected_state = 1
                 self.stats.lost_at_s = None
@@ -474,9 +473,9 @@ class AdsClient:
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
 
     def resume(self, type_url: str, versions: Mapping[str, str]) -> None:
-        """Hold what an earlier process has received, with the versions of resources by name (delta only).
+        """Store the resources that an earlier process has received, with their versions by name (delta only).
 
-        Called before :meth:`subscribe`; the receiver has the resources already.
+        Called before :meth:`subscribe`. The receiver already has the resources.
         """
         assert isinstance(self._stream.state, DeltaClient)
         self._stream.state.resume(type_url, versions)

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 #: Receivers called in one loop iteration: one response can have 10,000 updates and more.
 _AT_ONCE = 20
 
-#: Resources of an update released in one turn: all 200,000 of a mesh at once would take a tenth of a second.
+#: Resources of an update that are freed in one turn. Freeing all 200,000 of a mesh at once would take a tenth of a
+#: second.
 _FREED = 5000
 
 #: The longest delay of an ACK for warming resources. A guess: endpoints usually arrive within milliseconds. Envoy
@@ -128,7 +129,7 @@ class Feed:
         self._wake.set()
 
     def expired(self, update: Update) -> None:
-        """Deliver the removal of resources whose time to live has passed; there is no response to ACK."""
+        """Deliver the removal of resources whose time to live has passed. No response needs an ACK for it."""
         self._expired.append(update)
         self._wake.set()
 
@@ -196,7 +197,9 @@ class Feed:
     async def _hand_over(
         self, subscription: GrpcSubscription, update: Update, settling: list[Settling]
     ) -> UpdateRejected | None:
-        """Call one receiver. Return its refusal, if any; add to ``settling`` if resources are still warming."""
+        """Call one receiver and return its error if it refuses the update. Add to ``settling`` if resources are
+        still warming.
+        """
         stats = subscription.stats
         stats.update_attempt += 1
         try:

@@ -170,7 +170,7 @@ class _File:
 
 
 class FileSource:
-    """Watched files; :meth:`at` returns the :class:`xds.protocol.resource.ResourceSource` of one path.
+    """Watched files. :meth:`at` returns the :class:`xds.protocol.resource.ResourceSource` of one path.
 
     ``async with`` owns the watches and tasks.
     """

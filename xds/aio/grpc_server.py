@@ -136,8 +136,8 @@ class GrpcServer:
     def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
         """Serve a Unix socket in place of a stale one; refuse to replace any other file.
 
-        gRPC removes its bound path when it stops, even if another server has replaced the file. So it binds a name
-        beside the path, and that file is then moved over the path. Thus the path always has a socket, and always
+        gRPC removes its bound path when it stops, even if another server has replaced the file. So it binds
+        another name in the same folder, and that file is then moved to the path. Thus the path always has a socket
         with the right mode.
         """
         with suppress(FileNotFoundError):
@@ -202,8 +202,8 @@ def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) ->
         except grpc.aio.AbortError:
             raise  # the call already has its status
         except grpc.aio.BaseError:
-            # A read or write met the end of its call: the client is gone, or its deadline is over. gRPC
-            # cancels this handler for that, too, and which of the two comes first is chance.
+            # A read or write found its call ended: the client has disconnected, or the deadline has passed. gRPC
+            # also cancels this handler in that case. Which of the two comes first is chance.
             logger.debug("call ended by its client method=%s", path)
         except Exception:
             # Our bug. gRPC would send the exception's text to the client.
@@ -231,9 +231,10 @@ def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
 
 
 def mutual_tls(folder: Path) -> grpc.ServerCredentials:
-    """Return credentials of a folder like a mounted Secret: ``tls.key``, ``tls.crt``, and ``ca.crt`` for clients.
+    """Return the server's credentials from a folder like a mounted Secret: ``tls.key``, ``tls.crt``, and
+    ``ca.crt`` for clients.
 
-    Each handshake reads the files again; while they are unusable, the last ones serve.
+    Each handshake reads the files again. While they are unusable, the last good ones stay in use.
 
     Raises:
         OSError: a file cannot be read.

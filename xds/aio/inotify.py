@@ -50,11 +50,12 @@ class RenameWatcher:
         self._fd = -1
 
     def watch(self, directory: str, on_moved: OnMoved, events: int = IN_MOVED_TO) -> Callable[[], None]:
-        """Start to watch; call the result to stop.
+        """Start to watch. Return a function that stops watching.
 
         Args:
-            directory: the directory to watch. on_moved: see :data:`OnMoved`. events: the event mask;
-                IN_CLOSE_WRITE and IN_DELETE add changes without renames.
+            directory: the directory to watch.
+            on_moved: see :data:`OnMoved`.
+            events: the event mask; IN_CLOSE_WRITE and IN_DELETE add changes without renames.
 
         Raises:
             OSError: the directory is missing or unreadable, or ``fs.inotify.max_user_watches`` is reached.
@@ -71,7 +72,7 @@ class RenameWatcher:
                 callbacks.remove(on_moved)
                 if not callbacks and self._fd >= 0:
                     del self._callbacks[descriptor]
-                    _libc().inotify_rm_watch(self._fd, descriptor)  # EINVAL: the directory itself is gone
+                    _libc().inotify_rm_watch(self._fd, descriptor)  # EINVAL: the directory itself was removed
 
         return stop
 

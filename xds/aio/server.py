@@ -121,7 +121,7 @@ class SnapshotServer:
         await self._server.__aexit__(*exception)
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
-        """Replace the snapshot of the nodes with this ``key``; connected ones are sent the difference."""
+        """Replace the snapshot of the nodes with this ``key``. Connected nodes are sent the differences."""
         self._snapshots[key] = snapshot
         self._tell(key, snapshot)
 

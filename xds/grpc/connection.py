@@ -77,7 +77,7 @@ class CallsPossible:
 
 @dataclass(slots=True)
 class MessageReceived:
-    """A message of a call; answer with :meth:`ClientConnection.consumed` when all received ones are read."""
+    """A message of a call. Call :meth:`ClientConnection.consumed` when all received messages are read."""
 
     call_id: int
     message: bytes
@@ -182,10 +182,11 @@ class ClientConnection:
         return call_id
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Queue ``data`` up to the limit of flow control, and return the number of bytes. 0 for a call that has
+        """Queue ``data`` up to the limit of flow control, and return the number of queued bytes. 0 if the call has
         ended.
 
-        After less than all, try again at :class:`WritePossible`; after a limit of one step, at once.
+        If fewer bytes were queued, try again at :class:`WritePossible`; if the limit of one step was reached, at
+        once.
         """
         if call_id not in self._calls:
             return 0
@@ -381,10 +382,9 @@ class Goaway:
 class FrameCutter:
     """Splits received bytes at frame boundaries, and removes GOAWAY frames.
 
-    ``h2`` must not see GOAWAY: it closes its connection at once, refuses every later frame and drops what is
-    queued (python-hyper/h2, issue 1181), where RFC 9113 lets open streams end in peace. Servers drain in this
-    way: istiod when it balances its clients, Go's and C's gRPC when they stop or when a connection has reached
-    its age.
+    ``h2`` must not see GOAWAY: it closes its connection at once, refuses every later frame and drops queued data
+    (python-hyper/h2, issue 1181), although RFC 9113 lets open streams end in order. Servers drain in this way:
+    istiod when it balances its clients, Go's and C's gRPC when they stop or when a connection has reached its age.
     """
 
     __slots__ = ("_goaway", "_head", "_left")

@@ -17,9 +17,9 @@ def client_tls(
     """Return a client's TLS context that accepts only one server.
 
     Args:
-        root_pem: one or more certificates. The server's chain must end in a root of these. names: the server's
-        host names or IP addresses. Its certificate must be valid for at least one. The first is
-            sent as SNI if it is a host name.
+        root_pem: one or more certificates. The server's chain must end in a root of these.
+        names: the server's host names or IP addresses. Its certificate must be valid for at least one. The first
+            is sent as SNI if it is a host name.
         tls_1_2: whether TLS 1.2 is accepted.
         groups: key exchange groups in order of preference. None leaves the choice to OpenSSL.
 

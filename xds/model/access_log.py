@@ -44,7 +44,7 @@ class DurationFilter:
 
 @dataclass(frozen=True, slots=True)
 class FlagFilter:
-    """Lets lines through that have one of the response flags; any flag if none is named."""
+    """Selects lines with one of the response flags, or with any flag if none is named."""
 
     flags: frozenset[str]
 

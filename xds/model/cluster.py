@@ -84,10 +84,10 @@ class LocalityGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAssignment:
-    """All endpoints of a cluster, and how full a priority must be before the next is used.
+    """All endpoints of a cluster, and the health below which a priority level passes load to the next.
 
     ``drop`` are the categories of ``policy.drop_overloads`` with their share, 0 to 1. With
-    ``weighted_priority_health`` hosts count by their weights when it is asked how much of a priority is usable.
+    ``weighted_priority_health`` hosts count by their weights when the usable share of a priority is computed.
     """
 
     cluster_name: str
@@ -271,9 +271,9 @@ class Cluster:
         breakers: limits of priority DEFAULT and HIGH.
         dns_failure_backoff: base and maximum of the jittered wait in seconds after a name did not resolve. None
             uses ``dns_refresh_s``.
-        dns_resolver: looks names up; ``None``: the bootstrap's does.
-        dns_jitter_s: names are looked up later by a random time below this.
-        max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
+        dns_resolver: resolves names; ``None``: the bootstrap's resolver does.
+        dns_jitter_s: names are resolved later by a random time below this.
+        max_requests_per_connection: the number of tunnels after which a connection takes no more; 0: no limit.
         connection_idle_timeout_s: closes a connection that has had no tunnels for this time. 0 means never.
         ignore_health_on_removal: remove endpoints as soon as discovery drops them. Otherwise endpoints with a
             health check stay until they fail it.

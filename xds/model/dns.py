@@ -7,7 +7,7 @@ from xds.model.address import SocketAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DnsResolver:
-    """``CaresDnsResolverConfig``, or what the host does with names; the defaults are the host's.
+    """``CaresDnsResolverConfig``, or the host's own resolver settings. The defaults are the host's.
 
     Attributes:
         servers: name servers. Empty means the servers in ``/etc/resolv.conf``.
@@ -15,8 +15,8 @@ class DnsResolver:
         tcp: queries are sent over TCP.
         search: names are completed by the search list of ``/etc/resolv.conf``.
         query_timeout_s: the time limit of one query. ``None`` means our default.
-        tries: queries for one name; ``None``: our default.
-        rotate: take the servers in turn.
+        tries: the number of queries for one name. ``None`` means our default.
+        rotate: use the servers in rotation.
         has_ttls: whether answers include their time to live, which getaddrinfo(3) does not return.
     """
 

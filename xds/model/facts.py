@@ -62,9 +62,9 @@ class ConnectionFacts:
     """The inputs of matchers and policies. Listener filters and the handshake fill them in.
 
     Attributes:
-        source: the peer, after a PROXY header if one was believed.
+        source: the peer, or the source in an accepted PROXY header.
         direct_source: the socket's peer.
-        destination: where the connection was going, before any interception rewrote it.
+        destination: the destination before any interception rewrote it.
         secured: the connection passed a TLS handshake with this proxy, with or without a client's certificate.
         transport_protocol: ``tls`` or ``raw_buffer``. Like in Envoy, it is ``raw_buffer`` until a filter has
             inspected the bytes.

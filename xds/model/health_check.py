@@ -19,7 +19,7 @@ class HttpCheck:
 
     Attributes:
         method: the request's method.
-        headers: are added to it, in order.
+        headers: headers added to the request, in order.
         host: the request's host. Empty means the cluster's name.
         expected: ranges of statuses, ends excluded, that count as healthy.
         retriable: statuses that count as no answer: a single one does not decide.
@@ -45,12 +45,13 @@ class HealthCheck:
     """One health check: its kind, its intervals, and its thresholds. Times are in seconds.
 
     Attributes:
-        interval_s: between checks of a healthy host.
+        interval_s: the interval for a healthy host.
         unhealthy_interval_s: the interval for an unhealthy host.
         unhealthy_edge_s, healthy_edge_s: the interval for the first check after a change of health.
-        no_traffic_s, no_traffic_healthy_s: while the cluster has never had a connection, by the same distinction.
-        initial_jitter_s, jitter_s: upper bounds of what is added, at random, to the first wait and to each.
-        jitter_share: likewise, of the wait itself.
+        no_traffic_s, no_traffic_healthy_s: the intervals while the cluster has never had a connection, for an
+            unhealthy and a healthy host.
+        initial_jitter_s, jitter_s: the largest random time added to the first interval, and to each interval.
+        jitter_share: the largest random share of an interval added to it.
         unhealthy_threshold, healthy_threshold: results in a row that change a host's state.
     """
 
@@ -71,11 +72,11 @@ class HealthCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointCheck:
-    """One endpoint's differences from the cluster's health check.
+    """The differences of one endpoint from the cluster's health check.
 
     Attributes:
-        address: checked in place of the endpoint's; ``None``: that.
-        port: in place of the address's; 0: that.
+        address: the address to check. ``None``: the endpoint's own.
+        port: the port to check. 0: the address's own.
         host: the host of HTTP requests. Empty means the cluster's.
         disabled: the endpoint is not checked.
     """

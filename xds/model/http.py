@@ -26,8 +26,9 @@ class Route:
         path: ``None`` for a ``connect_matcher``.
         clusters: empty with ``direct_status``.
         tunnel: ``connect_config`` is present and CONNECT enabled: the payload goes to the cluster as raw TCP.
-        timeout_s: route timeout, from the client's half-close on; 0 is off, ``None`` unset (Envoy: 15 s).
-        idle_timeout_s: overrides the connection manager's stream idle timeout; ``None`` does not.
+        timeout_s: route timeout, measured from the client's half-close. 0 disables it; ``None`` is unset (Envoy:
+            15 s).
+        idle_timeout_s: replaces the connection manager's stream idle timeout; ``None`` keeps that.
     """
 
     name: str
@@ -88,11 +89,11 @@ class HttpConnectionManager:
 
     Attributes:
         allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
-        stream_idle_timeout_s: 0 is off, ``None`` unset (Envoy: 300 s).
-        max_request_headers_kb: the limit of one request's headers; ``None`` unset (Envoy: 60, this proxy: 64).
+        stream_idle_timeout_s: 0 disables it; ``None`` is unset (Envoy: 300 s).
+        max_request_headers_kb: the limit of one request's headers; ``None`` is unset (Envoy: 60, this proxy: 64).
         generates_request_id: a request without ``x-request-id`` is given one.
         preserves_request_id: keep the client's request id also if ``uses_remote_address``.
-        uses_remote_address: the manager is at the edge of a mesh, and believes no header about a request's origin.
+        uses_remote_address: the manager is at the edge of a mesh, and trusts no header about a request's origin.
     """
 
     stat_prefix: str

@@ -266,7 +266,7 @@ class TcpProxy:
     access_log: tuple[AnyAccessLog, ...] = ()
 
 
-#: Network filters that judge or annotate a connection, and leave its bytes to the terminal one.
+#: Network filters that allow, deny or annotate a connection, and leave its bytes to the terminal filter.
 ChainFilter = Rbac | ConnectionLimit | LocalRateLimit | SetFilterState
 
 
@@ -282,7 +282,7 @@ class FilterChain:
     """A transport socket, filters to authorise or annotate, and the filter that receives the bytes.
 
     Attributes:
-        discovered: filters from ECDS, which come behind inline ones of their kind.
+        discovered: filters from ECDS. They run after the inline filters of their kind.
         content: digest of the message: an unchanged chain keeps its connections through an update.
     """
 

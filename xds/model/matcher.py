@@ -106,7 +106,9 @@ class ExactMap:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMap:
-    """``prefix_match_map``: the longest key that is a prefix of the input; shorter ones if it finds no chain."""
+    """``prefix_match_map``: chooses by the longest key that is a prefix of the input, or by a shorter one if that
+    finds no chain.
+    """
 
     input: Input
     entries: Mapping[str, OnMatch]

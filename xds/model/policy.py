@@ -1,10 +1,10 @@
 """Authorization policies of all sources in one form: lists of tiers, whose policies share one condition language.
 
 Envoy's RBAC filters, Istio's policies, Kubernetes NetworkPolicy and Calico's tiers each compile to one
-:class:`PolicyList`; all lists of a connection must allow it. The judge is ``ztunnel.policy.engine``.
+:class:`PolicyList`; all lists of a connection must allow it. ``ztunnel.policy.engine`` evaluates them.
 
-A policy that holds something no reader understands never gets here: its dialect refuses it, or, where the
-resource must live on, replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
+Policies here have no unsupported parts. A dialect refuses such a policy, or, if the resource must be kept,
+replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
 """
 
 from collections.abc import Callable, Mapping

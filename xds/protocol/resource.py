@@ -115,7 +115,7 @@ class Subscription(Protocol):
 
 
 class ResourceSource(Protocol):
-    """Where resources come from."""
+    """Replace the requested names. Not valid for wildcard subscriptions."""
 
     def subscribe(
         self,

@@ -199,7 +199,8 @@ class SotwServer:
         if request.response_nonce != state.nonce:
             return None
         before = state.names
-        # An empty list still means all where it did; after names it means none.
+        # If the client subscribed to all resources, an empty list still means all. After a list of names it means
+        # none.
         if "*" in names:
             state.names = None
         elif names or state.names is not None:

@@ -108,7 +108,8 @@ class FileObjects:
             raise ConfigError("; ".join(f"{path}: {fault}" for path, fault in self._faults.items()))
 
     def everything(self) -> Changes:
-        """Return what the files hold now, without waiting; for who asks once, and looks at ``faults`` then.
+        """Return the files' current contents without waiting, for a caller that reads once and then checks
+        ``faults``.
 
         Raises:
             OSError: the folder cannot be read.

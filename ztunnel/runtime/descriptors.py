@@ -50,7 +50,7 @@ def reserve_of(limit: int) -> int:
 
 
 def lowest_free() -> int:
-    """Return the number that the next descriptor gets: all below it are in use (dup(2)). The limit, if none is."""
+    """Return the next descriptor's number, below which all are in use (dup(2)), or the limit if none is free."""
     with contextlib.suppress(OSError):
         number = os.dup(0)
         os.close(number)

@@ -18,11 +18,11 @@ _TCP = 6
 def decode_request(data: bytes) -> c.Flow:
     """Read a ``CheckRequest``.
 
-    Of a request without HTTP, such as that of Envoy's network filter, method and path are None. An absent peer
-    becomes one without address and principal.
+    In a request without HTTP, such as that of Envoy's network filter, method and path are None. An absent peer
+    becomes a peer without address and principal.
 
     Raises:
-        ConfigError: the bytes are no such message.
+        ConfigError: the bytes are not such a message.
     """
     request = CheckRequest()
     try:

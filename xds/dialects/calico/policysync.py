@@ -463,10 +463,10 @@ def encode_report(report: c.FlowReport) -> bytes:
 
 
 def decode_report(data: bytes) -> c.FlowReport:
-    """Read one ``DataplaneStats`` message. The last rule of its trace decided; absolute counts are left out.
+    """Read one ``DataplaneStats`` message. The last rule of its trace decided. Absolute counts are ignored.
 
     Raises:
-        ConfigError: the bytes are no such message.
+        ConfigError: the bytes are not such a message.
     """
     message = pb.DataplaneStats()
     try:

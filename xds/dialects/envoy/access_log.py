@@ -246,4 +246,4 @@ def _json_value(value: Any) -> JsonValue:
         return {key: _json_value(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_json_value(inner) for inner in value]
-    return value  # type: ignore[no-any-return]  # what is left of a struct: number, bool or null
+    return value  # type: ignore[no-any-return]  # the other types of a value: number, bool, null

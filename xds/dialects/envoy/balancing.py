@@ -104,7 +104,8 @@ def _policy(found: Message, panic: float) -> Balancing:
         case LeastRequest():
             return Balancing(
                 policy=LbPolicy.LEAST_REQUEST,
-                choice_count=max(1, wrapped(found, "choice_count", 2)),  # one is random; Envoy takes it, too
+                # with one choice the host is random; Envoy accepts that, too
+                choice_count=max(1, wrapped(found, "choice_count", 2)),
                 active_request_bias=_bias(found),
                 slow_start=_slow_start(found.slow_start_config),
                 panic_threshold=panic,

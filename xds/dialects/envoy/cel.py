@@ -48,8 +48,8 @@ def compile_expression(message: syntax.Expr) -> Expression:
     """Check an expression and prepare it for evaluation.
 
     Raises:
-        ConfigError: it is no expression; Unsupported: it has parts that are not evaluated here, or the package of
-            the evaluator is not installed.
+        ConfigError: the text is not an expression.
+        Unsupported: it has parts that are not evaluated here, or the package of the evaluator is not installed.
     """
     attributes: dict[str, None] = {}
     text = _read(message, attributes)

@@ -17,7 +17,7 @@ def compile_health_check(message: cluster.Cluster) -> HealthCheck | None:
     """Return the health check of a cluster, ``None`` if it has none.
 
     Raises:
-        ConfigError: it cannot be obeyed; with its place.
+        ConfigError: the check is not supported. Has its place.
     """
     if not message.health_checks:
         return None

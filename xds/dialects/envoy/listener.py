@@ -86,7 +86,7 @@ def compile_listener(
         "listener_filters_timeout",
         "traffic_direction",
         "continue_on_listener_filters_timeout",
-        "connection_balance_config",  # balances several threads; here one thread accepts
+        "connection_balance_config",  # distributes connections over threads; here one thread accepts
         "access_log",
         "tcp_backlog_size",
         "bind_to_port",

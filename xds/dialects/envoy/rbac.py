@@ -17,7 +17,7 @@ from xds.proto.envoy.type.matcher.v3 import matcher_pb2
 
 
 def compile_rbac(message: network_rbac.RBAC) -> Rbac:
-    """The network filter.
+    """Compile the network filter.
 
     ``CONTINUOUS`` enforcement evaluates at every read in Envoy. No input of an evaluation here changes between two
     reads of a connection, and changed policies are applied to live connections anyway, so both types behave alike.

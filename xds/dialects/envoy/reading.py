@@ -139,12 +139,12 @@ _collector: _Collector | None = None
 
 
 def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list[ConfigError]]:
-    """Compile, and continue after a faulty part in order to find all faults.
+    """Compile, and continue after a faulty part in order to find all faults. Not reentrant.
 
-    For people who check a configuration: without this a compilation ends at its first fault. Not reentrant.
+    For people who check a configuration: without this a compilation ends at its first fault.
 
     Returns:
-        Returns: the result, if there is no fault, and the faults in the order of their places.
+        The result, if there is no fault, and the faults in the order of their places.
     """
     global _collector  # global, because it would otherwise be an argument of every compiler
     assert _collector is None
@@ -505,7 +505,7 @@ def only_v3(message: Message, field: str) -> None:
 def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
     """Compile a source with its own gRPC stream, to a cluster by name.
 
-    Whether it repeats the node is the bootstrap's to say for ADS; other streams send it once.
+    For ADS the bootstrap decides whether requests repeat the node. Other streams send it once.
     """
     only(source, "api_type", "grpc_services", "set_node_on_first_message_only", "transport_api_version")
     only_v3(source, "transport_api_version")

@@ -43,7 +43,9 @@ _TEXT_TAGS: Final = {f"!{comparison}": comparison for comparison in Comparison}
 
 
 class Unreadable(Exception):
-    """The document cannot be read; the text says why and where. This is not used for a fault in a single value."""
+    """The document cannot be read. The text has the reason and the place. Not used for a fault in a single
+    value.
+    """
 
 
 def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
@@ -86,7 +88,8 @@ class _Document:
     """Builds values from events.
 
     Each anchored value is stored with the number of values in it after expansion of its aliases. An alias inside
-    of its own anchored value would be endless, and is undefined at that time.
+    its own anchored value would expand without end. It is refused as undefined, because a value is stored only
+    when it is complete.
     """
 
     def __init__(self, source: str | IO[str]) -> None:
@@ -225,7 +228,7 @@ class _Document:
         return result
 
     def _key(self, event: Any, seen: set[str]) -> object:
-        """Return the value of a key, or :data:`_MERGE`; no two keys of a mapping are written alike."""
+        """Return the value of a key, or :data:`_MERGE`. Refuses a key that was written before."""
         if type(event) is not yaml.ScalarEvent:
             value = self._value(event)
             if isinstance(value, list | dict):

@@ -269,7 +269,7 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
 def _string_map(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
-    # YAML reads an unquoted true as a boolean. In metadata it means the word.
+    # YAML reads an unquoted true as a boolean, but values of metadata are strings, so it is the word "true" here.
     return {str(k): str(item).lower() if isinstance(item, bool) else str(item) for k, item in value.items()}
 
 

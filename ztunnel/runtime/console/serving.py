@@ -66,10 +66,10 @@ def until_signal() -> Iterator[None]:
 
 
 def bound_address(text: str | None, flag: str = "", host: str = "0.0.0.0") -> SocketAddress | None:
-    """Read the ``[IP:]PORT`` of a flag, whose name begins the error; without an IP it is ``host``.
+    """Read the ``[IP:]PORT`` of a flag. Without an IP the address is ``host``.
 
     Raises:
-        ValueError: the text is neither.
+        ValueError: the text has another form. Begins with the flag's name.
     """
     from xds.model.address import SocketAddress
 

@@ -130,7 +130,8 @@ class _Server(ABC):
     def _make_room(self) -> None:
         sources = Counter(connection.source for connection in self._connections)
         source, number = sources.most_common(1)[0]
-        # In the order of their last activity; min() returns the first of the least busy ones.
+        # Connections are in the order of their last activity, and min() returns the first of those at the least
+        # busy stage.
         oldest = min((c for c in self._connections if c.source == source), key=lambda c: c.stage)
         if oldest.stage is not Stage.IDLE and self._lines.admits():
             log.warning("%s: %d connections of %s are open, closing one", self.name, number, source)

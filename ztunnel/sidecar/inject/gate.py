@@ -76,7 +76,8 @@ def _missing(port: int) -> str | None:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
         except OSError as error:
-            # A pod without one of the two versions has no such address. The other one's reason is reported.
+            # A pod without IPv4 or without IPv6 lacks one of the addresses. The reason for the other address is
+            # reported.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 reasons.append(f"[{address}]:{port}: {os.strerror(error.errno) if error.errno else error}")
         else:

@@ -58,7 +58,7 @@ class Installation:
     Attributes:
         binaries: where container runtimes look for plugins, such as ``/opt/cni/bin``.
         configurations: where they look for networks, such as ``/etc/cni/net.d``.
-        owned: a file of its own instead of an entry in the network's.
+        owned: install a separate configuration file instead of an entry in the network's file.
         options: members of our entry, see ``plugin.py``.
     """
 

@@ -277,7 +277,9 @@ def _addons(env: Mapping[str, str], faults: list[str]) -> AddonSettings | None:
 
 
 def _misspelt(env: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a warning for each variable that is nearly one of ours; ``ZTUNNEL_*`` that are none are refused."""
+    """Yield a warning for each unknown variable whose name resembles a known one. (Unknown ``ZTUNNEL_*`` variables
+    are errors.)
+    """
     import difflib  # imported here: nothing else needs it
 
     for name in sorted(env.keys() - known):

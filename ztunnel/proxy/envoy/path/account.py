@@ -124,7 +124,7 @@ class Account:
                 authority, tunnel = each.tunnel_authority, each.upstream_host
             if each.upstream_metadata:
                 there = host_name(each.upstream_metadata) or there
-        # Use the port in the authority, which is the application's: the tunnel's own port is not.
+        # Use the application's port, which is in the authority, instead of the tunnel's port.
         destination = (hop.application if inbound else None) or last_host(hops)
         if destination is None or tunnel:
             destination = info.destination
